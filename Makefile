@@ -1,0 +1,50 @@
+# Each target makes .venv first when it is missing, and installs what the target needs.
+#   make PYTHON=python3.12 ...           choose the Python that .venv is made with
+#   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
+#   make test ARGS="tests/test_step.py -k os_g"
+
+CONFIG ?= configs/demo.toml
+ARGS   ?=
+VENV   ?= .venv
+export PYTHON
+
+.PHONY: help demo test test-all lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## say what each target does
+	@echo "gshard: ZeRO data parallelism for JAX and Flax"
+	@echo
+	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 # /' \
+	    | awk -F ' # ' '{ printf "%-16s %s\n", $$1, $$2 }'
+	@echo
+	@echo "The first call makes $(VENV) (Python 3.11 or newer) and installs into it."
+
+demo: setup-test  ## train a small GPT at every level on 8 virtual devices (3 minutes)
+	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
+
+test: setup-test  ## the quick tier of the tests (under 10 minutes on 2 cores)
+	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-all: setup-test  ## every test, and the record in docs/test-record.md
+	$(VENV)/bin/python -m pytest -p tests.record $(ARGS)
+
+lint: setup-dev  ## ruff (lint, format) and pyright
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	git ls-files -z --cached --others --exclude-standard '*.toml' | xargs -0 $(VENV)/bin/python scripts/check_toml.py
+
+format: setup-dev  ## let ruff mend what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:  ## remove caches and what the demo wrote (.venv stays)
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output*
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+.PHONY: setup-test setup-dev
+setup-test:
+	@scripts/venv.sh $(VENV) test,plot
+
+setup-dev: setup-test
+	@scripts/venv.sh $(VENV) dev

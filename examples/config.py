@@ -1,0 +1,196 @@
+"""Settings: a TOML file into frozen dataclasses, each one changeable on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import tomllib
+import typing
+from pathlib import Path
+
+DEFAULT_FILE = "configs/demo.toml"
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist, or has a value of the wrong type."""
+
+
+def setting(default, meaning: str):
+    """A dataclass field with a default and one line for --help."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    width: int = setting(160, "size of the residual stream")
+    layers: int = setting(4, "number of blocks")
+    heads: int = setting(5, "attention heads; must divide width")
+    sequence: int = setting(64, "bytes the model sees at once")
+    scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
+    remat: bool = setting(False, "compute a block's activations again in the backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    learning_rate: float = setting(3e-3, "peak learning rate of AdamW")
+    warmup_steps: int = setting(10, "steps from zero to the peak; cosine decay after")
+    weight_decay: float = setting(0.1, "decoupled weight decay")
+    clip: float = setting(1.0, "largest global norm of a gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    levels: tuple[str, ...] = setting(("dp", "os", "os_g", "p_g_os"), "levels to train at")
+    devices: int = setting(8, "virtual CPU devices")
+    steps: int = setting(100, "optimizer steps per level")
+    batch_size: int = setting(32, "rows of the global batch")
+    micro_batches: int = setting(4, "micro-batches per step")
+    segment_size: int = setting(2**14, "leaves of more elements (of one layer) are divided")
+    seed: int = setting(0, "of the parameters, the batches and the sample")
+    prompt: str = setting("def ", "start of the sampled text")
+    sample_bytes: int = setting(300, "length of the sampled text")
+    output: str = setting("demo-output", "folder for the picture")
+    model: Model = dataclasses.field(default_factory=Model)
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+
+
+# ---- the dataclasses as a flat table: "model.width" -> (type, default, meaning) ----------------
+
+
+def flat_fields(cls=Config, prefix: str = "") -> dict[str, tuple[type, object, str]]:
+    types = typing.get_type_hints(cls)
+    table = {}
+    for field in dataclasses.fields(cls):
+        kind, name = types[field.name], prefix + field.name
+        if dataclasses.is_dataclass(kind):
+            table |= flat_fields(kind, name + ".")
+        else:
+            table[name] = (kind, field.default, field.metadata["meaning"])
+    return table
+
+
+def flat_values(tables: dict, prefix: str = "") -> dict[str, object]:
+    values = {}
+    for key, value in tables.items():
+        name = prefix + key
+        values |= flat_values(value, name + ".") if isinstance(value, dict) else {name: value}
+    return values
+
+
+def build(values: dict[str, object], cls=Config, prefix: str = ""):
+    types = typing.get_type_hints(cls)
+    arguments = {}
+    for field in dataclasses.fields(cls):
+        kind, name = types[field.name], prefix + field.name
+        if dataclasses.is_dataclass(kind):
+            arguments[field.name] = build(values, kind, name + ".")
+        elif name in values:
+            arguments[field.name] = values[name]
+    return cls(**arguments)
+
+
+# ---- checks -----------------------------------------------------------------------------------
+
+
+def nearest(name: str, known) -> str:
+    """Say which known name was probably meant."""
+    known = list(known)
+    guess = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # A key in the wrong section has the right last part.
+    guess = guess or [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+    return f"did you mean {guess[0]!r}?" if guess else f"known: {', '.join(sorted(known))}"
+
+
+def check_value(kind: type, value: object, name: str, where: str):
+    """Return `value` as `kind`; TOML and the command line both come through here."""
+    if kind == tuple[str, ...]:
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+    elif kind is float and type(value) is int:
+        return float(value)
+    elif type(value) is kind:  # and not isinstance: True is an int
+        return value
+    wanted = "list of str" if kind == tuple[str, ...] else kind.__name__
+    raise ConfigError(
+        f"{where}: {name} must be {'an' if wanted == 'int' else 'a'} {wanted}, "
+        f"but is {value!r} ({type(value).__name__})"
+    )
+
+
+def read_file(path: str | Path) -> dict[str, object]:
+    """Return the checked settings of a TOML file as a flat table."""
+    try:
+        with open(path, "rb") as file:
+            values = flat_values(tomllib.load(file))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML ({error})") from error
+    known = flat_fields()
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{path}: unknown key {name!r}; {nearest(name, known)}")
+    return {name: check_value(known[name][0], v, name, str(path)) for name, v in values.items()}
+
+
+def check_whole(config: Config) -> Config:
+    """Refuse settings that do not fit each other, before anything is compiled."""
+    model = config.model
+    if model.width % model.heads:
+        raise ConfigError(f"model.heads={model.heads} does not divide model.width={model.width}")
+    rows = config.devices * config.micro_batches
+    if config.batch_size % rows:
+        raise ConfigError(
+            f"batch_size={config.batch_size} must be a multiple of devices x micro_batches "
+            f"= {config.devices} x {config.micro_batches} = {rows}"
+        )
+    if config.steps < 1:
+        raise ConfigError(f"steps={config.steps} must be at least 1")
+    return config
+
+
+# ---- the command line -------------------------------------------------------------------------
+
+
+def from_text(kind: type):
+    """How a word of the command line becomes a value of `kind`."""
+    if kind is bool:
+        return lambda word: {"true": True, "false": False}[word.lower()]
+    if kind == tuple[str, ...]:
+        return lambda word: tuple(word.split(","))
+    return kind
+
+
+def parse(arguments: list[str] | None = None, description: str | None = None) -> Config:
+    """Read `[FILE] [--name value ...]`: the file's settings, then the command line's over them."""
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument(
+        "file", nargs="?", default=DEFAULT_FILE, help=f"TOML file (default {DEFAULT_FILE})"
+    )
+    known = flat_fields()
+    for name, (kind, default, meaning) in known.items():
+        parser.add_argument(
+            f"--{name}",
+            dest=name,
+            metavar={bool: "true|false", tuple[str, ...]: "A,B"}.get(kind) or kind.__name__,
+            default=argparse.SUPPRESS,
+            help=f"{meaning} (default {default}, unless the file sets it)",
+        )
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        word = unknown[0].split("=")[0]
+        raise ConfigError(
+            f"command line: unknown option {word!r}; {nearest(word, ['--' + k for k in known])}"
+        )
+    values = read_file(given.file)
+    for name, word in vars(given).items():
+        if name == "file":
+            continue
+        kind = known[name][0]
+        try:
+            value = from_text(kind)(word)
+        except (ValueError, KeyError):
+            value = word
+        values[name] = check_value(kind, value, name, "command line")
+    return check_whole(build(values))

@@ -1,0 +1,252 @@
+"""What a compiled step really communicates and keeps, beside what the plan promised."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from gshard.audit_report import report, total
+from gshard.errors import GShardError
+from gshard.hlo import Collective, read_program
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
+    from gshard.promise import Promise
+
+_SCOPE = re.compile(r"\bgshard/(\w+)")
+_MEMORY = (
+    ("argument", "argument_size_in_bytes"),
+    ("output", "output_size_in_bytes"),
+    ("alias", "alias_size_in_bytes"),
+    ("temp", "temp_size_in_bytes"),
+    ("peak", "peak_memory_in_bytes"),
+    ("host_argument", "host_argument_size_in_bytes"),
+    ("host_output", "host_output_size_in_bytes"),
+    ("host_alias", "host_alias_size_in_bytes"),
+    ("host_temp", "host_temp_size_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind over one group, for one purpose.
+
+    Attributes:
+      kind: as in HLO, such as `reduce-scatter`.
+      axes: the mesh axes that communicate; None when no set of axes makes these groups.
+      dtype: XLA's name. On CPU XLA moves bf16 as f32.
+      purpose: `gather`, `scatter`, `publish`, `reduce`, `scalar`: what gshard wrote it for;
+        `compiler` for what XLA put in, such as what an optimizer must communicate.
+      scalar: all operands have one element.
+      count: collectives in the program's text.
+      asynchronous: how many of them overlap with computation.
+      conditional: whether some lie in a branch that not every run takes.
+      times: executions per run of the program. None, as in the next three, when a loop's length
+        is not known.
+      elements: payload per device and run: outputs of all-gathers, inputs of everything else.
+      payload_bytes: the same in bytes.
+      wire_bytes: bytes that a device sends per run, by the ring algorithms.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    dtype: str
+    purpose: str
+    scalar: bool
+    count: int
+    asynchronous: int
+    conditional: bool
+    times: int | None
+    elements: int | None
+    payload_bytes: int | None
+    wire_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A compiled program's communication and memory.
+
+    Attributes:
+      collectives: one row per kind, axes, dtype and purpose, scalars apart.
+      memory: bytes on one device by use: `argument`, `output`, `alias` (outputs in the memory of
+        donated arguments), `temp`, `peak`, and `host_*`. What the backend does not report is
+        missing.
+      promise: what the plan promised; None when the audited function has none.
+    """
+
+    collectives: tuple[Row, ...]
+    memory: dict[str, int]
+    promise: Promise | None
+
+    def elements(self, kind: str, scalars: bool = False) -> int:
+        """Elements that collectives of one kind move on a device in one run.
+
+        Args:
+          kind: such as `all-gather`.
+          scalars: whether losses, norms and other single numbers count.
+
+        Raises:
+          GShardError: one of them lies in a loop whose length the program does not tell.
+        """
+        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
+        return sum(_known(row, row.elements) for row in rows)
+
+    def wire_bytes(self, kind: str | None = None) -> int:
+        """Bytes that a device sends in one run, of one kind or of all.
+
+        Raises:
+          GShardError: as `elements`.
+        """
+        rows = (row for row in self.collectives if kind in (None, row.kind))
+        return sum(_known(row, row.wire_bytes) for row in rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole audit in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "collectives": [
+                row | {"axes": None if row["axes"] is None else list(row["axes"])}
+                for row in map(dataclasses.asdict, self.collectives)
+            ],
+            "memory": dict(self.memory),
+            "promise": None if self.promise is None else _promise_dict(self.promise),
+        }
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def audit(step: Any, *args: Any, plan: Plan | None = None, promise: Promise | None = None) -> Audit:
+    """Compiles a step for these arguments and reads what it communicates and keeps.
+
+    Nothing is executed and no argument is donated. Collectives among one device are left out, they
+    move nothing.
+
+    Args:
+      step: what `make_train_step` returns, or any jitted function (`jax.jit`, `nnx.jit`).
+      *args: its arguments, concrete or abstract with shardings.
+      plan: of a jitted function, for the names of the mesh axes. Without it the mesh of the
+        compiled function's inputs is used.
+      promise: of a jitted function, for the comparison: `gshard.promise(plan, ...)`.
+
+    Raises:
+      GShardError: `step` cannot be lowered, or its backend gives no program text.
+    """
+    if not callable(getattr(step, "lower", None)):
+        raise GShardError(
+            f"step is {type(step).__name__!r} and has no .lower(); pass what make_train_step "
+            "returns, or wrap the function in jax.jit or nnx.jit"
+        )
+    compiled = step.lower(*args).compile()
+    text = compiled.as_text()
+    if text is None:
+        raise GShardError(
+            "the backend gives no text of its compiled programs; audit cannot read it"
+        )
+    plan = getattr(step, "plan", None) if plan is None else plan
+    promise = getattr(step, "promise", None) if promise is None else promise
+    mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
+    return Audit(_rows(read_program(text).collectives, mesh), _memory(compiled), promise)
+
+
+def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
+    """The largest mesh that the inputs lie on."""
+    shardings = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
+    shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    return max(meshes, key=lambda mesh: mesh.size, default=None)
+
+
+def _memory(compiled: Any) -> dict[str, int]:
+    stats = compiled.memory_analysis()
+    return {name: getattr(stats, field) for name, field in _MEMORY if hasattr(stats, field)}
+
+
+def _rows(collectives: Iterable[Collective], mesh: Mesh | AbstractMesh | None) -> tuple[Row, ...]:
+    grouped: dict[tuple[Any, ...], list[Collective]] = {}
+    for whole in collectives:
+        for part in _scalars_apart(whole):
+            if part.group_size > 1:
+                key = (part.kind, _axes(part, mesh), part.dtype, _purpose(part), part.scalar)
+                grouped.setdefault(key, []).append(part)
+    rows = [
+        Row(
+            *key,
+            count=len(members),
+            asynchronous=sum(member.asynchronous for member in members),
+            conditional=any(member.conditional for member in members),
+            times=total(member.times for member in members),
+            elements=total(_run(member, member.elements) for member in members),
+            payload_bytes=total(_run(member, member.payload_bytes) for member in members),
+            wire_bytes=total(member.wire_bytes for member in members),
+        )
+        for key, members in grouped.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (row.scalar, -(row.wire_bytes or 0))))
+
+
+def _scalars_apart(whole: Collective) -> Iterator[Collective]:
+    """XLA combines a loss with gradients into one all-reduce; here they are two."""
+    for single in (False, True):
+        operands = tuple(array for array in whole.operands if (array.elements == 1) == single)
+        if operands:
+            yield dataclasses.replace(whole, operands=operands)
+
+
+def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
+    """The fewest mesh axes whose groups of devices are the collective's.
+
+    HLO counts devices by their place in the program's device assignment, which under `jit` is the
+    flat order of the mesh, whatever the devices' own ids are.
+    """
+    if mesh is None:
+        return None
+    names, sizes = mesh.axis_names, mesh.axis_sizes
+    wide = [i for i, size in enumerate(sizes) if size > 1]
+    if collective.groups is None:
+        return tuple(names[i] for i in wide)
+    groups = {frozenset(group) for group in collective.groups}
+    ids = np.arange(mesh.size).reshape(sizes)
+    for many in range(len(wide) + 1):
+        for chosen in itertools.combinations(wide, many):
+            rest = [i for i in range(len(sizes)) if i not in chosen]
+            members = int(np.prod([sizes[i] for i in chosen], dtype=int))
+            rows = ids.transpose(*rest, *chosen).reshape(-1, members)
+            if {frozenset(row) for row in rows.tolist()} == groups:
+                return tuple(names[i] for i in chosen)
+    return None
+
+
+def _purpose(collective: Collective) -> str:
+    """The last `gshard/...` scope; differentiation keeps the scope of what it transposes."""
+    scopes = _SCOPE.findall(collective.op_name)
+    if not scopes:
+        return "compiler"
+    primitive = collective.op_name.rpartition("/")[2]
+    transposed = {("gather", "reduce_scatter"): "scatter", ("scatter", "all_gather"): "gather"}
+    return transposed.get((scopes[-1], primitive), scopes[-1])
+
+
+def _run(collective: Collective, amount: int) -> int | None:
+    return None if collective.times is None else collective.times * amount
+
+
+def _known(row: Row, amount: int | None) -> int:
+    if amount is None:
+        raise GShardError(
+            f"the program runs {row.kind} ({row.purpose}) in a loop whose length is not constant, "
+            "so what it moves is not known; audit the body of the loop, or give the loop a fixed "
+            "length (lax.scan, lax.fori_loop)"
+        )
+    return amount
+
+
+def _promise_dict(promise: Promise) -> dict[str, Any]:
+    return dataclasses.asdict(promise) | {"moved": [dataclasses.asdict(m) for m in promise.moved]}

@@ -1,0 +1,89 @@
+"""The input contract: every process passes its own rows, and the global batch is their sequence.
+
+Rows lie over all data axes of the mesh, contiguous on each device. A batch is any pytree; arrays
+share their leading dimension, scalars go to every device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gshard.errors import GShardError
+from gshard.plan import Plan
+from gshard.state import flatten
+
+
+def shard_batch(batch: Any, plan: Plan) -> Any:
+    """Places this process's rows on its devices, as part of the global batch.
+
+    Args:
+      batch: arrays with this process's rows in their leading dimension; on one process that is the
+        whole batch. A jax array that already spans all devices of the mesh is global and kept.
+      plan: of `shard_train_state`.
+
+    Returns:
+      The same tree of global arrays.
+
+    Raises:
+      GShardError: when the rows do not divide over this process's devices.
+    """
+    mesh = plan.mesh
+    devices = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    rows = NamedSharding(mesh, plan.batch_spec)
+    whole = NamedSharding(mesh, jax.P())
+    if not any(_is_global(x, rows) for x in jax.tree.leaves(batch)):
+        check_rows(batch, devices, 1)
+
+    def place(x: Any) -> jax.Array:
+        if _is_global(x, rows):
+            return x
+        sharding = rows if np.ndim(x) else whole
+        if devices == mesh.size:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place, batch)
+
+
+def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
+    """The rows of a batch, after checking that they divide over devices and micro-batches.
+
+    Raises:
+      GShardError: names the array that does not fit.
+    """
+    paths, leaves, _ = flatten(batch)
+    rows = {path: x.shape[0] for path, x in zip(paths, leaves, strict=True) if jnp.ndim(x)}
+    if not rows:
+        raise GShardError("the batch has no array with rows: pass a tree with at least one.")
+    first, count = next(iter(rows.items()))
+    unit = devices * micro_batches
+    for path, n in rows.items():
+        if n != count:
+            raise GShardError(
+                f"batch{_at(path)} has {n} rows and batch{_at(first)} has {count}. All arrays of a "
+                "batch share their leading dimension."
+            )
+    if count % unit or not count:
+        over = f"{devices} devices" + (
+            f" x {micro_batches} micro-batches" if micro_batches > 1 else ""
+        )
+        nearest = max(unit, count // unit * unit)
+        raise GShardError(
+            f"batch{_at(first)} has {count} rows, which do not divide over {over} = {unit}. Use "
+            f"{nearest} or {nearest + unit} rows (or fewer micro-batches or devices)."
+        )
+    return count
+
+
+def _is_global(x: Any, rows: NamedSharding) -> bool:
+    """Whether an array already lies over the devices of the mesh."""
+    return isinstance(x, jax.Array) and x.sharding.device_set == rows.device_set
+
+
+def _at(path: str) -> str:
+    return f"[{path!r}]" if path else ""

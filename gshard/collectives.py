@@ -1,0 +1,208 @@
+"""Every collective that gshard writes: gather, scatter, publish, reduce. Nothing else calls one.
+
+All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
+gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
+other order would permute the parts silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard.layout import Layout
+from gshard.mesh import Group
+
+MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
+
+
+def gather(part: jax.Array, layout: Layout) -> jax.Array:
+    """All-gathers one leaf: this device's part to the logical whole."""
+    if layout.dim is None:
+        return part
+    with jax.named_scope("gshard/gather"):
+        return layout.cut(_all_gather(part, layout.group, layout.dim))
+
+
+def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
+    """Reduce-scatters one leaf over the shard group: logical whole to this device's part, summed."""
+    if layout.dim is None:
+        return whole
+    with jax.named_scope("gshard/scatter"):
+        return _psum_scatter(layout.pad(whole), layout.group, layout.dim)
+
+
+def own_part(whole: jax.Array, layout: Layout) -> jax.Array:
+    """This device's part of a whole leaf; moves nothing."""
+    if layout.dim is None:
+        return whole
+    size = layout.part_shape[layout.dim]
+    start = group_index(layout.group.shard) * size
+    return lax.dynamic_slice_in_dim(layout.pad(whole), start, size, axis=layout.dim)
+
+
+def group_index(axes: Sequence[str]) -> jax.Array:
+    """This device's place along `axes`, major to minor, as int32."""
+    return lax.axis_index(tuple(axes))
+
+
+def scatter_leaves(
+    wholes: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
+) -> list[jax.Array]:
+    """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
+
+    def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        n = places[0].group.size
+        rows = [_to_rows(place.pad(x), place, n) for x, place in zip(bucket, places, strict=True)]
+        with jax.named_scope("gshard/scatter"):
+            row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
+        return [_from_rows(r, place, 1) for r, place in zip(_split(row, rows), places, strict=True)]
+
+    return _in_buckets(wholes, layouts, buffer_max_size, scatter, packed)
+
+
+def publish_leaves(
+    parts: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
+) -> list[jax.Array]:
+    """Gathers many leaves in buckets: every device's part of an update to the logical whole."""
+
+    def alone(part: jax.Array, layout: Layout) -> jax.Array:
+        with jax.named_scope("gshard/publish"):
+            return layout.cut(_all_gather(part, layout.group, layout.dim))
+
+    def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        n = places[0].group.size
+        rows = [_to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
+        with jax.named_scope("gshard/publish"):
+            row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group, 0)
+        wholes = [_from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)]
+        return [place.cut(x) for x, place in zip(wholes, places, strict=True)]
+
+    return _in_buckets(parts, layouts, buffer_max_size, alone, packed)
+
+
+def reduce_leaves(
+    leaves: Sequence[jax.Array], axes: Sequence[str], buffer_max_size: int
+) -> list[jax.Array]:
+    """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
+    if not axes:
+        return list(leaves)
+
+    def total(x: jax.Array) -> jax.Array:
+        with jax.named_scope("gshard/reduce"):
+            return lax.psum(x, tuple(axes))
+
+    out = list(leaves)
+    for bucket in buckets(leaves, [x.dtype for x in leaves], buffer_max_size):
+        if len(bucket) == 1:
+            out[bucket[0]] = total(leaves[bucket[0]])
+            continue
+        rows = [leaves[i].reshape(1, -1) for i in bucket]
+        row = total(jnp.concatenate(rows, axis=1))
+        for i, r in zip(bucket, _split(row, rows), strict=True):
+            out[i] = r.reshape(leaves[i].shape)
+    return out
+
+
+def reduce_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The sum of one scalar over `axes`."""
+    with jax.named_scope("gshard/scalar"):
+        return lax.psum(x, tuple(axes))
+
+
+def agree(tree: Any, group: Group) -> Any:
+    """One value of arrays that may differ by device: floating ones the mean, others the largest."""
+
+    def one(x: jax.Array) -> jax.Array:
+        with jax.named_scope("gshard/agree"):
+            if jnp.issubdtype(x.dtype, jnp.floating):
+                return (lax.psum(x, group.axes) / group.devices).astype(x.dtype)
+            return lax.pmax(x, group.axes)
+
+    return jax.tree.map(one, tree) if group.devices > 1 else tree
+
+
+def buckets(
+    leaves: Sequence[jax.Array], kinds: Sequence[Any], buffer_max_size: int
+) -> list[list[int]]:
+    """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
+
+    A leaf of more than a quarter of that goes alone, without a copy; 0 puts every leaf alone.
+
+    Returns:
+      Lists of indices into `leaves`, together every index once.
+    """
+    found: list[list[int]] = []
+    open_bucket: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        if leaf.size * 4 > buffer_max_size:
+            found.append([i])
+            continue
+        bucket = open_bucket.get(kind)
+        if bucket is None or filled[kind] + leaf.size > buffer_max_size or len(bucket) >= MOST_LEAVES:
+            bucket, filled[kind] = [], 0
+            open_bucket[kind] = bucket
+            found.append(bucket)
+        bucket.append(i)
+        filled[kind] += leaf.size
+    return found
+
+
+def _in_buckets(
+    leaves: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    buffer_max_size: int,
+    alone: Callable[[jax.Array, Layout], jax.Array],
+    packed: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
+) -> list[jax.Array]:
+    divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
+    kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
+    out = list(leaves)
+    for bucket in buckets([leaves[i] for i in divided], kinds, buffer_max_size):
+        members = [divided[j] for j in bucket]
+        if len(members) == 1:
+            results = [alone(leaves[members[0]], layouts[members[0]])]
+        else:
+            results = packed([leaves[i] for i in members], [layouts[i] for i in members])
+        for i, result in zip(members, results, strict=True):
+            out[i] = result
+    return out
+
+
+def _to_rows(x: jax.Array, layout: Layout, n: int) -> jax.Array:
+    """`(n, elements / n)`: row i holds what lies at place i of the divided dimension."""
+    return jnp.moveaxis(x, layout.dim or 0, 0).reshape(n, -1)
+
+
+def _from_rows(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
+    """The inverse of `_to_rows` for `n` parts."""
+    dim = layout.dim or 0
+    part = layout.part_shape
+    shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
+    return jnp.moveaxis(rows.reshape(shape), 0, dim)
+
+
+def _split(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes a concatenation along dimension 1 of arrays as wide as `like`."""
+    out, start = [], 0
+    for x in like:
+        out.append(lax.slice_in_dim(row, start, start + x.shape[1], axis=1))
+        start += x.shape[1]
+    return out
+
+
+def _all_gather(part: jax.Array, group: Group, dim: int | None) -> jax.Array:
+    for axis in reversed(group.shard):
+        part = lax.all_gather(part, axis, axis=dim or 0, tiled=True)
+    return part
+
+
+def _psum_scatter(whole: jax.Array, group: Group, dim: int | None) -> jax.Array:
+    for axis in group.shard:
+        whole = lax.psum_scatter(whole, axis, scatter_dimension=dim or 0, tiled=True)
+    return whole

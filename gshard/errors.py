@@ -1,0 +1,40 @@
+"""What gshard raises and warns, and how it suggests what was meant.
+
+Every message says what is wrong (with the value), where (path or argument) and how to mend it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable
+
+
+class GShardError(ValueError):
+    """Input that a user can mend."""
+
+
+class DonatedStateError(GShardError, RuntimeError):
+    """A train state whose memory an earlier step has taken over."""
+
+
+class GShardWarning(UserWarning):
+    """Something that works, but probably not as meant."""
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the user's code that called the gshard function."""
+    warnings.warn(message, GShardWarning, stacklevel=3)
+
+
+def did_you_mean(value: object, known: Iterable[object]) -> str:
+    """A sentence that names the nearest of `known`, or nothing when none is near."""
+    found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1, cutoff=0.5)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def some(items: Iterable[object], most: int = 5) -> str:
+    """`a, b, c and 4 more`: a list that stays readable."""
+    items = [str(item) for item in items]
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

@@ -1,0 +1,230 @@
+"""Gather at first use: a loss on whole parameters, evaluated with divided ones.
+
+The loss is traced to a jaxpr and evaluated equation by equation. A divided leaf stays divided
+through casts (so that the compute dtype travels), into `jit`, `checkpoint` and the scanned inputs of
+`scan`, and is gathered where something first needs it whole. Hence a scanned model holds one layer
+at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
+
+The gradient of a leaf arrives at its *tap*, a second input of zeros that nothing reads: shaped like
+the part, it receives the gradient scattered where it arises; shaped like the whole, the local one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from gshard.collectives import gather, scatter
+from gshard.layout import Layout
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a leaf becomes whole, and how its gradient leaves.
+
+    Attributes:
+      stored: the layout at rest; gathered when it is divided.
+      reduced: the layout of the gradient at the tap; scattered when it is divided.
+    """
+
+    stored: Layout
+    reduced: Layout
+
+    @property
+    def pointless(self) -> bool:
+        """Nothing to gather and nothing to scatter."""
+        return self.stored.dim is None and self.reduced.dim is None
+
+    @property
+    def scannable(self) -> bool:
+        return self.stored.dim != 0 and self.reduced.dim != 0
+
+    def layer(self) -> Use:
+        return Use(self.stored.layer(), self.reduced.layer())
+
+    def tap(self) -> jax.Array:
+        """Zeros that receive the gradient."""
+        return jnp.zeros(self.reduced.part_shape, self.reduced.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole(use: Use, stored: jax.Array, tap: jax.Array) -> jax.Array:
+    del tap
+    return gather(stored, use.stored)
+
+
+def _whole_forward(use: Use, stored: jax.Array, tap: jax.Array) -> tuple[jax.Array, None]:
+    return _whole(use, stored, tap), None
+
+
+def _whole_backward(use: Use, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The stored leaf is never differentiated; its cotangent is dead code.
+    nothing = jnp.zeros(use.stored.part_shape, cotangent.dtype)
+    return nothing, scatter(cotangent, use.reduced)
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+class _Divided:
+    """A leaf that is not whole yet. Made whole once per scope, however often it is used there."""
+
+    def __init__(self, use: Use, stored: jax.Array, tap: jax.Array):
+        self.use, self.stored, self.tap = use, stored, tap
+        self._result: jax.Array | None = None
+
+    def whole(self) -> jax.Array:
+        if self._result is None:
+            self._result = _whole(self.use, self.stored, self.tap)
+        return self._result
+
+    def cast(self, dtype: Any) -> _Divided:
+        return _Divided(self.use, self.stored.astype(dtype), self.tap.astype(dtype))
+
+
+def with_divided(
+    fun: Callable[..., Any],
+    uses: Sequence[Use | None],
+    leaves: Sequence[jax.Array],
+    taps: Sequence[jax.Array],
+    *args: Any,
+) -> Any:
+    """`fun(whole leaves, *args)`, its leaves made whole at their first use.
+
+    Runs inside a `shard_map` over the data axes.
+
+    Args:
+      fun: takes a list of whole leaves, then `args`; returns a pytree of arrays.
+      uses: one per leaf; None for a leaf that is given whole and differentiated as it is.
+      leaves: this device's parts (or wholes).
+      taps: one per leaf, `use.tap()`; ignored where the use is None.
+    """
+    values = [
+        leaf if use is None else _Divided(use, leaf, tap)
+        for use, leaf, tap in zip(uses, leaves, taps, strict=True)
+    ]
+    abstract = [
+        jax.ShapeDtypeStruct(leaf.shape if use is None else use.stored.shape, leaf.dtype)
+        for use, leaf in zip(uses, leaves, strict=True)
+    ]
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
+    out = _evaluate(closed.jaxpr, closed.consts, [*values, *jax.tree.leaves(args)])
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Evaluates one scope; the results are whole."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
+            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [_make_whole(read(v)) for v in jaxpr.outvars]
+
+
+def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    if not any(isinstance(v, _Divided) for v in values):
+        return _bind(eqn, values)
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return [values[0].cast(eqn.params["new_dtype"])]
+    if name in ("jit", "pjit"):
+        return _evaluate(*_body(eqn), values)
+    if name in ("checkpoint", "remat2"):
+        return _evaluate_checkpoint(eqn, values)
+    if name == "scan":
+        return _evaluate_scan(eqn, values)
+    return _bind(eqn, [_make_whole(v) for v in values])
+
+
+def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    """Rebuilt, so that the gather is inside and happens again in the backward pass."""
+    body, consts = _body(eqn)
+    flat, restore = _open(values)
+    again = jax.checkpoint(
+        lambda *flat: _evaluate(body, consts, restore(flat)),
+        policy=eqn.params["policy"],
+        prevent_cse=eqn.params["prevent_cse"],
+    )
+    return again(*flat)
+
+
+def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before.
+
+    Which inputs are scanned is read off the shapes, since the primitive names its parameters
+    differently by JAX version: a scanned input has one dimension more outside than inside.
+    """
+    body, consts = _body(eqn)
+    pairs = list(zip(eqn.invars, body.invars, strict=True))
+    scanned = sum(len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in pairs)
+    carried = sum(
+        len(outer.aval.shape) == len(inner.aval.shape)
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    fixed = len(values) - carried - scanned
+    before = [_make_whole(v) for v in values[: fixed + carried]]
+    layers = [
+        v if not isinstance(v, _Divided) or v.use.scannable else v.whole()
+        for v in values[fixed + carried :]
+    ]
+    flat, restore = _open(layers, layer=True)
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        out = _evaluate(body, consts, [*before[:fixed], *carry, *restore(x)])
+        return out[:carried], out[carried:]
+
+    carry, stacked = jax.lax.scan(
+        step,
+        before[fixed:],
+        flat,
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *stacked]
+
+
+def _open(
+    values: Sequence[Any], layer: bool = False
+) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Flat arrays that may cross into another scope, and what makes them leaves again there."""
+    uses = [v.use if isinstance(v, _Divided) else None for v in values]
+    flat = [x for v in values for x in ((v.stored, v.tap) if isinstance(v, _Divided) else (v,))]
+
+    def restore(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [
+            next(rest)
+            if use is None
+            else _Divided(use.layer() if layer else use, next(rest), next(rest))
+            for use in uses
+        ]
+
+    return flat, restore
+
+
+def _make_whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, _Divided) else value
+
+
+def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    body = eqn.params["jaxpr"]
+    return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
+
+
+def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return out if eqn.primitive.multiple_results else [out]

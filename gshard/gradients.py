@@ -1,0 +1,211 @@
+"""The gradient stage: parts and a batch in, reduced gradients out, collectives written by hand.
+
+The whole stage is one `shard_map` over the data axes with `check_vma=False`: with the default the
+gradient of a replicated parameter arrives already summed, and a reduction on top would count it N
+times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.batch import check_rows
+from gshard.collectives import (
+    agree,
+    group_index,
+    reduce_leaves,
+    reduce_scalar,
+    scatter_leaves,
+)
+from gshard.errors import GShardError
+from gshard.first_use import Use, with_divided
+from gshard.layout import Layout
+from gshard.loss import LossForm, fold_keys, refuse_keys
+from gshard.plan import Plan, same_leaves
+from gshard.promise import accumulation
+from gshard.state import Parts, PureLoss
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are made; the same names as in `make_train_step`."""
+
+    has_aux: bool = False
+    micro_batches: int = 1
+    accumulate: str = "level"
+    buffer_max_size: int = 2**23
+
+    def __post_init__(self) -> None:
+        size = self.buffer_max_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise GShardError(
+                f"buffer_max_size={size!r} must be a whole number of elements, 0 or more (0: no "
+                "buckets)."
+            )
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What the gradient stage returns, as global arrays.
+
+    Attributes:
+      grads: Divided: a tree like the parameters, in the layouts of `plan.grads`.
+      loss: float32 scalar, of the global batch.
+      aux: the loss's auxiliary output, averaged over the batch, or None.
+      updates: extras that the loss changed, by name.
+    """
+
+    grads: Any
+    loss: jax.Array
+    aux: Any
+    updates: dict[str, Any]
+
+
+def gradients(
+    loss: PureLoss, parts: Parts, batch: Any, rng: Any, plan: Plan, options: Options
+) -> Gradients:
+    """The gradient of the mean loss over the rows of the global batch.
+
+    Args:
+      loss: pure, of whole parameters and the rows of one device.
+      parts: of the state; `params` in storage shapes.
+      batch: global arrays, rows over the data axes; scalars are given to every device.
+      rng: a typed key or None; folded with device and micro-batch.
+      plan: where everything lies.
+      options: how.
+    """
+    structure = same_leaves(parts.params, plan.params, "the parameters")
+    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    k = options.micro_batches
+    local = accumulation(plan, k, options.accumulate) == "local"
+    targets = [layout.whole() for layout in reduced] if local else reduced
+    check_rows(batch, plan.group.devices, k)
+
+    def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
+        one = _MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
+        total = _over_micro_batches(one, leaves, extras, batch, rng, k)
+        weight = reduce_scalar(total.weight, plan.group.axes)
+        grads = _end_reduction(total.grads, targets, reduced, plan, options.buffer_max_size)
+        return (
+            [(g / weight).astype(g.dtype) for g in grads],
+            reduce_scalar(total.loss, plan.group.axes) / weight,
+            jax.tree.map(lambda x: reduce_scalar(x, plan.group.axes) / weight, total.aux),
+            agree(total.updates, plan.group),
+        )
+
+    rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
+    grads, value, aux, updates = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=([layout.spec for layout in stored], jax.P(), rows, jax.P()),
+        out_specs=([layout.spec for layout in reduced], jax.P(), jax.P(), jax.P()),
+        check_vma=False,
+    )(jax.tree.leaves(parts.params), parts.extras, batch, rng)
+    return Gradients(jax.tree.unflatten(structure, grads), value, aux, updates)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Total:
+    """Sums over the rows seen so far on one device; `updates` are the latest."""
+
+    grads: list[jax.Array]
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    updates: dict[str, Any]
+
+
+class _MicroBatch:
+    """The loss and gradient of one micro-batch on one device, as sums."""
+
+    def __init__(
+        self,
+        loss: PureLoss,
+        structure: Any,
+        stored: Sequence[Layout],
+        targets: Sequence[Layout],
+        plan: Plan,
+        has_aux: bool,
+    ):
+        self.form = LossForm(loss, structure, has_aux)
+        self.device = group_index(plan.group.axes)
+        uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
+        self.uses = [None if use.pointless else use for use in uses]
+
+    def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, i: Any) -> _Total:
+        """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
+        rng, extras = fold_keys((rng, extras), self.device, i)
+        points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
+            leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
+        ]
+
+        def at(points: list[jax.Array]) -> Any:
+            given = [
+                point if use is None else leaf
+                for leaf, point, use in zip(leaves, points, self.uses, strict=True)
+            ]
+            if not any(self.uses):
+                return self.form(given, extras, batch, rng)
+            return with_divided(self.form, self.uses, given, points, extras, batch, rng)
+
+        (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
+        refuse_keys(updates)
+        return _Total(grads, loss, weight, jax.tree.map(lambda x: x * weight, aux), updates)
+
+
+def _over_micro_batches(
+    one: _MicroBatch, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, k: int
+) -> _Total:
+    """The sum of `one` over k slices of this device's rows, one after the other."""
+    if k == 1:
+        return one(leaves, extras, batch, rng, 0)
+    arrays, structure = jax.tree.flatten(batch)
+    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
+
+    def micro_batch(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
+
+    shapes = jax.eval_shape(lambda: one(leaves, extras, micro_batch([x[0] for x in rows]), rng, 0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    changing = {name: extras[name] for name in shapes.updates}
+    start = _Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
+
+    def body(total: _Total, x: Any) -> tuple[_Total, None]:
+        i, slices = x
+        new = one(leaves, {**extras, **total.updates}, micro_batch(slices), rng, i)
+        add = partial(jax.tree.map, jnp.add)
+        return _Total(
+            add(total.grads, new.grads),
+            total.loss + new.loss,
+            total.weight + new.weight,
+            add(total.aux, new.aux),
+            new.updates,
+        ), None
+
+    return jax.lax.scan(body, start, (jnp.arange(k), rows))[0]
+
+
+def _end_reduction(
+    grads: list[jax.Array],
+    targets: Sequence[Layout],
+    reduced: Sequence[Layout],
+    plan: Plan,
+    buffer_max_size: int,
+) -> list[jax.Array]:
+    """Scatters what is still local; then sums whole leaves over all data axes, parts over replicas."""
+    late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
+    grads = scatter_leaves(grads, late, buffer_max_size)
+    for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
+        chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
+        sums = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
+        for i, total in zip(chosen, sums, strict=True):
+            grads[i] = total
+    return grads

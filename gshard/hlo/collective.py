@@ -1,0 +1,88 @@
+"""One collective: what it moves and what that costs on the wire."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gshard.hlo.groups import Groups
+from gshard.hlo.text import Array
+
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    Attributes:
+      kind: one of `KINDS`.
+      name: HLO name of the instruction.
+      operands: what one device puts in; several when XLA combined several collectives.
+      times: executions per run of the program; None when it lies in a loop of unknown length.
+      groups: logical device ids that communicate together; None for all devices.
+      group_size: devices in one group.
+      asynchronous: started and waited for apart, so that computation can run meanwhile.
+      conditional: in a branch that not every run takes. Of the branches of a conditional only the
+        one that moves most is in the program.
+      op_name: the JAX name stack, such as `jit(step)/gshard/gather/all_gather`.
+    """
+
+    kind: str
+    name: str
+    operands: tuple[Array, ...]
+    times: int | None
+    groups: Groups | None
+    group_size: int
+    asynchronous: bool
+    conditional: bool
+    op_name: str
+
+    @property
+    def dtype(self) -> str:
+        """XLA's name; of a combined operation over several, joined by `+`."""
+        return "+".join(sorted({array.dtype for array in self.operands}))
+
+    @property
+    def elements(self) -> int:
+        """Payload of one execution on one device, in elements.
+
+        The output of an all-gather, the input of everything else, summed over the operands. Padding
+        that the compiler adds is moved, so it counts.
+        """
+        return self._copies * sum(array.elements for array in self.operands)
+
+    @property
+    def payload_bytes(self) -> int:
+        """The same in bytes."""
+        return self._copies * sum(array.bytes for array in self.operands)
+
+    @property
+    def scalar(self) -> bool:
+        """Whether every operand has one element, as in norms and losses."""
+        return all(array.elements == 1 for array in self.operands)
+
+    @property
+    def _copies(self) -> int:
+        return self.group_size if self.kind == "all-gather" else 1
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Bytes that one device sends per run of the program, by the ring algorithms.
+
+        With payload b and groups of g: all-gather, reduce-scatter and all-to-all b(g-1)/g,
+        all-reduce twice that, permute and broadcast b. None when `times` is.
+        """
+        if self.times is None:
+            return None
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return self.times * self.payload_bytes
+        hops = 2 if self.kind == "all-reduce" else 1
+        return self.times * hops * self.payload_bytes * (self.group_size - 1) // self.group_size

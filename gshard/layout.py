@@ -1,0 +1,120 @@
+"""Layouts: where the elements of one leaf lie. The only file that pads and picks dimensions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.errors import GShardError
+from gshard.mesh import Group
+from gshard.rules import Leaf, Rule
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One leaf: its logical shape, and how it is stored over the shard group.
+
+    Attributes:
+      path: keys joined by `/`.
+      shape: logical shape, what the loss, optax and checkpoints see.
+      dtype: its dtype.
+      dim: the dimension that is divided, None when every device holds the whole leaf.
+      group: the data axes; the dimension is divided over `group.shard`, major to minor.
+      scan_dim: the dimension that a scan over layers walks, or None.
+      reason: why, in a few words.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int | None
+    group: Group
+    scan_dim: int | None
+    reason: str
+
+    @property
+    def padding(self) -> int:
+        """Rows of zeros that storage adds at the end of `dim`."""
+        return 0 if self.dim is None else -self.shape[self.dim] % self.group.size
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Global shape in storage: the logical one plus the padding."""
+        return self._with_dim(lambda size: size + self.padding)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape on one device."""
+        return self._with_dim(lambda size: (size + self.padding) // self.group.size)
+
+    @property
+    def size(self) -> int:
+        """Elements, logical."""
+        return math.prod(self.shape)
+
+    @property
+    def stored_size(self) -> int:
+        """Elements in storage, padding included."""
+        return math.prod(self.stored_shape)
+
+    @property
+    def bytes_per_device(self) -> int:
+        return math.prod(self.part_shape) * self.dtype.itemsize
+
+    @property
+    def spec(self) -> jax.P:
+        """How it is stored."""
+        if self.dim is None:
+            return jax.P()
+        axes = self.group.shard
+        return jax.P(*[None] * self.dim, axes if len(axes) > 1 else axes[0])
+
+    def whole(self) -> Layout:
+        """The same leaf, whole on every device."""
+        return dataclasses.replace(self, dim=None)
+
+    def layer(self) -> Layout:
+        """The layout of one layer of a stack whose leading dimension is scanned."""
+        if self.dim == 0:
+            raise GShardError(f"{self.path}: the scanned dimension 0 is divided.")
+        dim = None if self.dim is None else self.dim - 1
+        return dataclasses.replace(self, shape=self.shape[1:], dim=dim, scan_dim=None)
+
+    def pad(self, x: Any) -> Any:
+        """Logical to stored: zeros at the end of the divided dimension."""
+        if not self.padding:
+            return x
+        widths = [(0, self.padding if d == self.dim else 0) for d in range(len(self.shape))]
+        return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
+
+    def cut(self, x: Any) -> Any:
+        """Stored to logical."""
+        if not self.padding or self.dim is None:
+            return x
+        if isinstance(x, np.ndarray):
+            return x[tuple(slice(size) for size in self.shape)]
+        return lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
+
+    def _with_dim(self, size_of: Any) -> tuple[int, ...]:
+        return tuple(size_of(s) if d == self.dim else s for d, s in enumerate(self.shape))
+
+
+def lay_out(
+    path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None
+) -> Layout:
+    """The layout that `rule` gives to an array or its abstract value; whole when there is no rule."""
+    shape = tuple(leaf.shape)
+    if rule is not None and group.size == 1:
+        return Layout(path, shape, leaf.dtype, None, group, scan_dim, "one device in the shard group")
+    choice = None
+    if rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
+        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size))
+    dim, reason = (choice.dim, choice.reason) if choice else (None, "not divided at this level")
+    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason)

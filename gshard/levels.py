@@ -1,0 +1,59 @@
+"""The levels of ZeRO as data: what each one divides.
+
+Source: ZeRO (Rajbhandari et al., 2020), sections 5.1 to 5.3; the names are Paddle's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gshard.errors import GShardError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a level divides over the shard group, and how it accumulates over micro-batches.
+
+    Attributes:
+      name: `dp`, `os`, `os_g` or `p_g_os`.
+      divides_params: parameters rest divided and are gathered where they are used.
+      divides_state: the optimizer state, and with it the reduced gradient, is divided.
+      accumulate: `local` keeps each device's own gradient until the last micro-batch and reduces
+        once; `scatter` reduces every micro-batch and keeps 1/N of the gradient.
+    """
+
+    name: str
+    divides_params: bool
+    divides_state: bool
+    accumulate: str
+
+
+LEVELS = {
+    level.name: level
+    for level in (
+        Level("dp", divides_params=False, divides_state=False, accumulate="local"),
+        Level("os", divides_params=False, divides_state=True, accumulate="local"),
+        Level("os_g", divides_params=False, divides_state=True, accumulate="scatter"),
+        Level("p_g_os", divides_params=True, divides_state=True, accumulate="scatter"),
+    )
+}
+
+_ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os"}
+
+
+def parse_level(level: str | int | Level) -> Level:
+    """The level that a name (`os_g`), a ZeRO stage (`2`) or its name (`zero2`) means."""
+    if isinstance(level, Level):
+        return level
+    if not isinstance(level, bool) and isinstance(level, (str, int)):
+        name = str(level).strip().lower()
+        name = _ALIASES.get(name.removeprefix("zero").lstrip("-_ "), name)
+        if name in LEVELS:
+            return LEVELS[name]
+    # Paddle's own examples pass "p_g", which Paddle refuses too: the cut-off name means the longest.
+    hint = " Did you mean 'p_g_os'?" if level == "p_g" else did_you_mean(level, LEVELS)
+    raise GShardError(
+        f"level={level!r} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state divided), 'os_g' "
+        "(ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' (nothing divided); "
+        "1, 2, 3 and 'zero1' to 'zero3' are accepted."
+    )

@@ -1,0 +1,188 @@
+"""Device meshes, and which of their axes carry data.
+
+gshard makes the mesh itself because `jax.make_mesh` defaults to Explicit axes, under which plain
+Flax layers fail.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from gshard.errors import GShardError, did_you_mean, warn
+
+REPLICA = "replica"
+SHARD = "shard"
+
+
+def make_mesh(
+    shape: Mapping[str, int] | None = None,
+    *,
+    replica: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh over which a train state is divided.
+
+    Args:
+      shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
+        one axis, `"shard"`, over all devices that `replica` leaves.
+      replica: copies of the divided state (hybrid sharding). A `"replica"` axis of this size comes
+        first: state is divided inside a copy, and gradients are summed over the copies.
+      devices: the devices, in order. By default all of `jax.devices()`.
+
+    Returns:
+      A `jax.sharding.Mesh` whose axes all have the type `Auto`.
+
+    Raises:
+      GShardError: when the sizes do not multiply to a number of devices that exist.
+    """
+    given = list(jax.devices() if devices is None else devices)
+    if not isinstance(replica, int) or replica < 1:
+        raise GShardError(f"replica={replica!r} must be a whole number, 1 or more.")
+    if shape is None:
+        if len(given) % replica:
+            raise GShardError(
+                f"replica={replica} does not divide the {len(given)} devices. Use a divisor of "
+                f"{len(given)}, or pass devices= with a multiple of {replica}."
+            )
+        shape = {SHARD: len(given) // replica}
+    for axis, size in shape.items():
+        if not isinstance(size, int) or size < 1:
+            raise GShardError(f"shape[{axis!r}]={size!r} must be a whole number, 1 or more.")
+    if REPLICA in shape:
+        raise GShardError(f"shape= has an axis {REPLICA!r}; say replica={shape[REPLICA]} instead.")
+    sizes = {REPLICA: replica, **shape} if replica > 1 else dict(shape)
+    wanted = math.prod(sizes.values())
+    if wanted > len(given):
+        raise GShardError(
+            f"the mesh {sizes} needs {wanted} devices, and there are {len(given)}. Make an axis "
+            f"smaller, or on CPU start with gshard.virtual_devices({wanted})."
+        )
+    if wanted < len(given):
+        if devices is not None:
+            raise GShardError(
+                f"devices= has {len(given)} devices and the mesh {sizes} takes {wanted}. Pass "
+                f"exactly the devices to use, such as devices=jax.devices()[:{wanted}]."
+            )
+        warn(
+            f"the mesh {sizes} uses {wanted} of {len(given)} devices; {len(given) - wanted} stay "
+            f"idle. Pass devices=jax.devices()[:{wanted}] if that is meant."
+        )
+    array = np.array(given[:wanted]).reshape(tuple(sizes.values()))
+    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def virtual_devices(count: int) -> None:
+    """Makes JAX start with `count` virtual CPU devices: call it before anything else uses JAX.
+
+    Raises:
+      GShardError: when JAX has already started with fewer.
+    """
+    forced = re.search(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    try:
+        if not forced:
+            jax.config.update("jax_num_cpu_devices", count)
+            return
+    except RuntimeError:
+        pass  # JAX has started: what it started with decides
+    found = int(forced.group(1)) if forced else len(jax.devices("cpu"))
+    if found < count:
+        source = "XLA_FLAGS asks for" if forced else "JAX has already started with"
+        raise GShardError(
+            f"virtual_devices({count}): {source} {found} CPU devices. Call "
+            f"gshard.virtual_devices({count}) at the top of the program, before any other use of "
+            f"JAX, or set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """The data axes of a mesh: state is divided over `shard` and copied over `replica`.
+
+    Attributes:
+      shard: names of the shard axes, major to minor.
+      replica: names of the replica axes.
+      sizes: devices along each shard axis.
+      copies: number of shard groups.
+    """
+
+    shard: tuple[str, ...]
+    replica: tuple[str, ...]
+    sizes: tuple[int, ...]
+    copies: int
+
+    @property
+    def size(self) -> int:
+        """Devices in one shard group (N)."""
+        return math.prod(self.sizes)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All data axes; the rows of a batch lie over them in this order."""
+        return self.replica + self.shard
+
+    @property
+    def devices(self) -> int:
+        return self.size * self.copies
+
+
+def data_group(
+    mesh: Mesh | AbstractMesh,
+    shard_axes: str | Sequence[str] | None = None,
+    replica_axes: str | Sequence[str] | None = None,
+) -> Group:
+    """Checks a mesh and says which of its axes are the shard axes and which the replica axes.
+
+    By default the axis named `"replica"` is a replica axis and all others are shard axes.
+
+    Raises:
+      GShardError: for an axis that is not in the mesh, for Explicit axes, or for axes left over.
+    """
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise GShardError(f"mesh={mesh!r} is not a mesh. Make one with gshard.make_mesh().")
+    names = tuple(str(name) for name in mesh.axis_names)
+    replica = _axes(replica_axes, tuple(n for n in names if n == REPLICA))
+    shard = _axes(shard_axes, tuple(n for n in names if n not in replica))
+    for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
+        for axis in axes:
+            if axis not in names:
+                have = ", ".join(f"{n}={mesh.shape[n]}" for n in names)
+                raise GShardError(
+                    f"{argument}: axis {axis!r} is not in the mesh (axes: {have})."
+                    f"{did_you_mean(axis, names)} Name one of these, or build the mesh with "
+                    f"gshard.make_mesh({{{axis!r}: {mesh.size}}})."
+                )
+    twice = sorted(set(shard) & set(replica))
+    if twice or len(set(shard)) < len(shard) or not shard:
+        raise GShardError(
+            f"shard_axes={shard} and replica_axes={replica} must name different axes, and at least "
+            "one shard axis."
+        )
+    left = [n for n in names if n not in shard + replica]
+    if left:
+        raise GShardError(
+            f"the mesh axes {left} are neither in shard_axes={shard} nor in "
+            f"replica_axes={replica}. Axes beside the data axes are not supported yet."
+        )
+    explicit = [n for n, t in zip(names, mesh.axis_types, strict=True) if t != AxisType.Auto]
+    if explicit:
+        raise GShardError(
+            f"the mesh axes {explicit} are not of type Auto (Explicit is the default of "
+            "jax.make_mesh), and Flax layers fail under them. Use gshard.make_mesh(...), or "
+            f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}."
+        )
+    sizes = tuple(mesh.shape[a] for a in shard)
+    return Group(shard, replica, sizes, mesh.size // math.prod(sizes))
+
+
+def _axes(axes: str | Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
+    return default if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

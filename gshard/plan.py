@@ -1,0 +1,253 @@
+"""The plan: the layouts of a whole train state, decided once. Nobody downstream decides again."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gshard.errors import GShardError, some, warn
+from gshard.layout import Layout, lay_out
+from gshard.levels import Level
+from gshard.mesh import Group
+from gshard.rules import Rule
+from gshard.state import SCAN_NAMES, Kind, Parts, flatten
+
+ScanAxes = Mapping[str, int] | Sequence[str] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where every array of a train state lies, at rest and as a gradient.
+
+    Attributes:
+      level: what is divided.
+      mesh: concrete, or abstract for planning without devices.
+      group: the data axes of the mesh.
+      params: a tree of `Layout`s, parameters at rest.
+      grads: the same tree, reduced gradients; also the part of a parameter that a device updates.
+      opt_state: layouts of the user's optimizer state.
+      kind: how the train state splits into parts.
+      tx: the user's own optimizer.
+      template: the user's state, its arrays abstract and logical.
+      buffer_max_size: elements of one bucket in `publish`.
+    """
+
+    level: Level
+    mesh: Mesh | AbstractMesh
+    group: Group
+    params: Any
+    grads: Any
+    opt_state: Any
+    kind: Kind
+    tx: optax.GradientTransformation
+    template: Any
+    buffer_max_size: int = 2**23
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Names of the mesh axes that rows lie over; `axis_name=plan.data_axes` for a SyncBN."""
+        return self.group.axes
+
+    @property
+    def batch_spec(self) -> jax.P:
+        """Rows over all data axes."""
+        return jax.P(self.group.axes)
+
+    def sharding(self, layout: Layout | None = None) -> NamedSharding:
+        """The sharding of one leaf; of a whole one when no layout is given."""
+        return NamedSharding(self.mesh, layout.spec if layout else jax.P())
+
+    @property
+    def layouts(self) -> Parts:
+        """Layouts of all parts, in the trees that the user's state has."""
+        parts = self.kind.split(self.template)
+        whole = lambda tree: lay_out_all(tree, self.group, lambda path, leaf: None)  # noqa: E731
+        return Parts(self.params, self.opt_state, whole(parts.step), whole(parts.extras))
+
+    @property
+    def shardings(self) -> Parts:
+        """The sharding of every array of the state."""
+        return jax.tree.map(self.sharding, self.layouts)
+
+    @property
+    def bytes_per_device(self) -> dict[str, int]:
+        """Bytes at rest on one device, by part of the state."""
+        layouts = self.layouts
+        return {
+            name: sum(layout.bytes_per_device for layout in jax.tree.leaves(getattr(layouts, name)))
+            for name in ("params", "opt_state", "extras")
+        }
+
+    def __repr__(self) -> str:
+        return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"
+
+    def __str__(self) -> str:
+        """A table of the parameters and a line of totals."""
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in ("parameter", "shape", "at rest", "gradient", "bytes per device", "reason"):
+            table.add_column(name, justify="right" if name.startswith("bytes") else "left")
+        for stored, reduced in zip(
+            jax.tree.leaves(self.params), jax.tree.leaves(self.grads), strict=True
+        ):
+            table.add_row(
+                stored.path,
+                f"{stored.dtype}{list(stored.shape)}",
+                _describe(stored),
+                _describe(reduced),
+                f"{stored.bytes_per_device:,}",
+                reduced.reason,
+            )
+        out = io.StringIO()
+        console = Console(file=out, width=140)
+        sizes = ", ".join(f"{name} {n:,} B" for name, n in self.bytes_per_device.items())
+        console.print(
+            f"level {self.level.name}: {self.group.size} devices {self.group.shard} x "
+            f"{self.group.copies} copies"
+        )
+        console.print(table)
+        console.print(f"per device at rest: {sizes}")
+        return out.getvalue()
+
+
+def _describe(layout: Layout) -> str:
+    if layout.dim is None:
+        return "whole"
+    pad = f" + {layout.padding} padded" if layout.padding else ""
+    return f"dim {layout.dim} / {layout.group.size}{pad}"
+
+
+def lay_out_all(tree: Any, group: Group, rule_for: Callable[[str, Any], Rule | None]) -> Any:
+    """A tree of layouts, each by the rule that `rule_for(path, leaf)` returns."""
+    paths, leaves, structure = flatten(tree)
+    found = [
+        lay_out(path, leaf, None, group, rule_for(path, leaf))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, found)
+
+
+def make_plan(
+    state: Any,
+    kind: Kind,
+    tx: optax.GradientTransformation,
+    mesh: Mesh | AbstractMesh,
+    group: Group,
+    level: Level,
+    rule: Rule,
+    scan_axes: ScanAxes,
+) -> Plan:
+    """Decides every layout of an abstract train state.
+
+    Args:
+      state: the user's state, its arrays abstract (`shape` and `dtype` are read).
+      kind: of the state.
+      tx: the user's optimizer.
+      mesh: devices, or an `AbstractMesh`.
+      group: the data axes of the mesh.
+      level: what is divided.
+      rule: answers for every leaf.
+      scan_axes: which dimension a scan walks, beyond what Flax's metadata says: a mapping from path
+        pattern to dimension, or the names that the metadata uses (default `layers`, `layer`, `scan`).
+    """
+    parts = kind.split(state)
+    paths, leaves, structure = flatten(parts.params)
+    names = kind.scan_names(state)
+    divided = []
+    for path, leaf, dims in zip(paths, leaves, names, strict=True):
+        scan_dim = _scan_dim(path, leaf, dims, scan_axes)
+        divided.append(lay_out(path, leaf, scan_dim, group, rule if level.divides_state else None))
+    stored = divided if level.divides_params else [layout.whole() for layout in divided]
+    plan = Plan(
+        level,
+        mesh,
+        group,
+        params=jax.tree.unflatten(structure, stored),
+        grads=jax.tree.unflatten(structure, divided),
+        opt_state=_lay_out_opt_state(parts.opt_state, divided, group, level, rule),
+        kind=kind,
+        tx=tx,
+        template=state,
+    )
+    _warn_of_whole_leaves(divided, level)
+    return plan
+
+
+def _lay_out_opt_state(
+    opt_state: Any, params: Sequence[Layout], group: Group, level: Level, rule: Rule
+) -> Any:
+    """A leaf whose path ends in a parameter's, of its shape, lies as that; others by the rule.
+
+    Not by jitting `tx.init`, which put every moment on one device.
+    """
+    by_path = {layout.path: layout for layout in params}
+
+    def place(path: str, leaf: Any) -> Layout:
+        keys = path.split("/")
+        for start in range(len(keys) + 1):  # the longest suffix first
+            like = by_path.get("/".join(keys[start:]))
+            if like is not None and like.shape == tuple(leaf.shape):
+                return Layout(
+                    path, like.shape, leaf.dtype, like.dim, group, like.scan_dim, like.reason
+                )
+        return lay_out(path, leaf, None, group, rule if level.divides_state else None)
+
+    paths, leaves, structure = flatten(opt_state)
+    return jax.tree.unflatten(structure, [place(p, x) for p, x in zip(paths, leaves, strict=True)])
+
+
+def _scan_dim(
+    path: str, leaf: Any, names: Sequence[str | None] | None, scan_axes: ScanAxes
+) -> int | None:
+    rank = len(leaf.shape)
+    if isinstance(scan_axes, Mapping):
+        for pattern, dim in scan_axes.items():
+            if re.search(pattern, path):
+                if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+                    raise GShardError(
+                        f"scan_axes[{pattern!r}]={dim!r} is no dimension of {path} {leaf.shape}."
+                    )
+                return dim % rank
+    known = SCAN_NAMES if scan_axes is None or isinstance(scan_axes, Mapping) else scan_axes
+    if isinstance(known, str):
+        known = (known,)
+    return next((d for d, name in enumerate(names or ()) if name in known), None)
+
+
+def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
+    """One warning when more than 5 % of the parameters stay whole although the level divides."""
+    if not level.divides_state or not layouts or layouts[0].group.size == 1:
+        return
+    total = sum(layout.size for layout in layouts)
+    whole = sorted((x for x in layouts if x.dim is None), key=lambda x: -x.size)
+    share = sum(x.size for x in whole) / total if total else 0
+    if share > 0.05:
+        named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in whole], most=3)
+        warn(
+            f"{share:.0%} of the parameters stay whole on every device at level "
+            f"{level.name!r}: {named}. Lower segment_size, or divide them with rules=."
+        )
+
+
+def same_leaves(tree: Any, layouts: Any, what: str) -> Any:
+    """The structure of `tree`, after checking that it has the leaves of the plan."""
+    paths, _, structure = flatten(tree)
+    known = [layout.path for layout in jax.tree.leaves(layouts)]
+    if paths != known:
+        missing = [path for path in known if path not in set(paths)]
+        added = [path for path in paths if path not in set(known)]
+        raise GShardError(
+            f"{what} are not the tree that the plan was made for: missing {some(missing) or 'none'}; "
+            f"added {some(added) or 'none'}. Make a new plan with gshard.shard_train_state."
+        )
+    return structure

@@ -1,0 +1,131 @@
+"""What a plan promises: bytes at rest and elements moved. The only file with formulas.
+
+Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7, counted leaf by leaf, padding included.
+Everything that reports a figure (tests, the demo, `audit`) calls `promise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+
+from gshard.errors import GShardError
+from gshard.layout import Layout
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
+
+
+@dataclass(frozen=True)
+class Movement:
+    """Elements that one kind of collective moves per device and step.
+
+    Attributes:
+      kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+      purpose: `gather`, `scatter`, `publish` or `reduce`.
+      elements: full size of what is moved, times executions: the output of an all-gather, the input
+        of a reduce-scatter or all-reduce.
+      at_most: a bound, not a count: a leaf that the backward does not need is gathered once less.
+    """
+
+    kind: str
+    purpose: str
+    elements: int
+    at_most: bool = False
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Bytes and elements that a plan promises for one device and one step.
+
+    Attributes:
+      level: name of the level.
+      group_size: devices in the shard group (N).
+      resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
+        and of the `optimizer` state.
+      moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
+        communicates are not in it.
+    """
+
+    level: str
+    group_size: int
+    resident: dict[str, int]
+    moved: tuple[Movement, ...]
+
+    def elements(self, kind: str) -> int:
+        """Elements that collectives of one kind move."""
+        return sum(m.elements for m in self.moved if m.kind == kind)
+
+
+def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") -> Promise:
+    """What `plan` promises for a step of `micro_batches` micro-batches.
+
+    Args:
+      plan: of `shard_train_state`.
+      micro_batches: k, 1 or more.
+      accumulate: as in `make_train_step`.
+    """
+    accumulate = accumulation(plan, micro_batches, accumulate)
+    stored = jax.tree.leaves(plan.params)
+    reduced = jax.tree.leaves(plan.grads)
+    carried = [r if accumulate == "scatter" else r.whole() for r in reduced]
+    totals: dict[tuple[str, str, bool], int] = {}
+    for s, r in zip(stored, reduced, strict=True):
+        for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate):
+            key = (kind, purpose, at_most)
+            totals[key] = totals.get(key, 0) + elements
+    return Promise(
+        plan.level.name,
+        plan.group.size,
+        {
+            "params": sum(layout.bytes_per_device for layout in stored),
+            "gradients": sum(layout.bytes_per_device for layout in carried),
+            "optimizer": sum(x.bytes_per_device for x in jax.tree.leaves(plan.opt_state)),
+        },
+        tuple(Movement(k, p, n, at_most) for (k, p, at_most), n in totals.items() if n),
+    )
+
+
+def _moved(
+    stored: Layout, reduced: Layout, micro_batches: int, accumulate: str
+) -> Iterator[tuple[str, str, int, bool]]:
+    """(kind, purpose, elements, at most) of one leaf in one step."""
+    if reduced.dim is None:
+        if reduced.group.devices > 1:
+            yield "all-reduce", "reduce", reduced.size, False
+        return
+    scatters = micro_batches if accumulate == "scatter" else 1
+    yield "reduce-scatter", "scatter", _hops(reduced) * scatters, False
+    if reduced.group.copies > 1:
+        yield "all-reduce", "reduce", reduced.stored_size // reduced.group.size, False
+    if stored.dim is None:
+        yield "all-gather", "publish", _hops(reduced), False
+    else:  # for the forward and again for the backward
+        yield "all-gather", "gather", 2 * micro_batches * _hops(stored), True
+
+
+def _hops(layout: Layout) -> int:
+    """Elements of one gather or scatter: one hop per shard axis, each smaller than the last."""
+    sizes = layout.group.sizes
+    return sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
+
+
+def accumulation(plan: Plan, micro_batches: int, accumulate: str) -> str:
+    """`local` or `scatter`: how gradients accumulate over micro-batches.
+
+    One micro-batch is scattered as it arises at every level that divides the optimizer state.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise GShardError(f"micro_batches={micro_batches!r} must be a whole number, 1 or more.")
+    if accumulate not in ("level", "local", "scatter"):
+        raise GShardError(
+            f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "
+            "(each device keeps its own gradient and reduces once) or 'scatter' (every micro-batch)."
+        )
+    if micro_batches == 1:
+        return "scatter"
+    return plan.level.accumulate if accumulate == "level" else accumulate

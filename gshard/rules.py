@@ -1,0 +1,174 @@
+"""Rules: which dimension of a leaf is divided.
+
+A rule is a pure function `Leaf -> Choice | None`; None means "not mine", and the next rule decides.
+Rules by path or predicate come first, the rule by shape last.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gshard.errors import GShardError
+
+WHOLE = "whole"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a rule may look at.
+
+    Attributes:
+      path: keys joined by `/`, such as `Dense_0/kernel`.
+      shape: logical shape.
+      dtype: NumPy or JAX dtype.
+      scan_dim: the dimension that a scan over layers walks, never divided; None if there is none.
+      parts: devices in the shard group (N).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    scan_dim: int | None
+    parts: int
+
+    @property
+    def layer_size(self) -> int:
+        """Elements of one layer: the whole leaf unless it is stacked."""
+        layers = 1 if self.scan_dim is None else max(1, self.shape[self.scan_dim])
+        return math.prod(self.shape) // layers
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dimension to divide, or None for whole, with the reason."""
+
+    dim: int | None
+    reason: str
+
+
+Rule = Callable[[Leaf], Choice | None]
+
+
+def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
+    """Divides every leaf of more than `segment_size` elements (of one layer).
+
+    Prefers a dimension that divides; among those one whose local size fills hardware tiles (16
+    rows, 128 columns on TPU), then the leading one, whose parts are contiguous.
+
+    Args:
+      segment_size: elements of one layer; only a larger leaf is divided.
+      indivisible: what happens when no dimension divides: `"pad"` the one that wastes least, or
+        leave the leaf `"whole"`.
+    """
+    if isinstance(segment_size, bool) or not isinstance(segment_size, int) or segment_size < 0:
+        raise GShardError(
+            f"segment_size={segment_size!r} must be a whole number of elements, 0 or more."
+        )
+    if indivisible not in ("pad", WHOLE):
+        raise GShardError(f"indivisible={indivisible!r} is unknown. Choose 'pad' or 'whole'.")
+
+    def rule(leaf: Leaf) -> Choice:
+        if leaf.layer_size <= segment_size:
+            return Choice(None, f"{leaf.layer_size} elements <= segment_size {segment_size}")
+        dims = [d for d, size in enumerate(leaf.shape) if d != leaf.scan_dim and size > 0]
+        divisible = [d for d in dims if leaf.shape[d] % leaf.parts == 0]
+
+        def fit(d: int) -> tuple[bool, bool, int]:
+            local = leaf.shape[d] // leaf.parts
+            tile = 128 if d == len(leaf.shape) - 1 else 16
+            return local % tile == 0, d == dims[0], local
+
+        def waste(d: int) -> float:
+            return -leaf.shape[d] % leaf.parts / leaf.shape[d]
+
+        if divisible:
+            return Choice(max(divisible, key=fit), "divides")
+        if not dims:
+            return Choice(None, "no dimension to divide")
+        if indivisible == WHOLE:
+            return Choice(None, f"no dimension divides by {leaf.parts} (indivisible='whole')")
+        return Choice(min(dims, key=waste), f"padded: no dimension divides by {leaf.parts}")
+
+    return rule
+
+
+def by_path(pattern: str, dim: int | str) -> Rule:
+    """Decides for the leaves whose path matches a regular expression (searched, not anchored).
+
+    Args:
+      pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
+      dim: the dimension to divide (negative counts from the end), or `"whole"`.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise GShardError(f"rule pattern {pattern!r} is not a regular expression: {error}.") from error
+    return by_predicate(lambda leaf: compiled.search(leaf.path) is not None, dim, f"rule {pattern!r}")
+
+
+def by_predicate(predicate: Callable[[Leaf], bool], dim: int | str, reason: str = "rule") -> Rule:
+    """Decides for the leaves for which `predicate(leaf)` is true."""
+
+    def rule(leaf: Leaf) -> Choice | None:
+        return checked(leaf, dim, reason) if predicate(leaf) else None
+
+    return rule
+
+
+def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
+    """A user's answer for one leaf as a Choice; refuses a dimension that cannot be divided."""
+    if isinstance(dim, Choice):
+        return checked(leaf, WHOLE if dim.dim is None else dim.dim, dim.reason)
+    if dim == WHOLE:
+        return Choice(None, reason)
+    rank = len(leaf.shape)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+        raise GShardError(
+            f"{reason} gives {dim!r} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
+            f"{rank - 1}, or 'whole'."
+        )
+    if dim % rank == leaf.scan_dim:
+        raise GShardError(
+            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a scan "
+            "walks over its layers. Divide another dimension."
+        )
+    return Choice(dim % rank, reason)
+
+
+def first_of(rules: Sequence[Rule]) -> Rule:
+    """The first answer that is not None."""
+
+    def rule(leaf: Leaf) -> Choice | None:
+        return next((c for c in (r(leaf) for r in rules) if c is not None), None)
+
+    return rule
+
+
+def as_rules(rules: Any) -> list[Rule]:
+    """A user's `rules=` argument as a list of rules.
+
+    Accepts a mapping from path pattern to dimension or `"whole"`, a function of a `Leaf` that
+    returns a dimension, `"whole"`, a `Choice` or None, or a sequence of these.
+    """
+    if rules is None:
+        return []
+    if isinstance(rules, Mapping):
+        return [by_path(pattern, dim) for pattern, dim in rules.items()]
+    if callable(rules):
+        name = f"rule {getattr(rules, '__name__', type(rules).__name__)}"
+
+        def own(leaf: Leaf) -> Choice | None:
+            answer = rules(leaf)
+            return None if answer is None else checked(leaf, answer, name)
+
+        return [own]
+    if isinstance(rules, Sequence) and not isinstance(rules, str):
+        return [rule for item in rules for rule in as_rules(item)]
+    raise GShardError(
+        f"rules={rules!r} is not a rule. Give a mapping {{path pattern: dimension or 'whole'}}, a "
+        "function of a gshard.Leaf, or a sequence of these."
+    )

@@ -1,0 +1,146 @@
+"""`shard_train_state`: the one call. Plans, places, wraps the optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from gshard.errors import GShardError
+from gshard.layout import Layout
+from gshard.levels import Level, parse_level
+from gshard.mesh import data_group
+from gshard.optimizer import DividedTransformation, GShardState, divide
+from gshard.plan import Plan, ScanAxes, make_plan
+from gshard.rules import as_rules, by_shape, first_of
+from gshard.state import Parts, abstract, abstract_like, as_state, is_state, kind_of
+
+
+def shard_train_state(
+    state: Any,
+    mesh: Mesh | AbstractMesh,
+    level: str | int | Level,
+    *,
+    init_args: Sequence[Any] = (),
+    segment_size: int = 2**14,
+    rules: Any = None,
+    scan_axes: ScanAxes = None,
+    indivisible: str = "pad",
+    shard_axes: str | Sequence[str] | None = None,
+    replica_axes: str | Sequence[str] | None = None,
+) -> tuple[Any, Plan]:
+    """Divides a train state over a mesh.
+
+    Args:
+      state: a Flax `TrainState` or a subclass; an NNX `(model, optimizer)` pair; `(params, tx)`; any
+        of these abstract; or a function that makes one, called with `init_args` inside a jitted
+        program, so that no device and no host buffer ever holds the whole state.
+      mesh: of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
+      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters too),
+        or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same.
+      init_args: arguments of an init function.
+      segment_size: elements of one layer; only a larger leaf is divided.
+      rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
+        go by shape.
+      scan_axes: the dimension that a scan over layers walks, which is never divided: a mapping from
+        path pattern to dimension. Flax's metadata (an axis named `layers`, `layer` or `scan`, or one
+        of the names given here) is read without it.
+      indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
+        left `"whole"`.
+      shard_axes: mesh axes to divide over; by default all but the replica axes.
+      replica_axes: mesh axes to copy over; by default the one named `"replica"`, if any.
+
+    Returns:
+      The state, of the type given (for `(params, tx)` a `TrainState` without `apply_fn`), and the
+      plan. The caller's arrays are copied: never aliased, never freed.
+
+    Raises:
+      GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
+    """
+    level = parse_level(level)
+    group = data_group(mesh, shard_axes, replica_axes)
+    rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
+    made_by = state if callable(state) and not is_state(state) else None
+    if made_by is None and init_args:
+        raise GShardError("init_args= goes with an init function; state is not a function.")
+    given = abstract(made_by, *init_args) if made_by else as_state(state)
+    template = abstract_like(given)
+    kind = kind_of(template)
+    tx = kind.tx(template)
+    if isinstance(tx, DividedTransformation):
+        raise GShardError(
+            "this state is divided already. Take its plain form with gshard.unwrap(state) first."
+        )
+    plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes)
+    parts = kind.split(given)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
+        make = made_by and isinstance(mesh, Mesh)
+        arrays = _initialise(made_by, init_args, plan) if make else abstract_parts(plan)
+    elif isinstance(mesh, AbstractMesh):
+        arrays = abstract_parts(plan)
+    else:
+        arrays = _place_all(parts, plan)
+    arrays = dataclasses.replace(
+        arrays, opt_state=GShardState(arrays.opt_state), static=parts.static
+    )
+    return kind.merge(arrays, given, divide(tx, plan)), plan
+
+
+def abstract_parts(plan: Plan) -> Parts:
+    """The arrays of the state, abstract, with their shardings."""
+    return jax.tree.map(
+        lambda layout: jax.ShapeDtypeStruct(
+            layout.stored_shape, layout.dtype, sharding=plan.sharding(layout)
+        ),
+        plan.layouts,
+    )
+
+
+def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
+    """The jitted init function, lowered: every array is made where it will lie."""
+
+    def make() -> Parts:
+        parts = plan.kind.split(as_state(init(*init_args)))
+        padded = [
+            layout.pad(jnp.asarray(x, layout.dtype))
+            for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(plan.layouts), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(plan.layouts), padded)
+
+    return jax.jit(make, out_shardings=plan.shardings).lower()
+
+
+def _initialise(init: Any, init_args: Sequence[Any], plan: Plan) -> Parts:
+    return lower_init(init, init_args, plan).compile()()
+
+
+def _place_all(parts: Parts, plan: Plan) -> Parts:
+    layouts = plan.layouts
+    leaves = [
+        _place(x, layout, plan)
+        for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(layouts), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(layouts), leaves)
+
+
+def _place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
+    """A real copy of one leaf in its layout.
+
+    `device_put` would share the caller's buffer, and donating the result would delete it.
+    """
+    if jnp.issubdtype(layout.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        whole = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
+        return jax.random.wrap_key_data(_place(data, whole, plan), impl=jax.random.key_impl(x))
+    sharding = plan.sharding(layout)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.jit(lambda x: layout.pad(jnp.copy(x)), out_shardings=sharding)(x)
+    host = layout.pad(np.asarray(x, dtype=layout.dtype))
+    return jax.make_array_from_callback(
+        layout.stored_shape, sharding, lambda index: np.array(host[index])
+    )

@@ -1,0 +1,169 @@
+"""`make_train_step`: the stages in one jitted program, the state donated and its layouts pinned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+from gshard.batch import check_rows, shard_batch
+from gshard.errors import DonatedStateError, GShardError, some
+from gshard.gradients import Options, gradients
+from gshard.optimizer import GShardState, divide
+from gshard.plan import Plan
+from gshard.promise import Promise, promise
+from gshard.state import Parts, flatten
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    has_aux: bool = False,
+    mutable: str | Sequence[str] = (),
+    rng: jax.Array | None = None,
+    micro_batches: int = 1,
+    accumulate: str = "level",
+    buffer_max_size: int = 2**23,
+    donate: bool = True,
+) -> TrainStep:
+    """A compiled training step for a state that lies as `plan` says.
+
+    Linen: `state, metrics = step(state, batch)`. NNX: `metrics = step(model, optimizer, batch)`, in
+    place. `metrics` holds device arrays: `loss` and `grad_norm` (float32 scalars, of the global
+    batch) and, with `has_aux`, `aux`.
+
+    Args:
+      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows, or
+        `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the state
+        (`batch_stats`, ...) as keyword arguments is given them.
+      plan: of `shard_train_state`.
+      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch.
+      mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
+        `(loss, (aux, {name: value}))`. Floating ones become their mean over devices.
+      rng: a typed key (`jax.random.key`) for a loss that names `rng`; folded with step, device and
+        micro-batch.
+      micro_batches: slices that each device takes its rows in, one after the other (k).
+      accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
+        scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
+      buffer_max_size: elements of one bucket; 0 for none.
+      donate: the step takes over the memory of the state it is given.
+
+    Raises:
+      GShardError: for options that cannot be; at the call, for a batch or state that does not fit.
+    """
+    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
+    promise(plan, micro_batches=micro_batches, accumulate=accumulate)  # refuses bad options now
+    return TrainStep(loss_fn, plan, names, rng, options, donate)
+
+
+class TrainStep:
+    """What `make_train_step` returns. `lower(*args)` is `jax.jit`'s; `plan` and `promise` say more."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        plan: Plan,
+        mutable: tuple[str, ...],
+        rng: jax.Array | None,
+        options: Options,
+        donate: bool,
+    ):
+        self.plan, self.options = plan, options
+        self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
+        self._tx = divide(plan.tx, plan)
+        self._known: Any = None  # the tree structure that was last found to fit
+        shardings = _wrapped(plan.shardings)
+        self.jitted = jax.jit(
+            self._run,
+            donate_argnums=(0,) if donate else (),
+            out_shardings=(shardings, plan.sharding()),
+        )
+
+    @property
+    def promise(self) -> Promise:
+        """What the plan promises for this step."""
+        return promise(
+            self.plan,
+            micro_batches=self.options.micro_batches,
+            accumulate=self.options.accumulate,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        state, parts, batch = self._take(args)
+        new, metrics = self.jitted(parts, self._place(batch), self._rng)
+        state = self.plan.kind.update(state, dataclasses.replace(new, static=parts.static))
+        return metrics if state is None else (state, metrics)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The step lowered for these arguments, concrete or abstract; nothing runs."""
+        _, parts, batch = self._take(args)
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
+            batch = self._place(batch)
+        return self.jitted.lower(parts, batch, self._rng)
+
+    def _place(self, batch: Any) -> Any:
+        """The global batch; its rows are checked here, before anything is compiled."""
+        batch = shard_batch(batch, self.plan)
+        check_rows(batch, self.plan.group.devices, self.options.micro_batches)
+        return batch
+
+    def _run(self, parts: Parts, batch: Any, rng: Any) -> tuple[Parts, dict[str, Any]]:
+        """The stages: gradients, update (which publishes)."""
+        loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
+        if rng is not None:
+            rng = jax.random.fold_in(rng, parts.step)
+        result = gradients(loss, parts, batch, rng, self.plan, self.options)
+        updates, opt_state = self._tx.update(result.grads, parts.opt_state, parts.params)
+        metrics = {"loss": result.loss, "grad_norm": optax.global_norm(result.grads)}
+        if self.options.has_aux:
+            metrics["aux"] = result.aux
+        return Parts(
+            optax.apply_updates(parts.params, updates),
+            opt_state,
+            parts.step + 1,
+            {**parts.extras, **result.updates},
+        ), metrics
+
+    def _take(self, args: tuple[Any, ...]) -> tuple[Any, Parts, Any]:
+        """The state, its parts and the batch, checked before anything is compiled."""
+        *state, batch = args or (None,)
+        wanted = self.plan.kind.arguments
+        if len(state) != len(wanted):
+            raise GShardError(
+                f"step({', '.join((*wanted, 'batch'))}) was called with {len(args)} arguments."
+            )
+        state = state[0] if len(state) == 1 else tuple(state)
+        parts = self.plan.kind.split(state)
+        self._check_state(parts)
+        return state, parts, batch
+
+    def _check_state(self, parts: Parts) -> None:
+        leaves, structure = jax.tree.flatten(parts)
+        if self._known is None or structure != self._known:
+            expected = _wrapped(self.plan.layouts)
+            known, found = flatten(expected)[0], flatten(parts)[0]
+            if known != found:
+                missing = [path for path in known if path not in set(found)]
+                added = [path for path in found if path not in set(known)]
+                raise GShardError(
+                    "the state is not the one this step was built for: missing "
+                    f"{some(missing) or 'none'}; added {some(added) or 'none'}. Pass what "
+                    "shard_train_state returned, or build the step again with its new plan."
+                )
+            self._known = structure
+        first = leaves[0]
+        if isinstance(first, jax.Array) and not isinstance(first, jax.core.Tracer) and first.is_deleted():
+            raise DonatedStateError(
+                "this train state was given to an earlier step, which reused its memory. Go on with "
+                "what that step returned (state, metrics = step(state, batch)), or make the step "
+                "with donate=False."
+            )
+
+
+def _wrapped(parts: Parts) -> Parts:
+    return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state))

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# Make a virtual environment and install gshard into it, once.
+#
+#   scripts/venv.sh DIR EXTRAS
+#
+# DIR is made when it is missing. gshard is installed from this checkout with the given extras
+# (comma-separated, as in `pip install -e '.[test,plot]'`). A stamp in DIR remembers what was
+# installed: the next call does nothing until pyproject.toml or the version changes.
+#
+#   PYTHON=...   the Python to use (default: the first of python3.11, 3.12, 3.13, python3 that works)
+#   UPGRADE=1    bring every package to its newest version
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+dir=$1
+extras=$2
+stamp=$dir/.gshard-installed-${extras//,/-}
+
+say() { printf '== %s\n' "$*"; }
+die() { printf '%s\n' "$@" >&2; exit 1; }
+
+# 0: Python >= 3.11 with the venv module; 1: not a Python, or too old; 3: no venv module
+check_python() {
+    command -v "$1" >/dev/null 2>&1 || return 1
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 || return 1
+    "$1" -c 'import venv, ensurepip' >/dev/null 2>&1 || return 3
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+find_python() {
+    local candidate rc without_venv=
+    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+        rc=0
+        check_python "$candidate" || rc=$?
+        if [ "$rc" = 0 ]; then
+            python=$candidate
+            return
+        fi
+        if [ "$rc" = 3 ] && [ -z "$without_venv" ]; then without_venv=$candidate; fi
+    done
+    if [ -n "$without_venv" ]; then
+        local minor
+        minor=$("$without_venv" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        die "gshard: Python $(version_of "$without_venv") is here, but its venv module is not." \
+            "  Debian, Ubuntu:  sudo apt install python$minor-venv   (or python3-venv)" \
+            "  Then run the same command again."
+    fi
+    if [ -n "${PYTHON:-}" ]; then
+        die "gshard: PYTHON=$PYTHON is not a Python of version 3.11 or newer."
+    fi
+    die "gshard needs Python 3.11 or newer; python3 here is $(version_of python3 || echo missing)." \
+        "  Debian, Ubuntu:  sudo apt install python3 python3-venv" \
+        "  Or name one:     make PYTHON=/path/to/python3.11 ..."
+}
+
+# Everything that decides what must be installed.
+fingerprint() {
+    cksum pyproject.toml gshard/_version.py
+    "$dir/bin/python" -c 'import os, sys; print(sys.version, os.path.realpath(sys.prefix))'
+}
+
+# A venv whose Python was removed or moved cannot be mended; one without pyvenv.cfg is not a venv.
+if [ -e "$dir" ] && ! "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
+    [ -e "$dir/pyvenv.cfg" ] || die "gshard: $dir exists and is not a virtual environment; move it away."
+    say "$dir does not work any more; making it anew"
+    rm -rf "$dir"
+fi
+
+if [ ! -e "$dir" ]; then
+    find_python
+    say "making $dir with Python $(version_of "$python") ($(command -v "$python"))"
+    "$python" -m venv "$dir" || { rm -rf "$dir"; die "gshard: $python -m venv $dir failed, see above."; }
+fi
+
+if [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
+    exit 0
+fi
+say "installing gshard and its extras [$extras] into $dir (the first time: some 700 MB, about a minute)"
+"$dir/bin/python" -m pip install --disable-pip-version-check \
+    ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
+fingerprint > "$stamp"
+say "$dir is ready"

@@ -1,0 +1,24 @@
+"""Eight virtual CPU devices for every test, set before JAX starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+DEVICES = 8
+FLAG = f"--xla_force_host_platform_device_count={DEVICES}"
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.pop("JAX_ENABLE_X64", None)
+
+import jax  # noqa: E402
+
+# Compiled programs are kept between runs: the key holds the program, the flags and the versions,
+# and a program that comes from the cache has the same text and the same memory figures.
+# Set here and not in the environment, so that the processes a test starts compile for themselves.
+jax.config.update(
+    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax")
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
