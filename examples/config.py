@@ -24,7 +24,7 @@ def setting(default, meaning: str):
 @dataclasses.dataclass(frozen=True)
 class Model:
     width: int = setting(160, "size of the residual stream")
-    layers: int = setting(4, "number of blocks")
+    layers: int = setting(3, "number of blocks")
     heads: int = setting(5, "attention heads; must divide width")
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
@@ -33,7 +33,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    learning_rate: float = setting(3e-3, "peak learning rate of AdamW")
+    learning_rate: float = setting(6e-3, "peak learning rate of AdamW")
     warmup_steps: int = setting(10, "steps from zero to the peak; cosine decay after")
     weight_decay: float = setting(0.1, "decoupled weight decay")
     clip: float = setting(1.0, "largest global norm of a gradient")

@@ -13,6 +13,15 @@ BYTES = 256  # the vocabulary
 START_AT_ZERO = nn.initializers.zeros
 
 
+def rotate(x_BxTxHxE):
+    """Rotary positions: turn pairs of features by an angle that grows with the position."""
+    T, E = x_BxTxHxE.shape[1], x_BxTxHxE.shape[-1]
+    angle_Tx1xF = jnp.arange(T)[:, None, None] * 100.0 ** -(jnp.arange(E // 2) / (E // 2))
+    cos, sin = jnp.cos(angle_Tx1xF), jnp.sin(angle_Tx1xF)
+    a, b = jnp.split(x_BxTxHxE, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
 class Attention(nn.Module):
     """Causal self-attention."""
 
@@ -22,24 +31,26 @@ class Attention(nn.Module):
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
         qkv_BxTx3D = nn.Dense(3 * D, use_bias=False, name="qkv")(x_BxTxD)
-        q_BxTxHxE, k_BxTxHxE, v_BxTxHxE = jnp.split(
-            qkv_BxTx3D.reshape(B, T, self.heads, 3 * D // self.heads), 3, axis=-1
+        q_BxTxHxE, k_BxTxHxE, v_BxTxHxE = (
+            part_BxTxD.reshape(B, T, self.heads, D // self.heads)
+            for part_BxTxD in jnp.split(qkv_BxTx3D, 3, axis=-1)
         )
-        y_BxTxHxE = jax.nn.dot_product_attention(q_BxTxHxE, k_BxTxHxE, v_BxTxHxE, is_causal=True)
-        return nn.Dense(D, use_bias=False, kernel_init=START_AT_ZERO, name="out")(
-            y_BxTxHxE.reshape(B, T, D)
+        y_BxTxHxE = jax.nn.dot_product_attention(
+            rotate(q_BxTxHxE), rotate(k_BxTxHxE), v_BxTxHxE, is_causal=True
         )
+        y_BxTxD = y_BxTxHxE.reshape(B, T, D)
+        return nn.Dense(D, use_bias=False, kernel_init=START_AT_ZERO, name="out")(y_BxTxD)
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer MLP; each on a normalised copy of the stream."""
+    """Attention, then a two-layer MLP; each sees a normalised copy of the stream."""
 
     heads: int
 
     @nn.compact
     def __call__(self, x_BxTxD):
         D = x_BxTxD.shape[-1]
-        x_BxTxD = x_BxTxD + Attention(self.heads)(nn.LayerNorm()(x_BxTxD))
+        x_BxTxD += Attention(self.heads, name="attention")(nn.LayerNorm()(x_BxTxD))
         h_BxTxF = nn.gelu(nn.Dense(4 * D, name="up")(nn.LayerNorm()(x_BxTxD)))
         return x_BxTxD + nn.Dense(D, kernel_init=START_AT_ZERO, name="down")(h_BxTxF)
 
@@ -50,18 +61,13 @@ class GPT(nn.Module):
     width: int
     layers: int
     heads: int
-    sequence: int
     scan: bool = True
     remat: bool = False
 
     @nn.compact
     def __call__(self, bytes_BxT):
-        T = bytes_BxT.shape[1]
-        position_TxD = self.param(
-            "position", nn.initializers.normal(0.1), (self.sequence, self.width)
-        )[:T]
         embed = nn.Embed(BYTES, self.width, embedding_init=nn.initializers.normal(1.0))
-        x_BxTxD = embed(bytes_BxT) + position_TxD
+        x_BxTxD = embed(bytes_BxT)
 
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
         if self.scan:
@@ -71,7 +77,6 @@ class GPT(nn.Module):
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 length=self.layers,
-                metadata_params={nn.PARTITION_NAME: "layers"},
             )(block(self.heads, name="blocks"), x_BxTxD, None)
         else:
             for i in range(self.layers):
@@ -80,26 +85,25 @@ class GPT(nn.Module):
         return nn.Dense(BYTES, use_bias=False, name="unembed")(nn.LayerNorm()(x_BxTxD))
 
 
-def next_byte_loss(apply_fn, params, text_BxT1):
+def next_byte_loss(model, params, text_BxT1):
     """Mean cross-entropy of every byte given the ones before it, in nats."""
-    logits_BxTxV = apply_fn({"params": params}, text_BxT1[:, :-1])
+    logits_BxTxV = model.apply({"params": params}, text_BxT1[:, :-1])
     targets_BxT = text_BxT1[:, 1:].astype(jnp.int32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
 
 
-def sample(model, params, prompt: bytes, length: int, key, temperature: float = 0.8) -> bytes:
-    """Continue `prompt` by `length` bytes; the model sees the last `model.sequence` of them."""
-    T = model.sequence
+def sample(model, params, prompt: bytes, length: int, window: int, key, temperature=0.7) -> bytes:
+    """Continue `prompt` by `length` bytes; the model sees the last `window` of them."""
 
     @jax.jit
-    def next_byte(params, window_1xT, last, key):
-        logits_V = model.apply({"params": params}, window_1xT)[0, last]
+    def next_byte(params, text_1xT, last, key):
+        logits_V = model.apply({"params": params}, text_1xT)[0, last]
         return jax.random.categorical(key, logits_V / temperature)
 
     text = bytearray(prompt)
     for step_key in jax.random.split(key, length):
-        seen = text[-T:]
-        # Padded on the right, which a causal model cannot see: one shape, one compilation.
-        window_1xT = jnp.asarray([seen + bytes(T - len(seen))], jnp.uint8)
-        text.append(int(next_byte(params, window_1xT, len(seen) - 1, step_key)))
+        seen = text[-window:]
+        # Padded on the right, which a causal model does not see: one shape, one compilation.
+        text_1xT = jnp.asarray([list(seen + bytes(window - len(seen)))], jnp.uint8)
+        text.append(int(next_byte(params, text_1xT, len(seen) - 1, step_key)))
     return bytes(text)

@@ -29,6 +29,6 @@ def standard_library() -> np.ndarray:
 
 
 def batch(text_N: np.ndarray, step: int, rows: int, length: int, seed: int) -> np.ndarray:
-    """Return `rows` windows of `length` bytes, (rows, length); the same for the same step and seed."""
+    """Return (rows, length) windows of the text; the same for the same step and seed."""
     starts_B = np.random.default_rng((seed, step)).integers(0, text_N.size - length, size=rows)
     return text_N[starts_B[:, None] + np.arange(length)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from gshard._version import __version__ as __version__
+
 # from gshard.audit import Audit as Audit
 # from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch
@@ -12,9 +14,8 @@ from gshard.distributed import new_group as new_group
 from gshard.errors import DonatedStateError as DonatedStateError
 from gshard.errors import GShardError as GShardError
 from gshard.errors import GShardWarning as GShardWarning
-from gshard.evaluate import full_params as full_params
 from gshard.evaluate import make_eval_step as make_eval_step
-from gshard.evaluate import unwrap as unwrap
+from gshard.host import full_params as full_params
 from gshard.loss import Weighted as Weighted
 from gshard.mesh import make_mesh as make_mesh
 from gshard.mesh import virtual_devices as virtual_devices
@@ -30,5 +31,3 @@ from gshard.rules import by_shape as by_shape
 from gshard.shard import shard_train_state as shard_train_state
 from gshard.step import make_train_step as make_train_step
 from gshard.user_loop import value_and_grad as value_and_grad
-
-from gshard._version import __version__ as __version__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +15,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard.audit_report import report, total
 from gshard.errors import GShardError
-from gshard.hlo import Collective, read_program
+from gshard.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
     from gshard.plan import Plan
     from gshard.promise import Promise
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
-_MEMORY = (
-    ("argument", "argument_size_in_bytes"),
-    ("output", "output_size_in_bytes"),
-    ("alias", "alias_size_in_bytes"),
-    ("temp", "temp_size_in_bytes"),
-    ("peak", "peak_memory_in_bytes"),
-    ("host_argument", "host_argument_size_in_bytes"),
-    ("host_output", "host_output_size_in_bytes"),
-    ("host_alias", "host_alias_size_in_bytes"),
-    ("host_temp", "host_temp_size_in_bytes"),
-)
+_USES = ("argument", "output", "alias", "temp")
+_MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
+_MEMORY["peak"] = "peak_memory_in_bytes"
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Row:
     """Collectives of one kind over one group, for one purpose.
 
     Attributes:
-      kind: as in HLO, such as `reduce-scatter`.
+      kind: such as `reduce-scatter`.
       axes: the mesh axes that communicate; None when no set of axes makes these groups.
       dtype: XLA's name. On CPU XLA moves bf16 as f32.
       purpose: `gather`, `scatter`, `publish`, `reduce`, `scalar`: what gshard wrote it for;
@@ -49,8 +41,7 @@ class Row:
       count: collectives in the program's text.
       asynchronous: how many of them overlap with computation.
       conditional: whether some lie in a branch that not every run takes.
-      times: executions per run of the program. None, as in the next three, when a loop's length
-        is not known.
+      times: executions per run; None, as in the next three, when a loop's length is not known.
       elements: payload per device and run: outputs of all-gathers, inputs of everything else.
       payload_bytes: the same in bytes.
       wire_bytes: bytes that a device sends per run, by the ring algorithms.
@@ -166,15 +157,16 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
 
 def _memory(compiled: Any) -> dict[str, int]:
     stats = compiled.memory_analysis()
-    return {name: getattr(stats, field) for name, field in _MEMORY if hasattr(stats, field)}
+    return {name: getattr(stats, field) for name, field in _MEMORY.items() if hasattr(stats, field)}
 
 
 def _rows(collectives: Iterable[Collective], mesh: Mesh | AbstractMesh | None) -> tuple[Row, ...]:
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
     for whole in collectives:
-        for part in _scalars_apart(whole):
-            if part.group_size > 1:
-                key = (part.kind, _axes(part, mesh), part.dtype, _purpose(part), part.scalar)
+        if whole.group_size > 1:
+            axes = _axes(whole, mesh)
+            for (dtype, purpose, scalar), part in _parts(whole).items():
+                key = (whole.kind, axes, dtype, purpose, scalar)
                 grouped.setdefault(key, []).append(part)
     rows = [
         Row(
@@ -192,12 +184,13 @@ def _rows(collectives: Iterable[Collective], mesh: Mesh | AbstractMesh | None) -
     return tuple(sorted(rows, key=lambda row: (row.scalar, -(row.wire_bytes or 0))))
 
 
-def _scalars_apart(whole: Collective) -> Iterator[Collective]:
-    """XLA combines a loss with gradients into one all-reduce; here they are two."""
-    for single in (False, True):
-        operands = tuple(array for array in whole.operands if (array.elements == 1) == single)
-        if operands:
-            yield dataclasses.replace(whole, operands=operands)
+def _parts(whole: Collective) -> dict[tuple[str, str, bool], Collective]:
+    """A collective by dtype, purpose and whether scalar: XLA combines a loss with gradients."""
+    parts: dict[tuple[str, str, bool], list[Array]] = {}
+    for array, op_name in zip(whole.operands, whole.op_names, strict=True):
+        key = (array.dtype, _purpose(whole.kind, op_name), array.elements == 1)
+        parts.setdefault(key, []).append(array)
+    return {key: dataclasses.replace(whole, operands=tuple(a)) for key, a in parts.items()}
 
 
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
@@ -206,7 +199,7 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
     HLO counts devices by their place in the program's device assignment, which under `jit` is the
     flat order of the mesh, whatever the devices' own ids are.
     """
-    if mesh is None:
+    if mesh is None or collective.kind == "send":
         return None
     names, sizes = mesh.axis_names, mesh.axis_sizes
     wide = [i for i, size in enumerate(sizes) if size > 1]
@@ -224,14 +217,20 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
     return None
 
 
-def _purpose(collective: Collective) -> str:
-    """The last `gshard/...` scope; differentiation keeps the scope of what it transposes."""
-    scopes = _SCOPE.findall(collective.op_name)
-    if not scopes:
-        return "compiler"
-    primitive = collective.op_name.rpartition("/")[2]
-    transposed = {("gather", "reduce_scatter"): "scatter", ("scatter", "all_gather"): "gather"}
-    return transposed.get((scopes[-1], primitive), scopes[-1])
+def _purpose(kind: str, op_name: str) -> str:
+    """The innermost `gshard/...` scope.
+
+    Differentiation keeps the scope of what it transposes: a gather's transpose is a scatter. The
+    primitive, or what a reduction kept of it, tells them apart.
+    """
+    scopes: list[str] = _SCOPE.findall(op_name)
+    purpose = scopes[-1] if scopes else "compiler"
+    summed = kind == "reduce-scatter" or op_name.endswith(("/reduce_scatter", "/add"))
+    if purpose == "gather" and summed:
+        return "scatter"
+    if purpose == "scatter" and kind == "all-gather":
+        return "gather"
+    return purpose
 
 
 def _run(collective: Collective, amount: int) -> int | None:
@@ -241,9 +240,8 @@ def _run(collective: Collective, amount: int) -> int | None:
 def _known(row: Row, amount: int | None) -> int:
     if amount is None:
         raise GShardError(
-            f"the program runs {row.kind} ({row.purpose}) in a loop whose length is not constant, "
-            "so what it moves is not known; audit the body of the loop, or give the loop a fixed "
-            "length (lax.scan, lax.fori_loop)"
+            f"{row.kind} ({row.purpose}) runs in a loop whose length is not constant, so what it "
+            "moves is not known; audit the loop's body, or fix its length (lax.scan, fori_loop)"
         )
     return amount
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from gshard.audit import Audit, Row
-    from gshard.promise import Promise
+    from gshard.promise import Movement, Promise
 
-_WIDTH = 110
+_WIDTH = 160
 
 
 def report(found: Audit) -> str:
@@ -39,7 +39,7 @@ def _collectives_table(rows: tuple[Row, ...]) -> Table:
     table = _table("Collectives, per device and run")
     for name in ("kind", "axes", "dtype", "for"):
         table.add_column(name)
-    for name in ("count", "async", "times", "elements", "payload", "on the wire"):
+    for name in ("count", "async", "times", "elements", "payload", "wire"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -64,15 +64,16 @@ def _promise_table(promise: Promise, rows: tuple[Row, ...]) -> Table:
     for name in ("promised", "found"):
         table.add_column(name, justify="right")
     rows = tuple(row for row in rows if not row.scalar)
-    promised = {(m.kind, m.purpose): m for m in promise.moved}
-    for kind, purpose in dict.fromkeys([*promised, *((row.kind, row.purpose) for row in rows)]):
-        movement = promised.get((kind, purpose))
-        mark = "<= " if movement is not None and getattr(movement, "at_most", False) else ""
+    promised: dict[tuple[str, str], list[Movement]] = {}
+    for movement in promise.moved:
+        promised.setdefault((movement.kind, movement.purpose), []).append(movement)
+    for key in dict.fromkeys([*promised, *((row.kind, row.purpose) for row in rows)]):
+        movements = promised.get(key, [])
+        mark = "<= " if any(movement.at_most for movement in movements) else ""
         table.add_row(
-            kind,
-            purpose,
-            "-" if movement is None else f"{mark}{movement.elements:,}",
-            _number(total(r.elements for r in rows if (r.kind, r.purpose) == (kind, purpose))),
+            *key,
+            f"{mark}{sum(m.elements for m in movements):,}" if movements else "-",
+            _number(total(row.elements for row in rows if (row.kind, row.purpose) == key)),
         )
     return table
 

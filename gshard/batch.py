@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from gshard.errors import GShardError
 from gshard.plan import Plan
-from gshard.state import flatten
+from gshard.tree import flatten
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:

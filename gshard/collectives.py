@@ -17,6 +17,7 @@ from jax import lax
 from gshard.layout import Layout
 from gshard.mesh import Group
 
+BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
 
 
@@ -79,7 +80,9 @@ def publish_leaves(
         rows = [_to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
         with jax.named_scope("gshard/publish"):
             row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group, 0)
-        wholes = [_from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)]
+        wholes = [
+            _from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)
+        ]
         return [place.cut(x) for x, place in zip(wholes, places, strict=True)]
 
     return _in_buckets(parts, layouts, buffer_max_size, alone, packed)
@@ -97,7 +100,7 @@ def reduce_leaves(
             return lax.psum(x, tuple(axes))
 
     out = list(leaves)
-    for bucket in buckets(leaves, [x.dtype for x in leaves], buffer_max_size):
+    for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], buffer_max_size):
         if len(bucket) == 1:
             out[bucket[0]] = total(leaves[bucket[0]])
             continue
@@ -126,30 +129,33 @@ def agree(tree: Any, group: Group) -> Any:
     return jax.tree.map(one, tree) if group.devices > 1 else tree
 
 
-def buckets(
-    leaves: Sequence[jax.Array], kinds: Sequence[Any], buffer_max_size: int
-) -> list[list[int]]:
+def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
 
     A leaf of more than a quarter of that goes alone, without a copy; 0 puts every leaf alone.
 
+    Args:
+      sizes: elements of each whole leaf.
+      kinds: hashable; only leaves of one kind share a bucket.
+      buffer_max_size: elements.
+
     Returns:
-      Lists of indices into `leaves`, together every index once.
+      Lists of indices, together every index once.
     """
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
-    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-        if leaf.size * 4 > buffer_max_size:
+    for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        if size * 4 > buffer_max_size:
             found.append([i])
             continue
         bucket = open_bucket.get(kind)
-        if bucket is None or filled[kind] + leaf.size > buffer_max_size or len(bucket) >= MOST_LEAVES:
+        if bucket is None or filled[kind] + size > buffer_max_size or len(bucket) >= MOST_LEAVES:
             bucket, filled[kind] = [], 0
             open_bucket[kind] = bucket
             found.append(bucket)
         bucket.append(i)
-        filled[kind] += leaf.size
+        filled[kind] += size
     return found
 
 
@@ -163,7 +169,7 @@ def _in_buckets(
     divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
     kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
     out = list(leaves)
-    for bucket in buckets([leaves[i] for i in divided], kinds, buffer_max_size):
+    for bucket in buckets([layouts[i].stored_size for i in divided], kinds, buffer_max_size):
         members = [divided[j] for j in bucket]
         if len(members) == 1:
             results = [alone(leaves[members[0]], layouts[members[0]])]

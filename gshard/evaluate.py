@@ -1,4 +1,4 @@
-"""Using divided parameters outside the train step: evaluation, and whole values on the host."""
+"""`make_eval_step`: functions of whole parameters over a divided batch, without a gradient."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
-from gshard.layout import Layout
 from gshard.loss import Weighted
-from gshard.plan import Plan, same_leaves
-from gshard.state import Parts, kind_of
+from gshard.plan import Plan
+from gshard.state import Parts
+from gshard.tree import same_leaves
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -33,11 +31,12 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
       `f(state, batch)`, NNX `f(model, batch)`: the same tree for the global batch: means, weighted
       means, and global arrays with all rows.
     """
-    uses = [Use(layout, layout) for layout in jax.tree.leaves(plan.params)]
+    stored = jax.tree.leaves(plan.params)
+    uses = [Use(layout, layout) for layout in stored]
     uses = [None if use.pointless else use for use in uses]
 
     def run(parts: Parts, batch: Any) -> Any:
-        structure = same_leaves(parts.params, plan.params, "the parameters")
+        structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
         form: list[Any] = []  # what fn returned: structure, and which leaves are scalars
@@ -57,7 +56,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         scalars, arrays = jax.shard_map(
             on_device,
             mesh=plan.mesh,
-            in_specs=([x.spec for x in jax.tree.leaves(plan.params)], jax.P(), rows),
+            in_specs=([x.spec for x in stored], jax.P(), rows),
             out_specs=(jax.P(), plan.batch_spec),
             check_vma=False,
         )(jax.tree.leaves(parts.params), parts.extras, batch)
@@ -86,63 +85,3 @@ def _over_devices(x: Any, rows: int, plan: Plan) -> jax.Array:
         f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, nor "
         f"a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows."
     )
-
-
-def full_params(state: Any) -> Any:
-    """The whole parameters, logical shapes, as NumPy arrays on every process.
-
-    Gathered leaf by leaf, so that no device holds more than one whole leaf.
-
-    Args:
-      state: of `shard_train_state` (NNX: the `(model, optimizer)` pair), at any level.
-
-    Returns:
-      A tree like the user's own parameters; for NNX an `nnx.State`, for `nnx.update(model, params)`.
-    """
-    plan = plan_of(state)
-    params = plan.kind.split(state).params
-    return plan.kind.params_like(_to_host(params, plan.params), plan.template)
-
-
-def unwrap(state: Any) -> Any:
-    """The user's plain train state: host arrays of logical shape, the user's own optimizer."""
-    plan = plan_of(state)
-    parts, layouts = plan.kind.split(state), plan.layouts
-    host = Parts(
-        _to_host(parts.params, layouts.params),
-        _to_host(parts.opt_state.inner, layouts.opt_state),
-        _to_host(parts.step, layouts.step),
-        _to_host(parts.extras, layouts.extras),
-        parts.static,
-    )
-    return plan.kind.merge(host, state, plan.tx)
-
-
-def plan_of(state: Any) -> Plan:
-    """The plan that a train state follows.
-
-    Raises:
-      GShardError: for a state that `shard_train_state` did not make.
-    """
-    plan = getattr(kind_of(state).tx(state), "plan", None)
-    if plan is None:
-        raise GShardError("this state has no plan: it did not come from gshard.shard_train_state.")
-    return plan
-
-
-def _to_host(tree: Any, layouts: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
-    return jax.tree.unflatten(
-        structure, [_whole_on_host(x, place) for x, place in zip(leaves, places, strict=True)]
-    )
-
-
-def _whole_on_host(x: jax.Array, layout: Layout) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x if x.is_fully_addressable else x.addressable_data(0)
-    if x.is_fully_addressable:
-        return layout.cut(np.array(x))
-    if layout.dim is None:
-        return np.array(x.addressable_data(0))
-    return layout.cut(np.asarray(multihost_utils.process_allgather(x, tiled=True)))

@@ -7,7 +7,7 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from gshard.batch import check_rows
 from gshard.collectives import (
+    BUFFER_MAX_SIZE,
     agree,
     group_index,
     reduce_leaves,
@@ -27,9 +28,10 @@ from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, refuse_keys
-from gshard.plan import Plan, same_leaves
+from gshard.plan import Plan
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
+from gshard.tree import same_leaves
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Options:
     has_aux: bool = False
     micro_batches: int = 1
     accumulate: str = "level"
-    buffer_max_size: int = 2**23
+    buffer_max_size: int = BUFFER_MAX_SIZE
 
     def __post_init__(self) -> None:
         size = self.buffer_max_size
@@ -80,8 +82,8 @@ def gradients(
       plan: where everything lies.
       options: how.
     """
-    structure = same_leaves(parts.params, plan.params, "the parameters")
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     k = options.micro_batches
     local = accumulation(plan, k, options.accumulate) == "local"
     targets = [layout.whole() for layout in reduced] if local else reduced
@@ -139,7 +141,9 @@ class _MicroBatch:
         uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
         self.uses = [None if use.pointless else use for use in uses]
 
-    def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, i: Any) -> _Total:
+    def __call__(
+        self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, i: Any
+    ) -> _Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
         rng, extras = fold_keys((rng, extras), self.device, i)
         points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is

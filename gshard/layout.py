@@ -106,13 +106,13 @@ class Layout:
         return tuple(size_of(s) if d == self.dim else s for d, s in enumerate(self.shape))
 
 
-def lay_out(
-    path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None
-) -> Layout:
+def lay_out(path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None) -> Layout:
     """The layout that `rule` gives to an array or its abstract value; whole when there is no rule."""
     shape = tuple(leaf.shape)
     if rule is not None and group.size == 1:
-        return Layout(path, shape, leaf.dtype, None, group, scan_dim, "one device in the shard group")
+        return Layout(
+            path, shape, leaf.dtype, None, group, scan_dim, "one device in the shard group"
+        )
     choice = None
     if rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
         choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from gshard.errors import GShardError, some
-from gshard.state import PureLoss, flatten
+from gshard.state import PureLoss
+from gshard.tree import flatten
 
 
 @jax.tree_util.register_dataclass

@@ -8,15 +8,18 @@ pins every layout, and publishes the update where parameters are whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import optax
 
-from gshard.collectives import own_part, publish_leaves
+from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
 from gshard.errors import GShardError
 from gshard.layout import Layout
-from gshard.plan import Plan, same_leaves
+from gshard.tree import same_leaves
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
 
 
 class GShardState(NamedTuple):
@@ -36,13 +39,15 @@ class DividedTransformation(optax.GradientTransformationExtraArgs):
 
 
 def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformation:
-    """Wraps `tx` so that it updates a state that lies as `plan` says."""
-    inner = optax.with_extra_args_support(tx)
-    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    """Wraps `tx` so that it updates a state that lies as `plan` says, in the user's own loop.
+
+    The updates come back as the parameters lie (whole at `dp`, `os` and `os_g`), so that
+    `optax.apply_updates` keeps every layout.
+    """
 
     def init(params: Any) -> GShardState:
-        own, structure = _own_parts(params, stored, reduced, plan)
-        state = inner.init(jax.tree.unflatten(structure, own))
+        own, structure = _own_parts(params, plan)
+        state = tx.init(jax.tree.unflatten(structure, own))
         return GShardState(_pin(state, plan.opt_state, plan))
 
     def update(
@@ -50,88 +55,102 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     ) -> tuple[Any, GShardState]:
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
-        structure = same_leaves(updates, plan.params, "the gradients")
-        grads = [
-            layout.cut(_stored(g, layout, "the gradients"))
-            for g, layout in zip(jax.tree.leaves(updates), reduced, strict=True)
-        ]
-        own, params_structure = _own_parts(params, stored, reduced, plan)
-        inner_state = _cut(state.inner, plan.opt_state)
-        new, inner_state = inner.update(
-            jax.tree.unflatten(structure, grads),
-            inner_state,
-            jax.tree.unflatten(params_structure, own),
-            **extra,
-        )
-        leaves = jax.tree.leaves(_pin(new, plan.grads, plan))
-        leaves = _publish(leaves, stored, reduced, plan)
-        return jax.tree.unflatten(structure, leaves), GShardState(
-            _pin(inner_state, plan.opt_state, plan)
-        )
+        new, state, _ = _update_own(tx, plan, updates, state, params, extra)
+        return _publish(new, plan, BUFFER_MAX_SIZE), state
 
     made = DividedTransformation(init, update)
     made.plan = plan
     return made
 
 
-def _own_parts(
-    params: Any, stored: Sequence[Layout], reduced: Sequence[Layout], plan: Plan
-) -> tuple[list[jax.Array], Any]:
+def update_and_publish(
+    plan: Plan, grads: Any, state: GShardState, params: Any, buffer_max_size: int
+) -> tuple[Any, GShardState]:
+    """The update and publish stages: new parameters and optimizer state.
+
+    Publishes the new parameters and not the update, which would be whole on every device for a
+    while, beside them.
+    """
+    updates, state, own = _update_own(plan.tx, plan, grads, state, params, {})
+    return _publish(optax.apply_updates(own, updates), plan, buffer_max_size), state
+
+
+def _update_own(
+    tx: optax.GradientTransformation,
+    plan: Plan,
+    grads: Any,
+    state: GShardState,
+    params: Any,
+    extra: dict[str, Any],
+) -> tuple[Any, GShardState, Any]:
+    """Runs `tx` on every device's own part, in the global view and on logical shapes.
+
+    Returns:
+      Updates, the new state (in storage) and the parameters' own parts.
+    """
+    reduced = jax.tree.leaves(plan.grads)
+    structure = same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
+    logical = [
+        layout.cut(_stored(g, layout, "the gradients"))
+        for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
+    ]
+    own, params_structure = _own_parts(params, plan)
+    own = jax.tree.unflatten(params_structure, own)
+    updates, inner = optax.with_extra_args_support(tx).update(
+        jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own, **extra
+    )
+    return updates, GShardState(_pin(inner, plan.opt_state, plan)), own
+
+
+def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:
     """The part of every parameter that a device updates: a global array of logical shape."""
-    structure = same_leaves(params, plan.params, "the parameters")
+    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = [
         _stored(x, layout, "the parameters")
         for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
     ]
-    taken = [i for i, (s, r) in enumerate(zip(stored, reduced, strict=True)) if s.dim != r.dim]
-    if taken:
-        places = [reduced[i] for i in taken]
-        parts = _on_devices(
-            lambda xs: [own_part(x, place) for x, place in zip(xs, places, strict=True)],
-            [leaves[i] for i in taken],
-            [stored[i] for i in taken],
-            places,
-            plan,
-        )
-        for i, part in zip(taken, parts, strict=True):
-            leaves[i] = part
+
+    def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
+
+    leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
     return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
 
 
-def _publish(
-    leaves: list[jax.Array], stored: Sequence[Layout], reduced: Sequence[Layout], plan: Plan
-) -> list[jax.Array]:
-    """Gathers the updates of leaves whose parameter is whole."""
-    taken = [i for i, (s, r) in enumerate(zip(stored, reduced, strict=True)) if s.dim != r.dim]
-    if taken:
-        places = [reduced[i] for i in taken]
-        wholes = _on_devices(
-            lambda xs: publish_leaves(xs, places, plan.buffer_max_size),
-            [leaves[i] for i in taken],
-            places,
-            [stored[i] for i in taken],
-            plan,
-        )
-        for i, whole in zip(taken, wholes, strict=True):
-            leaves[i] = whole
-    return leaves
+def _publish(tree: Any, plan: Plan, buffer_max_size: int) -> Any:
+    """Own parts as the parameters lie: gathered where a parameter is whole and its part is not."""
+    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    leaves, structure = jax.tree.flatten(_pin(tree, plan.grads, plan))
+
+    def gather(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        return publish_leaves(xs, places, buffer_max_size)
+
+    leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan)
+    return jax.tree.unflatten(structure, leaves)
 
 
-def _on_devices(
-    fun: Callable[[list[jax.Array]], list[jax.Array]],
+def _where_layouts_differ(
+    fun: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
     leaves: list[jax.Array],
     before: Sequence[Layout],
     after: Sequence[Layout],
+    places: Sequence[Layout],
     plan: Plan,
 ) -> list[jax.Array]:
-    """Runs `fun` on every device's parts."""
-    return jax.shard_map(
-        fun,
-        mesh=plan.mesh,
-        in_specs=([layout.spec for layout in before],),
-        out_specs=[layout.spec for layout in after],
-        check_vma=False,
-    )(leaves)
+    """Runs `fun` on every device's parts of the leaves whose layout changes."""
+    moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
+    if moved:
+        results = jax.shard_map(
+            lambda xs: fun(xs, [places[i] for i in moved]),
+            mesh=plan.mesh,
+            in_specs=([before[i].spec for i in moved],),
+            out_specs=[after[i].spec for i in moved],
+            check_vma=False,
+        )([leaves[i] for i in moved])
+        for i, result in zip(moved, results, strict=True):
+            leaves[i] = result
+    return leaves
 
 
 def _cut(tree: Any, layouts: Any) -> Any:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich import box
@@ -17,11 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from gshard.errors import GShardError, some, warn
+from gshard.host import to_host
 from gshard.layout import Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
+from gshard.optimizer import DividedTransformation, GShardState, divide
 from gshard.rules import Rule
-from gshard.state import SCAN_NAMES, Kind, Parts, flatten
+from gshard.state import SCAN_NAMES, Kind, Parts
+from gshard.tree import flatten
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
@@ -40,7 +44,6 @@ class Plan:
       kind: how the train state splits into parts.
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
-      buffer_max_size: elements of one bucket in `publish`.
     """
 
     level: Level
@@ -52,7 +55,6 @@ class Plan:
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
-    buffer_max_size: int = 2**23
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -64,6 +66,11 @@ class Plan:
         """Rows over all data axes."""
         return jax.P(self.group.axes)
 
+    @functools.cached_property
+    def optimizer(self) -> DividedTransformation:
+        """The user's optimizer, made to follow this plan."""
+        return divide(self.tx, self)
+
     def sharding(self, layout: Layout | None = None) -> NamedSharding:
         """The sharding of one leaf; of a whole one when no layout is given."""
         return NamedSharding(self.mesh, layout.spec if layout else jax.P())
@@ -72,8 +79,12 @@ class Plan:
     def layouts(self) -> Parts:
         """Layouts of all parts, in the trees that the user's state has."""
         parts = self.kind.split(self.template)
-        whole = lambda tree: lay_out_all(tree, self.group, lambda path, leaf: None)  # noqa: E731
-        return Parts(self.params, self.opt_state, whole(parts.step), whole(parts.extras))
+        return Parts(
+            self.params,
+            self.opt_state,
+            _all_whole(parts.step, self.group),
+            _all_whole(parts.extras, self.group),
+        )
 
     @property
     def shardings(self) -> Parts:
@@ -88,6 +99,34 @@ class Plan:
             name: sum(layout.bytes_per_device for layout in jax.tree.leaves(getattr(layouts, name)))
             for name in ("params", "opt_state", "extras")
         }
+
+    def abstract_parts(self) -> Parts:
+        """Every array of the state as stored, abstract, with its sharding."""
+        parts = jax.tree.map(
+            lambda layout: jax.ShapeDtypeStruct(
+                layout.stored_shape, layout.dtype, sharding=self.sharding(layout)
+            ),
+            self.layouts,
+        )
+        return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state))
+
+    def abstract_state(self) -> Any:
+        """The divided train state, its arrays abstract: what a restore reads into."""
+        static = self.kind.split(self.template).static
+        parts = dataclasses.replace(self.abstract_parts(), static=static)
+        return self.kind.merge(parts, self.template, self.optimizer)
+
+    def unwrap(self, state: Any) -> Any:
+        """The user's plain state: host arrays of logical shape, the user's own optimizer."""
+        parts, layouts = self.kind.split(state), self.layouts
+        whole = Parts(
+            to_host(parts.params, layouts.params),
+            to_host(parts.opt_state.inner, layouts.opt_state),
+            to_host(parts.step, layouts.step),
+            to_host(parts.extras, layouts.extras),
+            parts.static,
+        )
+        return self.kind.merge(whole, state, self.tx)
 
     def __repr__(self) -> str:
         return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"
@@ -127,13 +166,9 @@ def _describe(layout: Layout) -> str:
     return f"dim {layout.dim} / {layout.group.size}{pad}"
 
 
-def lay_out_all(tree: Any, group: Group, rule_for: Callable[[str, Any], Rule | None]) -> Any:
-    """A tree of layouts, each by the rule that `rule_for(path, leaf)` returns."""
+def _all_whole(tree: Any, group: Group) -> Any:
     paths, leaves, structure = flatten(tree)
-    found = [
-        lay_out(path, leaf, None, group, rule_for(path, leaf))
-        for path, leaf in zip(paths, leaves, strict=True)
-    ]
+    found = [lay_out(path, x, None, group, None) for path, x in zip(paths, leaves, strict=True)]
     return jax.tree.unflatten(structure, found)
 
 
@@ -237,17 +272,3 @@ def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
             f"{share:.0%} of the parameters stay whole on every device at level "
             f"{level.name!r}: {named}. Lower segment_size, or divide them with rules=."
         )
-
-
-def same_leaves(tree: Any, layouts: Any, what: str) -> Any:
-    """The structure of `tree`, after checking that it has the leaves of the plan."""
-    paths, _, structure = flatten(tree)
-    known = [layout.path for layout in jax.tree.leaves(layouts)]
-    if paths != known:
-        missing = [path for path in known if path not in set(paths)]
-        added = [path for path in paths if path not in set(known)]
-        raise GShardError(
-            f"{what} are not the tree that the plan was made for: missing {some(missing) or 'none'}; "
-            f"added {some(added) or 'none'}. Make a new plan with gshard.shard_train_state."
-        )
-    return structure

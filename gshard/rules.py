@@ -106,8 +106,12 @@ def by_path(pattern: str, dim: int | str) -> Rule:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise GShardError(f"rule pattern {pattern!r} is not a regular expression: {error}.") from error
-    return by_predicate(lambda leaf: compiled.search(leaf.path) is not None, dim, f"rule {pattern!r}")
+        raise GShardError(
+            f"rule pattern {pattern!r} is not a regular expression: {error}."
+        ) from error
+    return by_predicate(
+        lambda leaf: compiled.search(leaf.path) is not None, dim, f"rule {pattern!r}"
+    )
 
 
 def by_predicate(predicate: Callable[[Leaf], bool], dim: int | str, reason: str = "rule") -> Rule:

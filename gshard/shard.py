@@ -15,7 +15,7 @@ from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
-from gshard.optimizer import DividedTransformation, GShardState, divide
+from gshard.optimizer import DividedTransformation, GShardState
 from gshard.plan import Plan, ScanAxes, make_plan
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.state import Parts, abstract, abstract_like, as_state, is_state, kind_of
@@ -74,31 +74,22 @@ def shard_train_state(
     tx = kind.tx(template)
     if isinstance(tx, DividedTransformation):
         raise GShardError(
-            "this state is divided already. Take its plain form with gshard.unwrap(state) first."
+            "this state is divided already. Take its plain form with plan.unwrap(state) first."
         )
     plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes)
-    parts = kind.split(given)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(parts)):
-        make = made_by and isinstance(mesh, Mesh)
-        arrays = _initialise(made_by, init_args, plan) if make else abstract_parts(plan)
-    elif isinstance(mesh, AbstractMesh):
-        arrays = abstract_parts(plan)
+    if made_by is not None and isinstance(mesh, Mesh):
+        parts = lower_init(made_by, init_args, plan).compile()()
+    elif isinstance(mesh, AbstractMesh) or _is_abstract(given):
+        return plan.abstract_state(), plan
     else:
-        arrays = _place_all(parts, plan)
-    arrays = dataclasses.replace(
-        arrays, opt_state=GShardState(arrays.opt_state), static=parts.static
-    )
-    return kind.merge(arrays, given, divide(tx, plan)), plan
+        parts = _place_all(kind.split(given), plan)
+    static = kind.split(template).static
+    parts = dataclasses.replace(parts, opt_state=GShardState(parts.opt_state), static=static)
+    return kind.merge(parts, given, plan.optimizer), plan
 
 
-def abstract_parts(plan: Plan) -> Parts:
-    """The arrays of the state, abstract, with their shardings."""
-    return jax.tree.map(
-        lambda layout: jax.ShapeDtypeStruct(
-            layout.stored_shape, layout.dtype, sharding=plan.sharding(layout)
-        ),
-        plan.layouts,
-    )
+def _is_abstract(state: Any) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
 
 
 def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
@@ -113,10 +104,6 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
         return jax.tree.unflatten(jax.tree.structure(plan.layouts), padded)
 
     return jax.jit(make, out_shardings=plan.shardings).lower()
-
-
-def _initialise(init: Any, init_args: Sequence[Any], plan: Plan) -> Parts:
-    return lower_init(init, init_args, plan).compile()()
 
 
 def _place_all(parts: Parts, plan: Plan) -> Parts:

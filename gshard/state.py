@@ -20,6 +20,7 @@ from flax.core import meta
 from flax.training.train_state import TrainState
 
 from gshard.errors import GShardError, some
+from gshard.tree import flatten
 
 SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned dimension
 
@@ -135,7 +136,7 @@ class Nnx:
         model, optimizer = state
         parts = self.split_model(model)
         return dataclasses.replace(
-            parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step[...]
+            parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step.get_value()
         )
 
     def split_model(self, model: nnx.Module) -> Parts:
@@ -181,7 +182,7 @@ class Nnx:
         nnx.update(model, parts.params)
         nnx.update(model, parts.static.rest(parts.extras))
         nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
-        optimizer.step[...] = parts.step
+        optimizer.step.set_value(parts.step)
 
     def absorb(self, model: nnx.Module, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
         """Writes what the loss changed into the model."""
@@ -294,20 +295,6 @@ def unbox(params: Any) -> Any:
     )
 
 
-def path_of(keys: tuple[Any, ...]) -> str:
-    """A key path as `a/b/c`; the `value` of a box or of a Variable is not named."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
-        keys = keys[:-1]
-    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
-
-
-def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Paths, leaves and structure of a tree."""
-    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
-
-
 def _is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata)
 
@@ -330,9 +317,7 @@ def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def _take_updates(
-    out: Any, mutable: tuple[str, ...]
-) -> tuple[Any, dict[str, Any]]:
+def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """Splits `(loss, updates)` or `(loss, (aux, updates))`."""
     loss, updates = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     if isinstance(updates, tuple) and len(updates) == 2:

@@ -10,12 +10,14 @@ import jax
 import optax
 
 from gshard.batch import check_rows, shard_batch
-from gshard.errors import DonatedStateError, GShardError, some
+from gshard.collectives import BUFFER_MAX_SIZE
+from gshard.errors import DonatedStateError, GShardError
 from gshard.gradients import Options, gradients
-from gshard.optimizer import GShardState, divide
+from gshard.optimizer import update_and_publish
 from gshard.plan import Plan
 from gshard.promise import Promise, promise
-from gshard.state import Parts, flatten
+from gshard.state import Parts
+from gshard.tree import flatten, same_leaves
 
 
 def make_train_step(
@@ -27,7 +29,7 @@ def make_train_step(
     rng: jax.Array | None = None,
     micro_batches: int = 1,
     accumulate: str = "level",
-    buffer_max_size: int = 2**23,
+    buffer_max_size: int = BUFFER_MAX_SIZE,
     donate: bool = True,
 ) -> TrainStep:
     """A compiled training step for a state that lies as `plan` says.
@@ -75,9 +77,9 @@ class TrainStep:
     ):
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
-        self._tx = divide(plan.tx, plan)
         self._known: Any = None  # the tree structure that was last found to fit
-        shardings = _wrapped(plan.shardings)
+        self._abstract = plan.abstract_parts()
+        shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
         self.jitted = jax.jit(
             self._run,
             donate_argnums=(0,) if donate else (),
@@ -118,12 +120,14 @@ class TrainStep:
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
         result = gradients(loss, parts, batch, rng, self.plan, self.options)
-        updates, opt_state = self._tx.update(result.grads, parts.opt_state, parts.params)
+        params, opt_state = update_and_publish(
+            self.plan, result.grads, parts.opt_state, parts.params, self.options.buffer_max_size
+        )
         metrics = {"loss": result.loss, "grad_norm": optax.global_norm(result.grads)}
         if self.options.has_aux:
             metrics["aux"] = result.aux
         return Parts(
-            optax.apply_updates(parts.params, updates),
+            params,
             opt_state,
             parts.step + 1,
             {**parts.extras, **result.updates},
@@ -145,25 +149,16 @@ class TrainStep:
     def _check_state(self, parts: Parts) -> None:
         leaves, structure = jax.tree.flatten(parts)
         if self._known is None or structure != self._known:
-            expected = _wrapped(self.plan.layouts)
-            known, found = flatten(expected)[0], flatten(parts)[0]
-            if known != found:
-                missing = [path for path in known if path not in set(found)]
-                added = [path for path in found if path not in set(known)]
-                raise GShardError(
-                    "the state is not the one this step was built for: missing "
-                    f"{some(missing) or 'none'}; added {some(added) or 'none'}. Pass what "
-                    "shard_train_state returned, or build the step again with its new plan."
-                )
+            same_leaves(parts, flatten(self._abstract)[0], "the state is")
             self._known = structure
         first = leaves[0]
-        if isinstance(first, jax.Array) and not isinstance(first, jax.core.Tracer) and first.is_deleted():
+        if (
+            isinstance(first, jax.Array)
+            and not isinstance(first, jax.core.Tracer)
+            and first.is_deleted()
+        ):
             raise DonatedStateError(
                 "this train state was given to an earlier step, which reused its memory. Go on with "
                 "what that step returned (state, metrics = step(state, batch)), or make the step "
                 "with donate=False."
             )
-
-
-def _wrapped(parts: Parts) -> Parts:
-    return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state))

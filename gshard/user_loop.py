@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.gradients import Options, gradients
 from gshard.plan import Plan
 
@@ -17,7 +18,7 @@ def value_and_grad(
     mutable: str | Sequence[str] = (),
     micro_batches: int = 1,
     accumulate: str = "level",
-    buffer_max_size: int = 2**23,
+    buffer_max_size: int = BUFFER_MAX_SIZE,
 ) -> Callable[..., Any]:
     """The loss over the global batch, and its Divided gradient.
 
@@ -47,7 +48,9 @@ def value_and_grad(
         result = gradients(loss, parts, batch, rng, plan, options)
         updates = plan.kind.absorb(target, parts, result.updates)
         more = [x for x, given in ((result.aux, has_aux), (updates, bool(names))) if given]
-        value = result.loss if not more else (result.loss, more[0] if len(more) == 1 else tuple(more))
+        value = (
+            result.loss if not more else (result.loss, more[0] if len(more) == 1 else tuple(more))
+        )
         return value, plan.kind.gradients(result.grads, target)
 
     return on_batch

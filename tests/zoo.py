@@ -211,7 +211,7 @@ class LinenGPT(nn.Module):
 
 
 def attend(query, key, value, *, mask, **_):
-    """Attention over (row, token, head, dim); flax.nnx's own takes its softmax in float32 always."""
+    """Over (row, token, head, dim); flax.nnx's own takes its softmax in float32 always."""
     scores = jnp.einsum("rqhd,rkhd->rhqk", query, key) / np.sqrt(query.shape[-1])
     weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
     return jnp.einsum("rhqk,rkhd->rqhd", weights, value)

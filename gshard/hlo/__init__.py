@@ -6,5 +6,6 @@ what only the TPU compiler does is in `tpu`.
 
 from gshard.hlo.collective import KINDS, Collective
 from gshard.hlo.program import Program, read_program
+from gshard.hlo.text import Array
 
-__all__ = ["KINDS", "Collective", "Program", "read_program"]
+__all__ = ["KINDS", "Array", "Collective", "Program", "read_program"]

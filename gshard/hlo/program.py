@@ -145,7 +145,9 @@ class _Walk:
             kind = "reduce-scatter"
         groups = read_groups(instruction)
         group_size = max(map(len, groups)) if groups else self._devices
-        in_pair = instruction.opcode.endswith("-start") and not _is_synchronous(instruction)
+        if kind == "send":
+            group_size = 2
+        in_pair = instruction.opcode.endswith(("-start", "send"))
         return Collective(
             kind=kind,
             name=instruction.name,
@@ -153,7 +155,10 @@ class _Walk:
             times=context.times,
             groups=groups,
             group_size=group_size,
-            asynchronous=context.asynchronous or in_pair or bool(started),
+            asynchronous=context.asynchronous
+            or bool(started)
+            or in_pair
+            and not _waits(instruction),
             conditional=context.conditional,
             op_name=instruction.op_name or context.op_name or self._reducer_op_name(instruction),
         )
@@ -161,8 +166,8 @@ class _Walk:
     def _operands(self, instruction: Instruction, computation: Computation) -> tuple[Array, ...]:
         """What goes in, on one device. Operands tell it alike for `X`, `X-start` and fusions."""
         sources = instruction.operands
-        if _kind(instruction) == "ragged-all-to-all":
-            sources = sources[:1]  # the others are the output buffer, offsets and sizes
+        if _kind(instruction) in ("ragged-all-to-all", "send"):
+            sources = sources[:1]  # the others are an output buffer, offsets, sizes, a token
         return tuple(a for name in sources for a in read_arrays(computation.by_name[name].shape))
 
     def _reducer_op_name(self, instruction: Instruction) -> str:
@@ -177,15 +182,18 @@ class _Walk:
 def _kind(instruction: Instruction) -> str:
     """The collective that an instruction begins or is; empty for anything else."""
     kind = instruction.opcode.removesuffix("-start")
+    if kind == "send" and not tpu.is_between_devices(instruction):
+        return ""
     return kind if kind in KINDS else ""
 
 
-def _is_synchronous(instruction: Instruction) -> bool:
+def _waits(instruction: Instruction) -> bool:
+    """Whether the GPU runs a start and its done in one go."""
     return '"is_sync":true' in instruction.attribute_text
 
 
 def _called(instruction: Instruction) -> tuple[str, ...]:
-    """Computations that run as part of an instruction, reductions and comparators left out."""
+    """Computations that an instruction runs; a `-done` or `-update` only repeats its start's."""
     opcode = instruction.opcode
     if opcode.endswith(("-done", "-update")):
         return ()
@@ -196,5 +204,8 @@ def _called(instruction: Instruction) -> tuple[str, ...]:
         return names or (
             instruction.names("true_computation") + instruction.names("false_computation")
         )
-    names = instruction.names("calls") + instruction.names("called_computations")
-    return names + instruction.names("to_apply") if opcode in ("call", "call-start") else names
+    return (
+        instruction.names("calls")
+        + instruction.names("called_computations")
+        + instruction.names("to_apply")
+    )

@@ -1,10 +1,11 @@
-"""What is peculiar to the TPU compiler's text: collectives inside fusions.
+"""What is peculiar to the TPU compiler's text: collectives in other clothes.
 
-Two things happen there. A reduce-scatter becomes a fusion that calls `all-reduce-scatter*`: an
+Three things happen there. A reduce-scatter becomes a fusion that calls `all-reduce-scatter*`: an
 all-reduce whose emitter writes only one part. And a collective that overlaps with computation is
 written several times over: in a fusion that starts it, in every fusion that computes meanwhile, and
 in the one that waits for it. Channel ids do not tell these clones from other collectives, the
-custom calls `AsyncCollectiveStart` and `AsyncCollectiveDone` do.
+custom calls `AsyncCollectiveStart` and `AsyncCollectiveDone` do. Between slices a collective is a
+send to the hosts' runtime and a receive from it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ def started(computation: Computation) -> frozenset[str] | None:
         return frozenset(name for call in starts for name in call.operands)
     continues = computation.name.startswith("async_collective_fusion")
     return frozenset() if continues or _custom_calls(computation, _DONE) else None
+
+
+def is_between_devices(send: Instruction) -> bool:
+    """Whether a `send` goes to other devices, and not to a callback on this device's host."""
+    to_host = send.attributes.get("is_host_transfer") == "true"
+    return not to_host or "_xla_megascale_" in send.attributes.get("frontend_attributes", "")
 
 
 def _custom_calls(computation: Computation, target: str) -> list[Instruction]:

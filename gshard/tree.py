@@ -1,0 +1,43 @@
+"""Trees by path: how leaves are named, and whether two trees have the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from gshard.errors import GShardError, some
+
+
+def path_of(keys: tuple[Any, ...]) -> str:
+    """A key path as `a/b/c`; the `value` of a Linen box or an NNX Variable is not named."""
+    last = keys[-1] if keys else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
+        keys = keys[:-1]
+    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
+
+
+def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Paths, leaves and structure of a tree."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
+    """The structure of `tree`, after checking that its leaves have the paths `known`, in order.
+
+    Raises:
+      GShardError: names the paths that are missing and those that were added.
+    """
+    paths, _, structure = flatten(tree)
+    known = list(known)
+    if paths != known:
+        missing = [path for path in known if path not in set(paths)]
+        added = [path for path in paths if path not in set(known)]
+        raise GShardError(
+            f"{what} not the tree that the plan was made for: missing {some(missing) or 'none'}; "
+            f"added {some(added) or 'none'}. Pass what gshard.shard_train_state returned, or make a "
+            "new plan with it (and build the step again)."
+        )
+    return structure

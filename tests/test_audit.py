@@ -1,0 +1,367 @@
+"""Auditing steps: rows, sums, memory, the promise beside what was found."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gshard.audit import audit
+from gshard.errors import GShardError
+from gshard.promise import Movement, Promise
+
+AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
+WHOLE, BOTH = P(), P(("a", "b"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    mesh: Mesh | AbstractMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Has what `audit` asks of a step."""
+
+    run: jax.stages.Wrapped
+    plan: Plan
+    promise: Promise | None = None
+
+    def lower(self, *args):
+        return self.run.lower(*args)
+
+
+def make_mesh(reverse: bool = False) -> Mesh:
+    devices = np.array(jax.devices()[::-1] if reverse else jax.devices())
+    return Mesh(devices.reshape(2, 4), ("a", "b"))
+
+
+def over(mesh, f, in_specs=WHOLE, out_specs=WHOLE, **options):
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped, **options)
+
+
+def gather(w):
+    with jax.named_scope("gshard/gather"):
+        for axis in ("b", "a"):
+            w = lax.all_gather(w, axis, tiled=True)
+    return w
+
+
+def train(params, batch):
+    """Gradient of a 64x64 layer, gathered and (by transposition) scattered; a loss; a norm."""
+
+    def loss_fn(w):
+        return jnp.mean((batch @ gather(w)) ** 2)
+
+    loss, grad = jax.value_and_grad(loss_fn)(params)
+    norm = jnp.sqrt(lax.psum(jnp.sum(grad**2), ("a", "b")))
+    with jax.named_scope("gshard/scalar"):
+        loss = lax.pmean(loss, ("a", "b"))
+    return params - grad / norm, loss
+
+
+def train_arguments():
+    return jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+
+PROMISE = Promise(
+    "p_g_os",
+    8,
+    {"params": 2048, "gradients": 2048, "optimizer": 0},
+    (
+        Movement(AG, "gather", 64 * 64 + 64 * 32, at_most=True),
+        Movement(RS, "scatter", 64 * 64),
+        Movement(RS, "scatter", 64 * 32),
+        Movement(AG, "publish", 1234567),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    mesh = make_mesh()
+    run = over(mesh, train, in_specs=(BOTH, BOTH), out_specs=(BOTH, P()), donate_argnums=0)
+    return audit(Step(run, Plan(mesh), PROMISE), *train_arguments())
+
+
+def rows_of(found):
+    return [
+        (row.kind, row.axes, row.purpose, row.scalar, row.count, row.times, row.elements)
+        for row in found.collectives
+    ]
+
+
+def test_rows(found):
+    arrays = [row for row in rows_of(found) if not row[3]]
+    assert sorted(arrays) == [
+        (AG, ("a",), "gather", False, 1, 1, 64 * 64),
+        (AG, ("b",), "gather", False, 1, 1, 64 * 32),
+        (RS, ("a",), "scatter", False, 1, 1, 64 * 64),
+        (RS, ("b",), "scatter", False, 1, 1, 64 * 32),
+    ]
+
+
+def test_scalars_have_rows_of_their_own(found):
+    scalars = [row for row in rows_of(found) if row[3]]
+    assert {row[0] for row in scalars} == {AR}
+    assert {row[2] for row in scalars} <= {"scalar", "compiler"}
+    assert sum(row[6] for row in scalars) == 2
+
+
+def test_sums(found):
+    assert found.elements(AG) == 64 * 64 + 64 * 32
+    assert found.elements(RS) == 64 * 64 + 64 * 32
+    assert found.elements(AR) == 0
+    assert found.elements(AR, scalars=True) == 2
+    assert found.wire_bytes(AG) == 4 * 64 * 64 * 7 // 8
+    assert found.wire_bytes() == found.wire_bytes(AG) + found.wire_bytes(RS) + found.wire_bytes(AR)
+
+
+def test_memory(found):
+    assert found.memory["argument"] == 4 * (8 * 64 + 4 * 64)
+    assert found.memory["output"] >= 4 * (8 * 64 + 1)
+    assert found.memory["alias"] == 4 * 8 * 64
+    assert found.memory["temp"] >= 4 * 64 * 64
+    assert all(isinstance(amount, int) for amount in found.memory.values())
+
+
+def test_a_step_brings_its_promise(found):
+    assert found.promise is PROMISE
+
+
+def test_printed(found):
+    text = str(found)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["reduce-scatter", "scatter", "6,144", "6,144"] in lines
+    assert ["all-gather", "gather", "<=", "6,144", "6,144"] in lines
+    assert ["all-gather", "publish", "1,234,567", "0"] in lines
+    assert ["argument", "3,072", "3.00", "KiB"] in lines
+    assert ["promised:", "params", "2,048", "2.00", "KiB"] in lines
+    assert max(map(len, text.splitlines())) <= 160
+    assert "\x1b" not in text
+
+
+def test_as_dict_is_json(found):
+    back = json.loads(json.dumps(found.as_dict()))
+    assert back["memory"] == found.memory
+    assert back["promise"]["moved"][1]["elements"] == 4096
+    assert back["collectives"][0]["axes"] in (["a"], ["b"])
+    assert len(back["collectives"]) == len(found.collectives)
+
+
+# Other things to audit.
+
+
+def test_a_jitted_function_without_a_plan_takes_the_mesh_of_its_inputs():
+    mesh = make_mesh(reverse=True)
+    batch = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, BOTH))
+    found = audit(over(mesh, lambda v: lax.psum(v, "b"), BOTH, P("a")), batch)
+    assert rows_of(found) == [(AR, ("b",), "compiler", False, 1, 1, 4)]
+    assert found.promise is None
+    assert "promised" not in str(found)
+
+
+def test_an_nnx_function():
+    mesh = make_mesh()
+
+    @nnx.jit
+    def loss(model, batch):
+        return jnp.mean(model(batch) ** 2)
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+    batch = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, BOTH))
+    found = audit(loss, model, batch, plan=Plan(mesh))
+    assert rows_of(found) == [(AR, ("a", "b"), "compiler", True, 1, 1, 1)]
+
+
+def test_a_plan_of_an_abstract_mesh_names_axes_too():
+    run = over(make_mesh(), lambda v: lax.psum(v, "a"))
+    mesh = AbstractMesh((2, 4), ("x", "y"))
+    (row,) = audit(run, jnp.ones(8), plan=Plan(mesh)).collectives
+    assert row.axes == ("x",)
+
+
+def test_axes_of_size_one_are_not_named():
+    mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("copies", "shard"))
+    run = over(mesh, lambda v: lax.psum(v, ("copies", "shard")))
+    (row,) = audit(run, jnp.ones(8), plan=Plan(mesh)).collectives
+    assert row.axes == ("shard",)
+
+
+def test_groups_that_no_axes_make_are_shown_as_unknown():
+    run = over(make_mesh(), lambda v: lax.psum(v, "b"))
+    mesh = AbstractMesh((4, 2), ("x", "y"))
+    found = audit(run, jnp.ones(8), plan=Plan(mesh))
+    assert found.collectives[0].axes is None
+    assert "?" in str(found)
+
+
+def test_a_combined_all_reduce_is_parted():
+    """XLA:CPU sums a loss with the gradients; both keep their row, and the count stays exact."""
+
+    def f(v):
+        with jax.named_scope("gshard/reduce"):
+            sums = lax.psum((v, v[0]), ("a", "b"))
+        with jax.named_scope("gshard/scalar"):
+            loss = lax.psum(v.sum(), ("a", "b"))
+        return sums, loss, lax.psum(v[1], ("a", "b"))
+
+    found = audit(over(make_mesh(), f), jnp.ones((16, 4)), plan=Plan(make_mesh()))
+    assert sorted(row[2:] for row in rows_of(found)) == [
+        ("compiler", False, 1, 1, 4),
+        ("reduce", False, 1, 1, 68),
+        ("scalar", True, 1, 1, 1),
+    ]
+    assert found.elements(AR) == 72
+
+
+def test_one_device_moves_nothing():
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    found = audit(over(mesh, lambda v: lax.psum(v, "a")), jnp.ones(8), plan=Plan(mesh))
+    assert found.collectives == ()
+    assert found.wire_bytes() == 0
+
+
+def test_loops_multiply():
+    def f(v):
+        return lax.scan(lambda h, _: (jnp.tanh(lax.psum(h, "a")), None), v, length=7)[0]
+
+    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=Plan(make_mesh()))
+    assert rows_of(found) == [(AR, ("a",), "compiler", False, 1, 7, 7 * 16)]
+
+
+def test_what_is_not_known_is_said():
+    def f(v):
+        return lax.while_loop(lambda h: h.sum() < 9, lambda h: lax.psum(h, "a"), lax.psum(v, "b"))
+
+    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=Plan(make_mesh()))
+    assert {row.axes: row.elements for row in found.collectives} == {("a",): None, ("b",): 16}
+    assert "?" in str(found)
+    with pytest.raises(GShardError, match="loop whose length is not constant"):
+        found.elements(AR)
+    with pytest.raises(GShardError, match="loop whose length is not constant"):
+        found.wire_bytes()
+    assert found.elements(AG) == 0
+    assert json.loads(json.dumps(found.as_dict()))["collectives"][0]["elements"] in (None, 16)
+
+
+def test_branches_are_marked():
+    def f(v):
+        return lax.cond(v[0] > 0, lambda u: lax.psum(u, "a"), lambda u: u, v)
+
+    found = audit(over(make_mesh(), f), jnp.ones(8), plan=Plan(make_mesh()))
+    assert [row.conditional for row in found.collectives] == [True]
+    assert "<= 1" in str(found)
+
+
+def test_a_promise_can_be_given():
+    found = audit(over(make_mesh(), lambda v: lax.psum(v, "a")), jnp.ones(8), promise=PROMISE)
+    assert found.promise is PROMISE
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A step that was compiled elsewhere: only its text is here."""
+
+    text: str | None
+
+    def lower(self):
+        return self
+
+    compile = lower
+
+    def as_text(self):
+        return self.text
+
+    def memory_analysis(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "rows"),
+    [
+        (
+            "tpu-v5e-2x4-step-async",
+            {"shard": 8},
+            {
+                (AG, ("shard",), "gather", 4, 2): 8 * 2048**2,
+                (RS, ("shard",), "scatter", 2, 0): 4 * 2048**2,
+            },
+        ),
+        (
+            "tpu-v5e-2x4-step-padded",
+            {"a": 2, "b": 4},
+            {
+                (AG, ("a",), "gather", 2, 0): 8 * 4096 * 4096,
+                (AG, ("b",), "gather", 2, 0): 8 * 2048 * 4096,
+                (RS, ("a",), "scatter", 1, 0): 4 * 4256 * 4096,
+                (RS, ("b",), "scatter", 1, 0): 4 * 2080 * 4096,
+                ("collective-permute", ("a",), "compiler", 1, 1): 4 * 80 * 4096,
+                ("collective-permute", ("b",), "compiler", 1, 1): 4 * 24 * 4096,
+            },
+        ),
+        (
+            "tpu-v5e-4x4-scatter-flat",
+            {"shard": 16},
+            {(AR, ("shard",), "scatter", 1, 0): 1024 * 256},
+        ),
+        (
+            "gpu-h100-1x8x1-step",
+            {"shard": 8},
+            {
+                (AG, ("shard",), "gather", 3, 2): 8 * 256**2,
+                (RS, ("shard",), "scatter", 2, 2): 4 * 256**2,
+            },
+        ),
+    ],
+)
+def test_programs_of_other_machines(name, mesh, rows):
+    text = (Path(__file__).parent / "data" / "hlo" / f"{name}.hlo.txt").read_text()
+    mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
+    found = audit(Stored(text), plan=Plan(mesh))
+    assert {
+        (row.kind, row.axes, row.purpose, row.count, row.asynchronous): row.elements
+        for row in found.collectives
+        if not row.scalar
+    } == rows
+    assert found.memory == {}
+
+
+def test_all_devices_are_all_axes():
+    text = """HloModule all, num_partitions=8
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %all-reduce = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add
+}
+
+%add (p: f32[], q: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  %q = f32[] parameter(1)
+  ROOT %sum = f32[] add(%p, %q)
+}
+"""
+    mesh = AbstractMesh((1, 2, 4), ("copies", "a", "b"))
+    assert audit(Stored(text), plan=Plan(mesh)).collectives[0].axes == ("a", "b")
+    assert audit(Stored(text)).collectives[0].axes is None
+
+
+def test_a_backend_without_text():
+    with pytest.raises(GShardError, match="no text"):
+        audit(Stored(None))
+
+
+def test_a_function_that_is_not_jitted():
+    with pytest.raises(GShardError, match=r"'function'.*jax\.jit or nnx\.jit"):
+        audit(train, *train_arguments())

@@ -1,0 +1,297 @@
+"""The demo: its settings, its data, and the whole program at its smallest size."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from rich.console import Console
+
+import gshard
+from examples import config, gpt, text
+from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
+from examples.report import Meter, write_picture
+
+ROOT = Path(__file__).parents[1]
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def write(tmp_path):
+    def file(content: str) -> str:
+        path = tmp_path / "some.toml"
+        path.write_text(content)
+        return str(path)
+
+    return file
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_settings_are_good(path):
+    assert config.parse([str(path)]).steps > 0
+
+
+def test_file_then_command_line(write):
+    file = write("steps = 7\n[model]\nwidth = 96\nheads = 3\n")
+    read = config.parse(
+        [file, "--model.width", "48", "--levels=os,p_g_os", "--model.remat", "true"]
+    )
+    assert (read.steps, read.model.width, read.model.heads) == (7, 48, 3)
+    assert read.levels == ("os", "p_g_os")
+    assert read.model.remat is True
+    assert read.model.layers == config.Model().layers
+
+
+def test_an_int_is_a_good_float(write):
+    assert config.parse([write("[optimizer]\nclip = 2\n")]).optimizer.clip == 2.0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("stepz = 3", "unknown key 'stepz'; did you mean 'steps'?"),
+        ("[model]\nwidht = 3", "unknown key 'model.widht'; did you mean 'model.width'?"),
+        ("learning_rate = 1.0", "did you mean 'optimizer.learning_rate'?"),
+        ("qqq = 1", "unknown key 'qqq'; known: batch_size, "),
+        ("steps = 1.5", "steps must be an int, but is 1.5 (float)"),
+        ("steps = true", "steps must be an int, but is True (bool)"),
+        ("[model]\nscan = 1", "model.scan must be a bool, but is 1 (int)"),
+        ('levels = "os"', "levels must be a list of str, but is 'os' (str)"),
+        ("levels = [1]", "levels must be a list of str"),
+        ("steps = ", "is not TOML"),
+    ],
+)
+def test_bad_file_is_named_with_key_and_mend(write, content, said):
+    file = write(content)
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse([file])
+    assert str(caught.value).startswith(file)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stepz", "3"], "unknown option '--stepz'; did you mean '--steps'?"),
+        (["--model.widht=3"], "did you mean '--model.width'?"),
+        (["--steps", "many"], "steps must be an int, but is 'many' (str)"),
+        (["--model.scan", "maybe"], "model.scan must be a bool"),
+        (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
+        (["--model.heads", "7"], "model.heads=7 does not divide model.width=160"),
+        (["--steps", "0"], "steps=0 must be at least 1"),
+        (["no/such.toml"], "no/such.toml: cannot be read"),
+    ],
+)
+def test_bad_command_line(monkeypatch, arguments, said):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(config.ConfigError) as caught:
+        config.parse(arguments)
+    assert said in str(caught.value)
+
+
+def test_help_explains_every_setting(capsys):
+    with pytest.raises(SystemExit):
+        config.parse(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for name, (_, default, meaning) in config.flat_fields().items():
+        assert f"--{name} " in said
+        assert meaning in said
+        assert f"default {default}" in said
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+def test_text_is_the_library_and_the_same_every_time():
+    text_N = text.standard_library()
+    assert text_N.dtype == np.uint8
+    assert text_N.size > 2_000_000
+    np.testing.assert_array_equal(text_N, text.standard_library())
+    source = Path(os.__file__).read_bytes()
+    assert source in text_N.tobytes()
+
+
+def test_batch_depends_on_step_and_seed_alone():
+    text_N = np.arange(251, dtype=np.uint8)
+    first = text.batch(text_N, 3, rows=16, length=9, seed=1)
+    assert first.shape == (16, 9)
+    np.testing.assert_array_equal(first, text.batch(text_N, 3, rows=16, length=9, seed=1))
+    assert not np.array_equal(first, text.batch(text_N, 4, rows=16, length=9, seed=1))
+    assert not np.array_equal(first, text.batch(text_N, 3, rows=16, length=9, seed=2))
+    # every row is a window of the text, in its order
+    assert (np.diff(first.astype(int), axis=1) == 1).all()
+
+
+# ---- model and measures -------------------------------------------------------------------------
+
+
+def test_model_does_not_see_the_future():
+    model = gpt.GPT(width=16, layers=2, heads=2)
+    bytes_1xT = np.arange(8, dtype=np.uint8)[None]
+    variables = jax.tree.map(  # blocks start at zero, which would see nothing at all
+        lambda x: x + 0.1, model.init(jax.random.key(0), bytes_1xT)
+    )
+    changed_1xT = bytes_1xT.copy()
+    changed_1xT[0, 5] = 99
+    before, after = model.apply(variables, bytes_1xT), model.apply(variables, changed_1xT)
+    np.testing.assert_array_equal(before[0, :5], after[0, :5])
+    assert not np.array_equal(before[0, 6], after[0, 6])
+
+
+def test_bytes_are_those_of_one_device():
+    mesh = gshard.make_mesh()
+    divided = jax.device_put(
+        np.zeros((16, 4), np.float32), jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+    )
+    whole = jax.device_put(np.zeros(3, np.float32), jax.NamedSharding(mesh, jax.P()))
+    assert bytes_on_first_device({"a": divided, "b": whole}) == 2 * 4 * 4 + 3 * 4
+
+
+def test_carried_bytes_are_what_the_body_changes():
+    def two_sums(rows, weight):
+        def body(carry, row):
+            big, small, number = carry
+            return (big + row @ weight, small + row[:2], number + 1.0), None
+
+        start = np.zeros(8, np.float32), np.zeros(2, np.float32), np.float32(0)
+        return jax.lax.scan(body, start, rows)[0]
+
+    args = np.ones((4, 3), np.float32), np.ones((3, 8), np.float32)
+    compiled = jax.jit(two_sums).lower(*args).compile()
+    assert carried_by_micro_batch_loop(compiled) == (8 + 2) * 4
+    assert carried_by_micro_batch_loop(jax.jit(lambda x: x + 1).lower(1.0).compile()) is None
+
+
+def test_missing_matplotlib_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    console = Console(width=100)
+    with console.capture() as said:
+        write_picture(tmp_path / "x.png", Run("one device"), [], console)
+    assert "pip install 'gshard[plot]'" in said.get()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_loss_and_speed(terminal, tmp_path):
+    with open(tmp_path / "out", "w") as file:
+        console = Console(file=file, force_terminal=terminal, width=110)
+        with Meter(console) as meter:
+            run = meter.run("os_g", 2)
+            with run.phase("compiling"):
+                pass
+            run.step(1, 3.5, 1000.0)
+            run.step(2, 2.25, 1234.0)
+    said = (tmp_path / "out").read_text()
+    for word in ("os_g", "2/2", "loss 2.2500", "1,234 tokens/s"):
+        assert word in said
+
+
+# ---- the whole program --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo at its smallest, in its own process: what it printed and where it wrote."""
+    output = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "examples.train_gpt", "configs/smallest.toml"]
+    ran = subprocess.run(
+        [*command, "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        stdin=subprocess.DEVNULL,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    results = json.loads((output / "results.json").read_text())
+    runs = [Run(**run) for run in results["runs"]]
+    return ran.stdout, output, Run(**results["reference"]), runs
+
+
+def test_demo_runs_every_level(demo):
+    _, _, _, runs = demo
+    assert [run.name for run in runs] == ["dp", "os", "os_g", "p_g_os"]
+
+
+def test_demo_measures_what_was_promised(demo):
+    _, _, _, runs = demo
+    for run in runs:
+        for part, promised in run.promised_bytes.items():
+            assert run.bytes[part] == pytest.approx(promised, rel=0.02), (run.name, part)
+        for kind in KINDS:
+            if kind in run.at_most:
+                assert 0 < run.moved[kind] <= run.promised_moved[kind], (run.name, kind)
+            else:
+                assert run.moved[kind] == run.promised_moved[kind], (run.name, kind)
+
+
+def test_demo_levels_differ_where_they_should(demo):
+    dp, os_, os_g, p_g_os = demo[3]
+    assert dp.bytes["optimizer"] > 4 * os_.bytes["optimizer"]
+    assert os_.bytes["gradients"] > 4 * os_g.bytes["gradients"]
+    assert os_g.bytes["params"] > 4 * p_g_os.bytes["params"]
+
+
+def test_demo_gives_the_numbers_of_one_device(demo):
+    _, _, reference, runs = demo
+    assert len(reference.losses) == 4
+    assert reference.losses[-1] < reference.losses[0]
+    for run in runs:
+        np.testing.assert_allclose(run.losses, reference.losses, rtol=5e-6)
+
+
+def test_demo_prints_the_table_and_a_sample(demo):
+    printed, output, reference, runs = demo
+    for run in runs:
+        (row,) = re.findall(rf"^ {run.name} +\d.*$", printed, re.MULTILINE)
+        shown = [float(word.replace(",", "")) for word in row.split()[1:7]]
+        assert shown == [
+            *(run.bytes[p] for p in run.promised_bytes),
+            *(run.moved[k] for k in KINDS),
+        ]
+        assert f"{run.losses[-1]:.5f} {run.off_by(reference):8.1e}".split() == row.split()[7:9]
+    assert "\ndef " in printed.split("Sampled from the model trained at p_g_os")[1]
+    assert (output / "memory_and_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--levels", "os,p_g"], "Did you mean 'p_g_os'?"),
+        (["--stepz", "3"], "did you mean '--steps'?"),
+    ],
+)
+def test_demo_refuses_in_one_line_and_at_once(arguments, said):
+    command = [sys.executable, "-m", "examples.train_gpt", "configs/smallest.toml", *arguments]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "compiling" not in ran.stdout
+
+
+def test_unrolled_model_too():
+    """The other form of the model: layers one by one, rematerialised."""
+    model = gpt.GPT(width=32, layers=2, heads=2, scan=False, remat=True)
+    rows_BxT1 = text.batch(text.standard_library(), 0, rows=8, length=9, seed=0)
+    params = model.init(jax.random.key(0), rows_BxT1[:1, :-1])["params"]
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+
+    def loss_fn(params, rows):
+        return gpt.next_byte_loss(model, params, rows)
+
+    divided, plan = gshard.shard_train_state(state, gshard.make_mesh(), "p_g_os", segment_size=1024)
+    _, metrics = gshard.make_train_step(loss_fn, plan)(divided, rows_BxT1)
+    np.testing.assert_allclose(metrics["loss"], loss_fn(params, rows_BxT1), rtol=2e-6)

@@ -1,0 +1,238 @@
+"""What the project promises about itself: dependencies, version, boundaries, documents, scripts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import gshard
+from tests import boundaries
+from tests.docs import python_blocks, run_blocks
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "gshard"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+# ---- package ------------------------------------------------------------------------------------
+
+
+def test_hard_dependencies_are_four():
+    names = [re.split(r"[^\w-]", d)[0] for d in PROJECT["project"]["dependencies"]]
+    assert names == ["jax", "flax", "optax", "numpy"]
+
+
+def test_floors_but_no_upper_bounds():
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = PROJECT["project"]["dependencies"] + [d for extra in extras.values() for d in extra]
+    for requirement in [*wanted, "python" + PROJECT["project"]["requires-python"]]:
+        assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+", requirement), requirement
+
+
+def test_types_are_shipped():
+    assert (PACKAGE / "py.typed").is_file()
+    assert PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["gshard"]
+
+
+def test_version_lives_in_one_place():
+    assert "version" in PROJECT["project"]["dynamic"]
+    place = ROOT / PROJECT["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{gshard.__version__}"' in place.read_text()
+    others = [p for p in MODULES if p != place and re.search(r"__version__\s*=", p.read_text())]
+    assert not others
+    assert not re.search(r"^version", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+
+
+def test_installed_version_is_the_one_in_the_source():
+    try:
+        installed = importlib.metadata.version("gshard")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("gshard is not installed here, only on the path")
+    assert installed == gshard.__version__
+
+
+def test_every_public_name_is_there():
+    exported = [name for name in vars(gshard) if not name.startswith("_")]
+    assert exported
+    tree = (PACKAGE / "__init__.py").read_text()
+    for line in re.findall(r"^from gshard.* import (.*)$", tree, re.MULTILINE):
+        name, _, alias = line.partition(" as ")
+        assert name == alias, f"re-export {name} as {name}: a type checker sees nothing else"
+
+
+# ---- boundaries ---------------------------------------------------------------------------------
+
+# what is checked, the files it does not hold for, and a module that breaks it
+RULES = {
+    "a stage reads layouts, it does not test the level": (
+        boundaries.level_tests,
+        {"levels.py"},
+        [
+            "if plan.level.name == 'os': pass",
+            "x = level in ('os', 'dp')",
+            "match level:\n case 1: 0",
+        ],
+    ),
+    "collectives alone calls a collective": (
+        boundaries.collective_calls,
+        {"collectives.py"},
+        [
+            "from jax import lax\nlax.psum(x, 'd')",
+            "jax.lax.all_gather",
+            "from jax.lax import pmean",
+        ],
+    ),
+    "state alone knows Flax": (
+        boundaries.flax_imports,
+        {"state.py"},
+        ["import flax", "from flax import nnx", "def f():\n import flax.linen as nn"],
+    ),
+    "public JAX only, and none of its retired ways": (
+        boundaries.private_jax,
+        set(),
+        [
+            "from jax._src import core",
+            "jax._src.core.x",
+            "jax.pmap(f)",
+            "from jax.experimental.pjit import pjit",
+            "with mesh: pass",
+            "with plan.mesh as m: pass",
+        ],
+    ),
+    "no pickle": (boundaries.pickles, set(), ["import pickle", "from pickle import loads"]),
+    "input is refused by an error, not by assert": (boundaries.asserts, set(), ["assert x > 0"]),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_boundary(rule):
+    check, exempt, _ = RULES[rule]
+    offences = [
+        f"{path.relative_to(ROOT)} {offence}"
+        for path in MODULES
+        if path.name not in exempt
+        for offence in check(path.read_text())
+    ]
+    assert not offences, f"{rule}:\n" + "\n".join(offences)
+
+
+@pytest.mark.parametrize(
+    ("rule", "source"), [(rule, bad) for rule, (_, _, broken) in RULES.items() for bad in broken]
+)
+def test_boundary_can_be_broken(rule, source):
+    assert RULES[rule][0](source)
+
+
+def test_boundaries_allow_what_is_meant():
+    fine = "with jax.set_mesh(mesh): pass\nlax.axis_index('d')\nif plan.divides: pass\nimport optax"
+    assert not any(check(fine) for check, _, _ in RULES.values())
+
+
+# ---- documents ----------------------------------------------------------------------------------
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WITH_CODE = [p for p in DOCUMENTS if p.exists() and python_blocks(p.read_text())]
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_code_runs(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(path)
+
+
+def test_blocks_share_a_namespace_and_name_their_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A\n```python\nx = 1\n```\n```python fragment\n...)\n```\n```python\ny = x\n```\n"
+    )
+    assert run_blocks(page)["y"] == 1
+    page.write_text(page.read_text() + "```python\n\n1 / 0\n```\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_blocks(page)
+    assert caught.traceback[-1].path == page
+    assert caught.traceback[-1].lineno + 1 == 13
+
+
+# ---- scripts ------------------------------------------------------------------------------------
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={"PATH": "/usr/bin:/bin", **environment},
+    )
+
+
+def test_make_says_what_each_target_does():
+    said = run("make").stdout
+    for target in ("demo", "test", "test-all", "lint", "help"):
+        assert re.search(rf"^  make {target}\s+\w+", said, re.MULTILINE), said
+
+
+def test_scripts_parse():
+    for script in (".ci/run", "scripts/venv.sh"):
+        assert (ROOT / script).stat().st_mode & 0o100, f"{script} is not executable"
+        assert run("bash", "-n", script).returncode == 0
+
+
+def fake_python(folder: Path, version: str, has_venv: bool) -> str:
+    """A program that answers the three questions that scripts/venv.sh asks a Python."""
+    old = "exit 1" if version < "3.11" else "exit 0"
+    path = folder / "python"
+    path.write_text(
+        f"""#!/bin/sh
+case "$2" in
+  *"sys.exit"*) {old} ;;
+  *ensurepip*) exit {0 if has_venv else 1} ;;
+  *%d.%d.%d*) echo {version} ;;
+  *%d.%d*) echo {version.rpartition(".")[0]} ;;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "has_venv", "said"),
+    [
+        ("3.10.4", True, "is not a Python of version 3.11 or newer"),
+        ("3.12.1", False, "apt install python3.12-venv"),
+    ],
+)
+def test_set_up_says_what_is_missing(tmp_path, version, has_venv, said):
+    python = fake_python(tmp_path, version, has_venv)
+    result = run("scripts/venv.sh", str(tmp_path / "venv"), "test", PYTHON=python)
+    assert result.returncode != 0
+    assert said in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_set_up_leaves_a_folder_that_is_no_venv_alone(tmp_path):
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "mine").touch()
+    result = run("scripts/venv.sh", str(tmp_path / "venv"), "test", PYTHON=sys.executable)
+    assert result.returncode != 0
+    assert "is not a virtual environment" in result.stderr
+    assert (tmp_path / "venv" / "mine").exists()
+
+
+def test_toml_checker_names_the_broken_file(tmp_path):
+    (tmp_path / "bad.toml").write_text("a = \n")
+    result = run(
+        sys.executable, "scripts/check_toml.py", "pyproject.toml", str(tmp_path / "bad.toml")
+    )
+    assert result.returncode == 1
+    assert "bad.toml" in result.stdout
+    assert "pyproject" not in result.stdout
