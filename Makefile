@@ -31,7 +31,7 @@ test-all: setup-test  ## every test, and the record in docs/test-record.md
 lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	git ls-files -z --cached --others --exclude-standard '*.toml' | xargs -0 $(VENV)/bin/python scripts/check_toml.py
 
 format: setup-dev  ## let ruff mend what it can

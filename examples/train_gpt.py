@@ -187,7 +187,7 @@ def main(config: Config) -> None:
         key,
     )
     console.print(f"\nSampled from the model trained at {config.levels[-1]}:\n", style="bold")
-    console.print(Text(printable(sampled)))
+    console.print(Text(printable(sampled)), soft_wrap=True)
 
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gshard._version import __version__ as __version__
 
-# from gshard.audit import Audit as Audit
-# from gshard.audit import audit as audit
+from gshard.audit import Audit as Audit
+from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch
 from gshard.distributed import get_rank as get_rank
 from gshard.distributed import get_world_size as get_world_size

@@ -24,6 +24,11 @@ from gshard.collectives import gather, scatter
 from gshard.layout import Layout
 
 
+_JITS = ("jit", "pjit")
+_CHECKPOINTS = ("checkpoint", "remat2")
+_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "reduce_precision", "copy")
+
+
 @dataclass(frozen=True)
 class Use:
     """How a leaf becomes whole, and how its gradient leaves.
@@ -138,9 +143,9 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "convert_element_type":
         return [values[0].cast(eqn.params["new_dtype"])]
-    if name in ("jit", "pjit"):
+    if name in _JITS:
         return _evaluate(*_body(eqn), values)
-    if name in ("checkpoint", "remat2"):
+    if name in _CHECKPOINTS:
         return _evaluate_checkpoint(eqn, values)
     if name == "scan":
         return _evaluate_scan(eqn, values)
@@ -184,6 +189,8 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
         out = _evaluate(body, consts, [*before[:fixed], *carry, *restore(x)])
         return out[:carried], out[carried:]
 
+    if not _has_checkpoint(body):
+        step = jax.checkpoint(step, policy=_keep_all_but_layers(layers), prevent_cse=False)
     carry, stacked = jax.lax.scan(
         step,
         before[fixed:],
@@ -193,6 +200,32 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
         unroll=eqn.params["unroll"],
     )
     return [*carry, *stacked]
+
+
+def _keep_all_but_layers(layers: Sequence[Any]) -> Callable[..., bool]:
+    """A `jax.checkpoint` policy: a layer made whole, and mere views of it, are made again.
+
+    Else a scan would stack every layer that it made whole for its backward pass. A policy sees a
+    primitive and the shapes it is given, so `_whole` is known by the shapes of part and tap.
+    """
+    uses = [v.use.layer() for v in layers if isinstance(v, _Divided)]
+    known = {(use.stored.part_shape, use.reduced.part_shape) for use in uses}
+
+    def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
+        if primitive.name.startswith("custom_vjp_call"):
+            return tuple(aval.shape for aval in avals) not in known
+        return primitive.name not in _VIEWS
+
+    return policy
+
+
+def _has_checkpoint(jaxpr: Any) -> bool:
+    """Whether the user rematerialises in this scope; then what is kept is the user's choice."""
+    return any(
+        eqn.primitive.name in _CHECKPOINTS
+        or (eqn.primitive.name in _JITS and _has_checkpoint(_body(eqn)[0]))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _open(

@@ -183,8 +183,9 @@ def _over_micro_batches(
     start = _Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
 
     def body(total: _Total, x: Any) -> tuple[_Total, None]:
-        i, slices = x
-        new = one(leaves, {**extras, **total.updates}, micro_batch(slices), rng, i)
+        # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
+        leaves_now, (i, slices) = jax.lax.optimization_barrier((leaves, x))
+        new = one(leaves_now, {**extras, **total.updates}, micro_batch(slices), rng, i)
         add = partial(jax.tree.map, jnp.add)
         return _Total(
             add(total.grads, new.grads),

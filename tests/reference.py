@@ -12,11 +12,14 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
-from zoo import ZOO, Model
+
+from tests.zoo import ZOO, Model
+
+CLIP = 0.5  # below the gradient norms of the zoo
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.05),
-    "adamw": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3, eps=1e-5)),
+    "adamw": lambda: optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(1e-3, eps=1e-5)),
 }
 
 
@@ -64,8 +67,8 @@ def gradient(name: str, rows: int, seed: int = 0) -> tuple[float, dict[str, np.n
 @cache
 def train(
     name: str, optimizer: str, rows: int, steps: int = 20, seed: int = 0
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Losses (`steps`,) and the parameters after `steps` steps, float32."""
+) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Losses and gradient norms, (`steps`,) each, and the parameters after the last, float32."""
     model, tx = ZOO[name], OPTIMIZERS[optimizer]()
     params, loss = functional(model, seed)
 
@@ -73,13 +76,15 @@ def train(
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
+        seen = value, optax.tree.norm(grads)
+        return optax.apply_updates(params, updates), opt_state, seen
 
-    opt_state, losses = tx.init(params), []
+    opt_state, seen = tx.init(params), []
     for i in range(steps):
-        params, opt_state, value = step(params, opt_state, model.batch(seed, rows, i))
-        losses.append(float(value))
-    return np.array(losses), flat(params)
+        params, opt_state, last = step(params, opt_state, model.batch(seed, rows, i))
+        seen.append(last)
+    losses, norms = np.array(seen).T
+    return losses, norms, flat(params)
 
 
 @cache
@@ -145,11 +150,11 @@ def assert_same_leaves(
     )
 
 
-def assert_same_losses(found: Any, expected: Any, tolerance: float) -> None:
-    """Every loss within `tolerance`, relative."""
+def assert_same_values(found: Any, expected: Any, tolerance: float) -> None:
+    """Every loss (or norm) within `tolerance`, relative."""
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     assert found.shape == expected.shape, (found.shape, expected.shape)
     error = np.abs(found - expected) / np.abs(expected)
     assert np.isfinite(found).all() and error.max() <= tolerance, (
-        f"losses differ by {error.max():.2g} at step {error.argmax()}: {found} against {expected}"
+        f"values differ by {error.max():.2g} at step {error.argmax()}: {found} against {expected}"
     )

@@ -2,7 +2,8 @@
 
 Sizes are chosen to be awkward: 7, 13, 14, 26 and a vocabulary of 31 do not divide by most of the
 device counts under test, so leaves are padded, and the 4 stacked layers of a scanned GPT divide
-where its widths do not. `SEGMENT_SIZE` is small enough for the leaves to be divided all the same.
+where its widths do not. `SEGMENT_SIZE` is small enough for the kernels, the embeddings and some of
+the biases to be divided, and leaves the others whole.
 Activations are smooth, so that rounding never sits on a kink of the loss.
 """
 
@@ -20,7 +21,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-SEGMENT_SIZE = 64
+SEGMENT_SIZE = 24
 VOCABULARY, LENGTH, LAYERS, HEADS = 31, 6, 4, 2
 INPUTS, CLASSES = 7, 11
 
@@ -38,6 +39,7 @@ class Model:
         scan_axes: path pattern -> dimension of the stacked layers; None where nothing is stacked
             or Flax's metadata says it.
         stacked: pattern of the paths whose dimension 0 counts layers; None without such paths.
+        zero: paths of the leaves whose true gradient is zero, so that float32 finds rounding there.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Model:
     batch: Callable[[int, int, int], dict[str, np.ndarray]]
     scan_axes: Mapping[str, int] | None = None
     stacked: str | None = None
+    zero: tuple[str, ...] = ()
 
     def state(self, tx: optax.GradientTransformation, seed: int = 0) -> Any:
         """A fresh `TrainState`, or for NNX a fresh `(model, optimizer)` pair."""
@@ -54,6 +57,10 @@ class Model:
         if self.kind == "nnx":
             return params, nnx.Optimizer(params, tx, wrt=nnx.Param)
         return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    def target(self, state: Any) -> Any:
+        """What the loss takes, of a state: parameters, or the NNX model."""
+        return state[0] if self.kind == "nnx" else state.params
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `gshard.shard_train_state`."""
@@ -168,15 +175,28 @@ class LinenBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x, _):
-        init = nn.initializers.lecun_normal()
-        if self.boxed:
-            init = nn.with_partitioning(init, (None, None))
+        def box(init, rank):
+            return nn.with_partitioning(init, (None,) * rank) if self.boxed else init
+
+        def dense(features):
+            return nn.Dense(features, kernel_init=box(lecun, 2), bias_init=box(zeros, 1))
+
+        def norm():
+            return nn.LayerNorm(scale_init=box(ones, 1), bias_init=box(zeros, 1))
+
+        lecun, zeros, ones = (
+            nn.initializers.lecun_normal(),
+            nn.initializers.zeros,
+            nn.initializers.ones,
+        )
         width = x.shape[-1]
-        h = nn.LayerNorm()(x)
-        attend = nn.MultiHeadDotProductAttention(HEADS, kernel_init=NARROW, name="attention")
+        h = norm()(x)
+        attend = nn.MultiHeadDotProductAttention(
+            HEADS, kernel_init=box(NARROW, 3), bias_init=box(zeros, 2), name="attention"
+        )
         x = x + attend(h, mask=causal())
-        h = nn.gelu(nn.Dense(self.hidden, kernel_init=init)(nn.LayerNorm()(x)))
-        return x + nn.Dense(width, kernel_init=init)(h), None
+        h = nn.gelu(dense(self.hidden)(norm()(x)))
+        return x + dense(width)(h), None
 
 
 class LinenGPT(nn.Module):
@@ -302,24 +322,35 @@ def _next_tokens(rows):
     return rows["tokens"][:, 1:]
 
 
-def _linen_gpt(name, scan_axes=None, stacked=None, **options) -> Model:
-    return _linen(
-        name, LinenGPT(**options), token_rows, _next_tokens, scan_axes=scan_axes, stacked=stacked
-    )
+def _linen_gpt(name, scan_axes=None, **options) -> Model:
+    more = _layers("block_{}", options) | {"scan_axes": scan_axes}
+    return _linen(name, LinenGPT(**options), token_rows, _next_tokens, **more)
 
 
-def _nnx_gpt(name, widths=PLAIN, scan_axes=None, stacked=None, **options) -> Model:
+def _nnx_gpt(name, widths=PLAIN, scan_axes=None, **options) -> Model:
     def make(rngs):
         return NNXGPT(rngs, *widths, **options)
 
-    return _nnx(name, make, token_rows, _next_tokens, scan_axes=scan_axes, stacked=stacked)
+    more = _layers("layers/{}", options) | {"scan_axes": scan_axes}
+    return _nnx(name, make, token_rows, _next_tokens, **more)
+
+
+def _layers(unrolled: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What follows from where the layers are: stacked paths, and the paths of attention key biases.
+
+    A key bias shifts all scores of a query alike, and the softmax does not see it.
+    """
+    scan = options.get("scan", False)
+    blocks = ["layers"] if scan else [unrolled.format(i) for i in range(LAYERS // 2)]
+    zero = tuple(f"{block}/attention/key/bias" for block in blocks)
+    return {"stacked": "^layers/" if scan else None, "zero": zero}
 
 
 def _odd() -> dict[str, int]:
     return {"width": ODD[0], "hidden": ODD[1]}
 
 
-_LAYERS: dict[str, Any] = {"scan_axes": {"^layers/": 0}, "stacked": "^layers/"}
+_AXES: dict[str, Any] = {"scan_axes": {"^layers/": 0}}
 
 ZOO: dict[str, Model] = {
     model.name: model
@@ -331,13 +362,13 @@ ZOO: dict[str, Model] = {
         _linen_gpt("linen_gpt"),
         _linen_gpt("linen_gpt_remat", remat=True),
         _linen_gpt("linen_gpt_tied", tied=True, **_odd()),
-        _linen_gpt("linen_gpt_scan", scan=True, **_odd(), **_LAYERS),
-        _linen_gpt("linen_gpt_scan_remat", scan=True, remat=True, **_LAYERS),
-        _linen_gpt("linen_gpt_scan_boxed", scan=True, boxed=True, stacked="^layers/", **_odd()),
+        _linen_gpt("linen_gpt_scan", scan=True, **_odd(), **_AXES),
+        _linen_gpt("linen_gpt_scan_remat", scan=True, remat=True, **_AXES),
+        _linen_gpt("linen_gpt_scan_boxed", scan=True, boxed=True, **_odd()),
         _nnx_gpt("nnx_gpt"),
         _nnx_gpt("nnx_gpt_remat", remat=True),
         _nnx_gpt("nnx_gpt_tied", tied=True, widths=ODD),
-        _nnx_gpt("nnx_gpt_scan", scan=True, widths=ODD, **_LAYERS),
-        _nnx_gpt("nnx_gpt_scan_remat", scan=True, remat=True, **_LAYERS),
+        _nnx_gpt("nnx_gpt_scan", scan=True, widths=ODD, **_AXES),
+        _nnx_gpt("nnx_gpt_scan_remat", scan=True, remat=True, **_AXES),
     )
 }
