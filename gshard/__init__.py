@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gshard._version import __version__ as __version__
-
 from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch

@@ -30,7 +30,7 @@ def gather(part: jax.Array, layout: Layout) -> jax.Array:
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
-    """Reduce-scatters one leaf over the shard group: logical whole to this device's part, summed."""
+    """Reduce-scatters one leaf: the logical whole to this device's part of the sum."""
     if layout.dim is None:
         return whole
     with jax.named_scope("gshard/scatter"):

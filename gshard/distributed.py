@@ -41,8 +41,8 @@ def init_parallel_env(
         return
     if num_processes < 1 or not 0 <= process_id < num_processes:
         raise GShardError(
-            f"process_id={process_id} is not a rank of num_processes={num_processes}. Ranks run from "
-            "0 to num_processes - 1."
+            f"process_id={process_id} is not a rank of num_processes={num_processes}. Ranks run "
+            "from 0 to num_processes - 1."
         )
     if num_processes > 1:
         if coordinator is None or ":" not in coordinator:
@@ -63,8 +63,8 @@ def init_parallel_env(
             )
         except RuntimeError as error:
             raise GShardError(
-                f"init_parallel_env could not start: {error} Call it first, before any other use of "
-                "JAX in the program."
+                f"init_parallel_env could not start: {error} Call it first, before any other use "
+                "of JAX in the program."
             ) from error
     _started.append(asked)
 

@@ -22,9 +22,9 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """A compiled function of the whole parameters and a batch.
 
     Args:
-      fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`. Returns
-        a tree of floating scalars (means over its rows), `gshard.Weighted`, and arrays with one entry
-        per row.
+      fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`.
+        It gives a tree of floating scalars (means over its rows), `gshard.Weighted`, and arrays
+        with one entry per row.
       plan: of `shard_train_state`.
 
     Returns:
@@ -82,6 +82,6 @@ def _over_devices(x: Any, rows: int, plan: Plan) -> jax.Array:
     if x.ndim and x.shape[0] == rows:
         return x
     raise GShardError(
-        f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, nor "
-        f"a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows."
+        f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, "
+        f"nor a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows."
     )

@@ -1,9 +1,9 @@
 """Gather at first use: a loss on whole parameters, evaluated with divided ones.
 
 The loss is traced to a jaxpr and evaluated equation by equation. A divided leaf stays divided
-through casts (so that the compute dtype travels), into `jit`, `checkpoint` and the scanned inputs of
-`scan`, and is gathered where something first needs it whole. Hence a scanned model holds one layer
-at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
+through casts (so that the compute dtype travels), into `jit`, `checkpoint` and the scanned inputs
+of `scan`, and is gathered where something first needs it whole. Hence a scanned model holds one
+layer at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
 
 The gradient of a leaf arrives at its *tap*, a second input of zeros that nothing reads: shaped like
 the part, it receives the gradient scattered where it arises; shaped like the whole, the local one.
@@ -22,7 +22,6 @@ from jax.extend import core
 
 from gshard.collectives import gather, scatter
 from gshard.layout import Layout
-
 
 _JITS = ("jit", "pjit")
 _CHECKPOINTS = ("checkpoint", "remat2")
@@ -48,9 +47,11 @@ class Use:
 
     @property
     def scannable(self) -> bool:
+        """A scan over dimension 0 can take the leaf divided."""
         return self.stored.dim != 0 and self.reduced.dim != 0
 
     def layer(self) -> Use:
+        """The use of one layer of a stack."""
         return Use(self.stored.layer(), self.reduced.layer())
 
     def tap(self) -> jax.Array:
@@ -109,6 +110,7 @@ def with_divided(
       uses: one per leaf; None for a leaf that is given whole and differentiated as it is.
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
+      *args: further pytrees of arrays, for `fun`.
     """
     values = [
         leaf if use is None else _Divided(use, leaf, tap)

@@ -205,7 +205,7 @@ def _end_reduction(
     plan: Plan,
     buffer_max_size: int,
 ) -> list[jax.Array]:
-    """Scatters what is still local; then sums whole leaves over all data axes, parts over replicas."""
+    """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
     grads = scatter_leaves(grads, late, buffer_max_size)
     for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):

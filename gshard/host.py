@@ -23,7 +23,8 @@ def full_params(state: Any) -> Any:
       state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
 
     Returns:
-      A tree like the user's own parameters; for NNX an `nnx.State`, for `nnx.update(model, params)`.
+      A tree like the user's own parameters; for NNX an `nnx.State`, ready for
+      `nnx.update(model, params)`.
 
     Raises:
       GShardError: for a state that `shard_train_state` did not make.
@@ -32,8 +33,8 @@ def full_params(state: Any) -> Any:
     plan = getattr(kind.tx(state), "plan", None)
     if plan is None:
         raise GShardError(
-            "full_params: this state has no plan, it did not come from gshard.shard_train_state. Its "
-            "parameters are whole already."
+            "full_params: this state has no plan, it did not come from gshard.shard_train_state. "
+            "Its parameters are whole already."
         )
     return kind.params_like(to_host(kind.split(state).params, plan.params), plan.template)
 

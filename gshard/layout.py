@@ -66,6 +66,7 @@ class Layout:
 
     @property
     def bytes_per_device(self) -> int:
+        """Bytes on one device, padding included."""
         return math.prod(self.part_shape) * self.dtype.itemsize
 
     @property
@@ -107,7 +108,7 @@ class Layout:
 
 
 def lay_out(path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None) -> Layout:
-    """The layout that `rule` gives to an array or its abstract value; whole when there is no rule."""
+    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule."""
     shape = tuple(leaf.shape)
     if rule is not None and group.size == 1:
         return Layout(

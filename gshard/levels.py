@@ -50,7 +50,8 @@ def parse_level(level: str | int | Level) -> Level:
         name = _ALIASES.get(name.removeprefix("zero").lstrip("-_ "), name)
         if name in LEVELS:
             return LEVELS[name]
-    # Paddle's own examples pass "p_g", which Paddle refuses too: the cut-off name means the longest.
+    # Paddle's own examples pass "p_g", which Paddle refuses too: the cut-off name means the
+    # longest.
     hint = " Did you mean 'p_g_os'?" if level == "p_g" else did_you_mean(level, LEVELS)
     raise GShardError(
         f"level={level!r} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state divided), 'os_g' "

@@ -36,6 +36,7 @@ class LossForm:
     has_aux: bool
 
     def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
+        """Takes whole parameter leaves; the loss comes back as float32."""
         out, updates = self.loss(jax.tree.unflatten(self.structure, leaves), extras, batch, rng)
         aux = None
         if self.has_aux:
@@ -55,8 +56,8 @@ class LossForm:
         for name, x in (("loss", out.sum), ("weight", out.weight)):
             if jnp.shape(x) != ():
                 raise GShardError(
-                    f"the {name} must be a scalar; it has shape {jnp.shape(x)}. Return the mean over "
-                    "the rows, or gshard.Weighted(sum, weight)."
+                    f"the {name} must be a scalar; it has shape {jnp.shape(x)}. Return the mean "
+                    "over the rows, or gshard.Weighted(sum, weight)."
                 )
         if not jnp.issubdtype(jnp.result_type(out.sum), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(out.sum)}.")
@@ -85,9 +86,9 @@ def refuse_keys(updates: Any) -> None:
     keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x)]
     if keys:
         raise GShardError(
-            f"the loss changes the PRNG key {some(keys)}, which is folded with the device and would "
-            "differ from device to device. Pass rng= to make_train_step instead: it is folded with "
-            "step, micro-batch and device."
+            f"the loss changes the PRNG key {some(keys)}, which is folded with the device and "
+            "would differ from device to device. Pass rng= to make_train_step instead: it is "
+            "folded with step, micro-batch and device."
         )
 
 

@@ -132,6 +132,7 @@ class Group:
 
     @property
     def devices(self) -> int:
+        """Devices in all shard groups together."""
         return self.size * self.copies
 
 

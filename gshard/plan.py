@@ -193,7 +193,8 @@ def make_plan(
       level: what is divided.
       rule: answers for every leaf.
       scan_axes: which dimension a scan walks, beyond what Flax's metadata says: a mapping from path
-        pattern to dimension, or the names that the metadata uses (default `layers`, `layer`, `scan`).
+        pattern to dimension, or the names that the metadata uses (default `layers`, `layer`,
+        `scan`).
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)

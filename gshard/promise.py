@@ -124,7 +124,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str) -> str:
     if accumulate not in ("level", "local", "scatter"):
         raise GShardError(
             f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "
-            "(each device keeps its own gradient and reduces once) or 'scatter' (every micro-batch)."
+            "(each device keeps its own gradient and reduces once) or 'scatter' (every one)."
         )
     if micro_batches == 1:
         return "scatter"

@@ -137,8 +137,8 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
         )
     if dim % rank == leaf.scan_dim:
         raise GShardError(
-            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a scan "
-            "walks over its layers. Divide another dimension."
+            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
+            "scan walks over its layers. Divide another dimension."
         )
     return Choice(dim % rank, reason)
 

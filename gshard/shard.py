@@ -19,6 +19,7 @@ from gshard.optimizer import DividedTransformation, GShardState
 from gshard.plan import Plan, ScanAxes, make_plan
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.state import Parts, abstract, abstract_like, as_state, is_state, kind_of
+from gshard.tree import flatten, same_leaves
 
 
 def shard_train_state(
@@ -37,19 +38,19 @@ def shard_train_state(
     """Divides a train state over a mesh.
 
     Args:
-      state: a Flax `TrainState` or a subclass; an NNX `(model, optimizer)` pair; `(params, tx)`; any
-        of these abstract; or a function that makes one, called with `init_args` inside a jitted
+      state: a Flax `TrainState` or a subclass; an NNX `(model, optimizer)` pair; `(params, tx)`;
+        any of these abstract; or a function that makes one, called with `init_args` inside a jitted
         program, so that no device and no host buffer ever holds the whole state.
       mesh: of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
-      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters too),
-        or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same.
+      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
+        too), or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same.
       init_args: arguments of an init function.
       segment_size: elements of one layer; only a larger leaf is divided.
       rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
         go by shape.
       scan_axes: the dimension that a scan over layers walks, which is never divided: a mapping from
-        path pattern to dimension. Flax's metadata (an axis named `layers`, `layer` or `scan`, or one
-        of the names given here) is read without it.
+        path pattern to dimension. Flax's metadata (an axis named `layers`, `layer` or `scan`, or
+        one of the names given here) is read without it.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
         left `"whole"`.
       shard_axes: mesh axes to divide over; by default all but the replica axes.
@@ -97,6 +98,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
 
     def make() -> Parts:
         parts = plan.kind.split(as_state(init(*init_args)))
+        same_leaves(parts, flatten(plan.layouts)[0], "what the init function makes is")
         padded = [
             layout.pad(jnp.asarray(x, layout.dtype))
             for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(plan.layouts), strict=True)

@@ -19,7 +19,7 @@ from flax import nnx
 from flax.core import meta
 from flax.training.train_state import TrainState
 
-from gshard.errors import GShardError, some
+from gshard.errors import GShardError, some, warn
 from gshard.tree import flatten
 
 SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned dimension
@@ -55,6 +55,7 @@ class Linen:
     """A Flax `TrainState` or a subclass of it with more fields."""
 
     def split(self, state: Any) -> Parts:
+        """The parts of a state."""
         return Parts(state.params, state.opt_state, state.step, _extra_fields(state))
 
     arguments: ClassVar = ("state",)  # of a train step, before the batch
@@ -88,6 +89,7 @@ class Linen:
         return params
 
     def tx(self, state: Any) -> optax.GradientTransformation:
+        """The optimizer of a state."""
         return state.tx
 
     def scan_names(self, state: Any) -> list[tuple[str | None, ...] | None]:
@@ -110,6 +112,7 @@ class Linen:
         return pure
 
     def gradients(self, grads: Any, params: Any) -> Any:
+        """Gradients in the containers of the parameters."""
         return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
 
 
@@ -133,6 +136,7 @@ class Nnx:
     arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
 
     def split(self, state: Any) -> Parts:
+        """The parts of a pair."""
         model, optimizer = state
         parts = self.split_model(model)
         return dataclasses.replace(
@@ -151,7 +155,8 @@ class Nnx:
         """Parts for a loss alone."""
         if collections:
             raise GShardError(
-                f"{some(collections)}: an NNX model keeps its own state. Call it with (model, batch)."
+                f"{some(collections)}: an NNX model keeps its own state. Call it with (model, "
+                "batch)."
             )
         if not isinstance(model, nnx.Module):
             raise GShardError(
@@ -194,6 +199,7 @@ class Nnx:
         return self.gradients(params, template[0])
 
     def tx(self, state: Any) -> optax.GradientTransformation:
+        """The optimizer of a state."""
         return state[1].tx
 
     def scan_names(self, state: Any) -> list[tuple[str | None, ...] | None]:
@@ -215,8 +221,14 @@ class Nnx:
             del rng
             model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
             out = loss_fn(model, batch)
-            _, leaves, _ = flatten(nnx.split(model, self.wrt, ...)[2])
-            after = dict(zip(static.paths, leaves, strict=True))
+            _, params_after, rest = nnx.split(model, self.wrt, ...)
+            _warn_of_overwritten(params, params_after)
+            after = dict(zip(*flatten(rest)[:2], strict=True))
+            if set(after) != set(extras):
+                raise GShardError(
+                    "the loss adds or removes Variables of the model: "
+                    f"{some(set(after) ^ set(extras))}. Make them before shard_train_state."
+                )
             return out, {path: x for path, x in after.items() if x is not extras[path]}
 
         return pure
@@ -263,6 +275,7 @@ def is_state(state: Any) -> bool:
 
 
 def is_nnx_pair(state: Any) -> bool:
+    """Whether this is an NNX `(model, optimizer)`."""
     return (
         isinstance(state, tuple)
         and len(state) == 2
@@ -282,10 +295,15 @@ def abstract_like(state: Any) -> Any:
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
+    def of_variable(x: Any) -> Any:  # NNX takes an abstract array outside a Variable for static
+        return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x
+
     if not is_nnx_pair(state):
         return jax.tree.map(shape, state)
     graph, arrays = nnx.split(state)
-    return nnx.merge(graph, jax.tree.map(shape, arrays))
+    return nnx.merge(
+        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    )
 
 
 def unbox(params: Any) -> Any:
@@ -306,6 +324,17 @@ def _extra_fields(state: Any) -> dict[str, Any]:
         for f in dataclasses.fields(state)
         if f.name not in known and f.metadata.get("pytree_node", True)
     }
+
+
+def _warn_of_overwritten(before: Any, after: Any) -> None:
+    """Parameters change by their gradient alone; what a loss writes into one is not kept."""
+    paths, old, _ = flatten(before)
+    written = [p for p, x, y in zip(paths, old, jax.tree.leaves(after), strict=True) if x is not y]
+    if written:
+        warn(
+            f"the loss writes into the parameters {some(written)}; what it writes is used for this "
+            "loss and not kept."
+        )
 
 
 def _keywords(loss_fn: Callable[..., Any]) -> set[str]:

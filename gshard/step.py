@@ -39,9 +39,9 @@ def make_train_step(
     batch) and, with `has_aux`, `aux`.
 
     Args:
-      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows, or
-        `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the state
-        (`batch_stats`, ...) as keyword arguments is given them.
+      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows,
+        or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the
+        state (`batch_stats`, ...) as keyword arguments is given them.
       plan: of `shard_train_state`.
       has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch.
       mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
@@ -64,7 +64,7 @@ def make_train_step(
 
 
 class TrainStep:
-    """What `make_train_step` returns. `lower(*args)` is `jax.jit`'s; `plan` and `promise` say more."""
+    """What `make_train_step` returns; `lower(*args)` is that of `jax.jit`."""
 
     def __init__(
         self,
@@ -96,6 +96,7 @@ class TrainStep:
         )
 
     def __call__(self, *args: Any) -> Any:
+        """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, batch = self._take(args)
         new, metrics = self.jitted(parts, self._place(batch), self._rng)
         state = self.plan.kind.update(state, dataclasses.replace(new, static=parts.static))
@@ -158,7 +159,7 @@ class TrainStep:
             and first.is_deleted()
         ):
             raise DonatedStateError(
-                "this train state was given to an earlier step, which reused its memory. Go on with "
-                "what that step returned (state, metrics = step(state, batch)), or make the step "
-                "with donate=False."
+                "this train state was given to an earlier step, which reused its memory. Go on "
+                "with what that step returned (state, metrics = step(state, batch)), or make the "
+                "step with donate=False."
             )

@@ -37,7 +37,7 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
         added = [path for path in paths if path not in set(known)]
         raise GShardError(
             f"{what} not the tree that the plan was made for: missing {some(missing) or 'none'}; "
-            f"added {some(added) or 'none'}. Pass what gshard.shard_train_state returned, or make a "
-            "new plan with it (and build the step again)."
+            f"added {some(added) or 'none'}. Pass what gshard.shard_train_state returned, or make "
+            "a new plan with it (and build the step again)."
         )
     return structure

@@ -22,8 +22,9 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """The loss over the global batch, and its Divided gradient.
 
-    Call the result inside your own `jax.jit` (or `nnx.jit`), then `state.apply_gradients(grads=grads)`
-    (or `optimizer.update(model, grads)`): the layouts stay those of the plan.
+    Call the result inside your own `jax.jit` (or `nnx.jit`), then
+    `state.apply_gradients(grads=grads)` (or `optimizer.update(model, grads)`): the layouts stay
+    those of the plan.
 
     Args:
       loss_fn: as in `make_train_step`.
@@ -35,9 +36,9 @@ def value_and_grad(
       buffer_max_size: elements of one bucket.
 
     Returns:
-      Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the loss,
-      `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`; what the
-      loss changes in the model is written into it.
+      Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
+      loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
+      what the loss changes in the model is written into it.
     """
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from tests.zoo import ZOO, Model
 
-CLIP = 0.5  # below the gradient norms of the zoo
+CLIP = 0.15  # below the gradient norms of the zoo
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.05),

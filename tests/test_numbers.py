@@ -166,13 +166,12 @@ def test_the_clip_is_active(name):
     assert reference.train(name, "adamw", 48)[1].max() > reference.CLIP
 
 
-SAME_LOSS = ("remat", "boxed")  # variants that compute what another entry computes
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow) if name.endswith(SAME_LOSS) else name
+        name
+        if name in ("linen_gpt", "nnx_gpt_tied")
+        else pytest.param(name, marks=pytest.mark.slow)
         for name in ZOO
     ],
 )
@@ -197,13 +196,14 @@ def test_gradients_on_several_axes(mesh, level):
     check_gradient(Case("linen_mlp", level, 8, micro_batches, "gradient"), MESHES[mesh]())
 
 
-@pytest.mark.parametrize("level", LEVELS[1:])
 @pytest.mark.parametrize(
-    ("name", "mesh"), [("nnx_gpt_scan", "2x4"), ("linen_mlp", "replica-2x2"), ("linen_mlp", "2x4")]
+    ("name", "mesh", "level"),
+    [
+        *itertools.product(["linen_mlp"], ["2x4", "replica-2x2"], LEVELS[1:]),
+        ("nnx_gpt_scan", "2x4", "p_g_os"),
+    ],
 )
 def test_training_on_several_axes(name, mesh, level):
-    if name != "linen_mlp" and level != "p_g_os":
-        pytest.skip("the stacked model differs at p_g_os alone")
     check_training(Case(name, level, 8, 2, "adamw"), MESHES[mesh]())
 
 

@@ -192,7 +192,7 @@ class LinenBlock(nn.Module):
         width = x.shape[-1]
         h = norm()(x)
         attend = nn.MultiHeadDotProductAttention(
-            HEADS, kernel_init=box(NARROW, 3), bias_init=box(zeros, 2), name="attention"
+            HEADS, kernel_init=box(NARROW, 2), bias_init=box(zeros, 1), name="attention"
         )
         x = x + attend(h, mask=causal())
         h = nn.gelu(dense(self.hidden)(norm()(x)))

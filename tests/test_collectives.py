@@ -1,0 +1,152 @@
+"""Collectives by value: every order and every bucket, different data on every device."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gshard import collectives, make_mesh
+from gshard.layout import Layout
+from gshard.mesh import data_group
+
+MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]
+SHAPES = [(16, 3), (5, 24), (13,), (7, 9, 2), (40, 40), (8,)]
+
+
+def layouts(mesh, shapes=SHAPES, dtype="float32"):
+    group = data_group(mesh)
+    return [
+        Layout(f"x{i}", shape, np.dtype(dtype), i % len(shape), group, None, "")
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def values(places, seed):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-50, 50, place.shape).astype(place.dtype) for place in places]
+
+
+def put(mesh, places, wholes):
+    return [
+        jax.device_put(place.pad(x), jax.sharding.NamedSharding(mesh, place.spec))
+        for place, x in zip(places, wholes, strict=True)
+    ]
+
+
+def on_devices(mesh, fun, args, before, after):
+    mapped = jax.shard_map(fun, mesh=mesh, in_specs=before, out_specs=after, check_vma=False)
+    return jax.jit(mapped)(*args)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_gather_puts_the_parts_in_order(sizes):
+    mesh = make_mesh(sizes)
+    places = layouts(mesh)
+    wholes = values(places, 0)
+    found = on_devices(
+        mesh,
+        lambda xs: [collectives.gather(x, p) for x, p in zip(xs, places, strict=True)],
+        (put(mesh, places, wholes),),
+        ([p.spec for p in places],),
+        jax.P(),
+    )
+    for x, whole in zip(found, wholes, strict=True):
+        for shard in x.addressable_shards:  # on every device, not only the first
+            np.testing.assert_array_equal(np.asarray(shard.data), whole)
+
+
+@pytest.mark.parametrize("bucket", [0, 64, 2**23])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_scatter_sums_and_keeps_order(sizes, bucket):
+    mesh = make_mesh(sizes)
+    places = layouts(mesh)
+    each = [values(places, seed) for seed in range(8)]
+    stacked = [np.stack([device[i] for device in each]) for i in range(len(places))]
+    found = on_devices(
+        mesh,
+        lambda xs: collectives.scatter_leaves([x[0] for x in xs], places, bucket),
+        (stacked,),
+        (jax.P(mesh.axis_names),),
+        [p.spec for p in places],
+    )
+    for x, place, stack in zip(found, places, stacked, strict=True):
+        np.testing.assert_array_equal(place.cut(np.asarray(x)), stack.sum(0))  # integers: exact
+
+
+@pytest.mark.parametrize("bucket", [0, 64, 2**23])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
+    mesh = make_mesh(sizes)
+    places = layouts(mesh)
+    wholes = values(places, 1)
+    found = on_devices(
+        mesh,
+        lambda xs: collectives.publish_leaves(xs, places, bucket),
+        (put(mesh, places, wholes),),
+        ([p.spec for p in places],),
+        jax.P(),
+    )
+    for x, whole in zip(found, wholes, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), whole)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_own_part_is_what_gather_puts_back(sizes):
+    mesh = make_mesh(sizes)
+    places = layouts(mesh)
+    wholes = values(places, 2)
+    found = on_devices(
+        mesh,
+        lambda xs: [collectives.own_part(x, p) for x, p in zip(xs, places, strict=True)],
+        (wholes,),
+        (jax.P(),),
+        [p.spec for p in places],
+    )
+    for x, place, whole in zip(found, places, wholes, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), place.pad(whole))
+
+
+@pytest.mark.parametrize("bucket", [0, 64, 2**23])
+def test_reduce_in_buckets_of_one_dtype(bucket):
+    mesh = make_mesh({"a": 8})
+    places = layouts(mesh) + layouts(mesh, [(4, 4), (3,)], "int32")
+    stacked = [np.stack([values(places, seed)[i] for seed in range(8)]) for i in range(len(places))]
+    found = on_devices(
+        mesh,
+        lambda xs: collectives.reduce_leaves([x[0] for x in xs], ("a",), bucket),
+        (stacked,),
+        (jax.P("a"),),
+        jax.P(),
+    )
+    for x, stack in zip(found, stacked, strict=True):
+        assert x.dtype == stack.dtype
+        np.testing.assert_array_equal(np.asarray(x), stack.sum(0))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.sampled_from("xy")), max_size=130),
+    st.integers(0, 200),
+)
+@settings(max_examples=200, deadline=None)
+def test_buckets_hold_every_leaf_once_and_are_bounded(leaves, most):
+    sizes, kinds = [size for size, _ in leaves], [kind for _, kind in leaves]
+    found = collectives.buckets(sizes, kinds, most)
+    assert sorted(i for bucket in found for i in bucket) == list(range(len(leaves)))
+    for bucket in found:
+        assert bucket == sorted(bucket)
+        assert len(bucket) <= collectives.MOST_LEAVES
+        assert len({kinds[i] for i in bucket}) == 1
+        if len(bucket) > 1:
+            assert sum(sizes[i] for i in bucket) <= most
+            assert all(sizes[i] * 4 <= most for i in bucket)  # large ones go alone, without a copy
+
+
+def test_small_neighbours_share_a_bucket():
+    assert collectives.buckets([1] * 120, ["x"] * 120, 1000) == [
+        list(range(50)),
+        list(range(50, 100)),
+        list(range(100, 120)),
+    ]

@@ -1,0 +1,105 @@
+"""Rules choose dimensions, layouts pad and cut: pure functions, checked over random shapes."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gshard
+from gshard.layout import lay_out
+from gshard.mesh import Group
+from gshard.rules import Leaf, as_rules, by_path, by_shape, first_of
+
+SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
+
+
+def group(size: int) -> Group:
+    return Group(("shard",), (), (size,), 1)
+
+
+def leaf(shape: tuple[int, ...], parts: int = 4, scan_dim: int | None = None) -> Leaf:
+    return Leaf("block/kernel", shape, np.dtype("float32"), scan_dim, parts)
+
+
+@given(SHAPES, st.integers(1, 8), st.sampled_from(["pad", "whole"]), st.integers(0, 40))
+@settings(max_examples=200, deadline=None)
+def test_a_layout_is_exact(shape, parts, indivisible, segment_size):
+    x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    layout = lay_out("x", x, None, group(parts), by_shape(segment_size, indivisible))
+    stored = layout.pad(x)
+    assert stored.shape == layout.stored_shape
+    np.testing.assert_array_equal(layout.cut(stored), x)
+    assert math.prod(layout.part_shape) * (parts if layout.dim is not None else 1) == stored.size
+    divides = any(size and size % parts == 0 for size in shape)
+    if parts > 1 and x.size > segment_size and divides:
+        assert layout.dim is not None and layout.padding == 0
+    if x.size <= segment_size:
+        assert layout.dim is None
+
+
+@given(st.integers(2, 8), st.integers(1, 17), st.integers(1, 17), st.integers(1, 17))
+@settings(max_examples=100, deadline=None)
+def test_a_scanned_dimension_is_never_divided(parts, layers, rows, columns):
+    choice = by_shape(0)(leaf((layers, rows, columns), parts, scan_dim=0))
+    assert choice.dim != 0
+
+
+def test_segment_size_counts_one_layer():
+    assert by_shape(100)(leaf((8, 10, 10), scan_dim=0)).dim is None
+    assert by_shape(99)(leaf((8, 10, 10), scan_dim=0)).dim is not None
+    assert by_shape(100)(leaf((8, 10, 10))).dim == 0
+
+
+def test_prefers_full_tiles_then_the_leading_dimension():
+    assert by_shape(0)(leaf((64, 4096), 8)).dim == 1  # 8 rows fill no tile, 512 columns do
+    assert by_shape(0)(leaf((1024, 4096), 8)).dim == 0
+    assert by_shape(0)(leaf((24, 40), 8)).dim == 0
+
+
+def test_pads_the_dimension_that_wastes_least():
+    assert by_shape(0)(leaf((13, 61), 4)).dim == 1
+
+
+def test_rules_by_path_predicate_and_function():
+    rule = first_of([by_path("kernel$", 1), by_shape(0)])
+    assert rule(leaf((8, 8))).dim == 1
+    rule = first_of([gshard.by_predicate(lambda x: len(x.shape) == 2, -1), by_shape(0)])
+    assert rule(leaf((8, 8))).dim == 1
+    own = as_rules(lambda x: "whole" if x.path.endswith("kernel") else None)
+    assert first_of([*own, by_shape(0)])(leaf((8, 8))).dim is None
+    assert first_of(as_rules({"nothing": 0, "block": 1}))(leaf((8, 8))).dim == 1
+
+
+@pytest.mark.parametrize("dim", [2, -3, True, "rows", 1.0])
+def test_a_rule_that_names_no_dimension_is_refused(dim):
+    with pytest.raises(gshard.GShardError, match="block/kernel.*0 to 1"):
+        by_path("kernel", dim)(leaf((8, 8)))
+
+
+def test_a_rule_may_not_divide_the_scanned_dimension():
+    with pytest.raises(gshard.GShardError, match="scan"):
+        by_path("kernel", 0)(leaf((4, 8, 8), scan_dim=0))
+
+
+def test_wrong_arguments_are_refused():
+    for bad in (-1, 2.5, True, "many"):
+        with pytest.raises(gshard.GShardError, match="segment_size"):
+            by_shape(bad)
+    with pytest.raises(gshard.GShardError, match="indivisible"):
+        by_shape(0, "drop")
+    with pytest.raises(gshard.GShardError, match="regular expression"):
+        by_path("(", 0)
+    with pytest.raises(gshard.GShardError, match="rules="):
+        as_rules(3)
+
+
+def test_layout_of_integers_and_keys_is_whole_only_for_keys():
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    assert lay_out("key", key, None, group(4), by_shape(0)).dim is None
+    count = jax.ShapeDtypeStruct((8,), np.int32)
+    assert lay_out("count", count, None, group(4), by_shape(0)).dim == 0

@@ -1,0 +1,314 @@
+"""The user's own loop equals `make_train_step`, keeps every layout and compiles once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+from tests import reference
+from tests.zoo import SEGMENT_SIZE, ZOO, cross_entropy, feature_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+ROWS, DEVICES, STEPS = 40, 5, 3  # 5 devices: most leaves are padded
+
+
+def mesh():
+    return gshard.make_mesh(devices=jax.devices()[:DEVICES])
+
+
+def optimizer():
+    return reference.OPTIMIZERS["adamw"]()
+
+
+def arrays(state: Any) -> list[jax.Array]:
+    """Every array of a Linen state or of an NNX pair."""
+    return jax.tree.leaves(nnx.state(state) if isinstance(state, tuple) else state)
+
+
+def shardings(state: Any) -> list[jax.sharding.Sharding]:
+    return [x.sharding for x in arrays(state) if isinstance(x, jax.Array)]
+
+
+def assert_layouts(state: Any, placed: list[jax.sharding.Sharding], plan: gshard.Plan) -> None:
+    """Each array lies as it was placed, and the parts of the state as the plan says."""
+    now = shardings(state)
+    assert len(now) == len(placed)
+    for array, before, after in zip(arrays(state), placed, now, strict=True):
+        assert after.is_equivalent_to(before, array.ndim), (array.shape, before, after)
+    if isinstance(state, tuple):
+        params, opt_state = nnx.state(state[0], nnx.Param), state[1].opt_state
+    else:
+        params, opt_state = state.params, state.opt_state
+    for part, planned in (
+        (params, plan.shardings.params),
+        (opt_state, plan.shardings.opt_state),
+    ):
+        leaves = jax.tree.leaves(part)
+        for leaf, want in zip(leaves, jax.tree.leaves(planned), strict=True):
+            assert leaf.sharding.is_equivalent_to(want, leaf.ndim), (leaf.shape, want)
+
+
+def some_part_is_divided(plan: gshard.Plan) -> bool:
+    return any(
+        not s.is_fully_replicated
+        for s in jax.tree.leaves((plan.shardings.params, plan.shardings.opt_state))
+    )
+
+
+def run_step(name: str, level: str, micro_batches: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Losses and parameters after `STEPS` of `make_train_step`."""
+    model = ZOO[name]
+    state, plan = gshard.shard_train_state(
+        model.state(optimizer()), mesh(), level, **model.options()
+    )
+    placed = shardings(state)
+    step, losses = gshard.make_train_step(model.loss, plan, micro_batches=micro_batches), []
+    for i in range(STEPS):
+        batch = model.batch(0, ROWS, i)
+        if model.kind == "nnx":
+            metrics = step(*state, batch)
+        else:
+            state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert_layouts(state, placed, plan)
+    assert step.jitted._cache_size() == 1
+    return losses, reference.flat(gshard.full_params(state))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["linen_mlp", "linen_gpt_scan"])
+def test_linen_loop(name, level):
+    model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
+    state, plan = gshard.shard_train_state(
+        model.state(optimizer()), mesh(), level, **model.options()
+    )
+    assert some_part_is_divided(plan) == (level != "dp")
+    value_and_grad = gshard.value_and_grad(model.loss, plan, micro_batches=micro_batches)
+
+    @jax.jit
+    def train_step(state, batch):
+        loss, grads = value_and_grad(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    placed, losses = shardings(state), []
+    for i in range(STEPS):
+        state, loss = train_step(state, model.batch(0, ROWS, i))
+        losses.append(float(loss))
+    assert_layouts(state, placed, plan)
+    assert train_step._cache_size() == 1
+    assert int(state.step) == STEPS
+    check_against_step(name, level, micro_batches, losses, state)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["nnx_mlp", "nnx_gpt_scan"])
+def test_nnx_loop(name, level):
+    model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
+    state, plan = gshard.shard_train_state(
+        model.state(optimizer()), mesh(), level, **model.options()
+    )
+    value_and_grad = gshard.value_and_grad(model.loss, plan, micro_batches=micro_batches)
+
+    @nnx.jit
+    def train_step(net, optimizer, batch):
+        loss, grads = value_and_grad(net, batch)
+        optimizer.update(net, grads)
+        return loss
+
+    placed, losses = shardings(state), []
+    for i in range(STEPS):
+        losses.append(float(train_step(*state, model.batch(0, ROWS, i))))
+    assert_layouts(state, placed, plan)
+    assert train_step.jitted_fn._cache_size() == 1
+    assert int(state[1].step[...]) == STEPS
+    check_against_step(name, level, micro_batches, losses, state)
+
+
+def check_against_step(name, level, micro_batches, losses, state) -> None:
+    """The loop's numbers are those of `make_train_step`."""
+    expected_losses, expected = run_step(name, level, micro_batches)
+    reference.assert_same_values(losses, expected_losses, 1e-6)
+    reference.assert_same_leaves(
+        reference.flat(gshard.full_params(state)),
+        expected,
+        1e-6,
+        relative_to="tree",
+        without=ZOO[name].zero,
+    )
+
+
+# A subclass with more fields: batch statistics that the loss changes, an average of the parameters
+
+
+class Averaged(TrainState):
+    batch_stats: Any = None
+    ema: Any = None
+
+
+class Normed(nn.Module):
+    """BatchNorm over the rows of all devices."""
+
+    axes: tuple[str, ...] | None
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.tanh(nn.Dense(29)(x))
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axes)(x)
+        return nn.Dense(11)(x)
+
+
+def averaged_state() -> Averaged:
+    variables = Normed(None).init(jax.random.key(0), np.zeros((2, 7), np.float32), train=False)
+    params = variables["params"]
+    ema = jax.tree.map(jnp.copy, params)
+    return Averaged.create(
+        apply_fn=None,
+        params=params,
+        tx=optimizer(),
+        batch_stats=variables["batch_stats"],
+        ema=ema,
+    )
+
+
+def normed_loss(axes):
+    module = Normed(axes)
+
+    def loss(params, batch, *, batch_stats):
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, new = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
+        return cross_entropy(logits, batch["y"]), new
+
+    return loss
+
+
+def after_one_device() -> tuple[list[float], Averaged]:
+    state = averaged_state()
+    loss = normed_loss(None)
+
+    @jax.jit
+    def train_step(state, batch):
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, new), grads = gradient(state.params, batch, batch_stats=state.batch_stats)
+        state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+        return averaged(state), value
+
+    losses = []
+    for i in range(STEPS):
+        state, value = train_step(state, feature_rows(0, ROWS, i))
+        losses.append(float(value))
+    return losses, state
+
+
+def averaged(state: Averaged) -> Averaged:
+    ema = jax.tree.map(lambda old, new: 0.5 * old + 0.5 * new, state.ema, state.params)
+    return state.replace(ema=ema)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_subclass_with_more_fields(level):
+    state, plan = gshard.shard_train_state(
+        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
+    )
+    loss = normed_loss(plan.data_axes)
+    value_and_grad = gshard.value_and_grad(loss, plan, mutable="batch_stats")
+
+    @jax.jit
+    def train_step(state, batch):
+        (value, new), grads = value_and_grad(state.params, batch, batch_stats=state.batch_stats)
+        return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"]), value
+
+    placed, losses = shardings(state), []
+    for i in range(STEPS):
+        state, value = train_step(state, feature_rows(0, ROWS, i))
+        losses.append(float(value))
+    assert type(state) is Averaged
+    assert_layouts(state, placed, plan)
+    assert train_step._cache_size() == 1
+
+    expected_losses, expected = after_one_device()
+    reference.assert_same_values(losses, expected_losses, 5e-6)
+    for found, want in (
+        (gshard.full_params(state), expected.params),
+        (state.batch_stats, expected.batch_stats),
+    ):
+        reference.assert_same_leaves(
+            reference.flat(found), reference.flat(want), 1e-5, relative_to="tree", without=()
+        )
+
+    step_state, step_plan = gshard.shard_train_state(
+        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
+    )
+    step = gshard.make_train_step(loss, step_plan, mutable="batch_stats")
+    step_losses = []
+    for i in range(STEPS):
+        step_state, metrics = step(step_state, feature_rows(0, ROWS, i))
+        step_losses.append(float(metrics["loss"]))
+    assert_layouts(step_state, placed, step_plan)
+    reference.assert_same_values(step_losses, losses, 1e-6)
+    reference.assert_same_leaves(
+        reference.flat(step_state.batch_stats),
+        reference.flat(state.batch_stats),
+        1e-6,
+        relative_to="tree",
+    )
+
+
+def test_an_average_of_the_parameters_in_the_loop():
+    """At `os` parameters are whole, and so is what the user computes from them."""
+    state, plan = gshard.shard_train_state(
+        averaged_state(), mesh(), "os", segment_size=SEGMENT_SIZE
+    )
+    value_and_grad = gshard.value_and_grad(normed_loss(plan.data_axes), plan, mutable="batch_stats")
+
+    @jax.jit
+    def train_step(state, batch):
+        (value, new), grads = value_and_grad(state.params, batch, batch_stats=state.batch_stats)
+        state = state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+        return averaged(state), value
+
+    placed = shardings(state)
+    for i in range(STEPS):
+        state, _ = train_step(state, feature_rows(0, ROWS, i))
+    assert_layouts(state, placed, plan)
+    assert train_step._cache_size() == 1
+    _, expected = after_one_device()
+    reference.assert_same_leaves(
+        reference.flat(state.ema), reference.flat(expected.ema), 1e-5, relative_to="tree"
+    )
+
+
+def test_gradients_meet_plain_optax_functions_before_the_update():
+    """A user's own norm and scaling between gradient and update: the layouts stay."""
+    model = ZOO["linen_mlp"]
+    state, plan = gshard.shard_train_state(
+        model.state(optax.adam(1e-3)), mesh(), "p_g_os", **model.options()
+    )
+    value_and_grad = gshard.value_and_grad(model.loss, plan)
+
+    @jax.jit
+    def train_step(state, batch):
+        _, grads = value_and_grad(state.params, batch)
+        norm = optax.tree.norm(grads)
+        grads = jax.tree.map(lambda g: g / norm, grads)
+        return state.apply_gradients(grads=grads), norm
+
+    placed, norms = shardings(state), []
+    for i in range(STEPS):
+        state, norm = train_step(state, model.batch(0, ROWS, i))
+        norms.append(float(norm))
+    assert_layouts(state, placed, plan)
+    assert train_step._cache_size() == 1
+    gradient = reference.gradient("linen_mlp", ROWS)[1]
+    expected = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in gradient.values()))
+    np.testing.assert_allclose(norms[0], expected, rtol=2e-6)
