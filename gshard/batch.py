@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.errors import GShardError
 from gshard.plan import Plan
@@ -33,7 +33,9 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
       GShardError: when the rows do not divide over this process's devices.
     """
     mesh = plan.mesh
-    devices = sum(d.process_index == jax.process_index() for d in mesh.devices.flat)
+    if isinstance(mesh, AbstractMesh):
+        raise GShardError("the plan has an abstract mesh: there are no devices to place a batch on.")
+    devices = len(mesh.local_devices)
     rows = NamedSharding(mesh, plan.batch_spec)
     whole = NamedSharding(mesh, jax.P())
     if not any(_is_global(x, rows) for x in jax.tree.leaves(batch)):

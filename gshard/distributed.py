@@ -79,7 +79,7 @@ def get_world_size() -> int:
     return jax.process_count()
 
 
-def new_group(devices: Sequence[int]) -> list[jax.Device]:
+def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """The devices with these global indices, for `make_mesh(devices=...)`.
 
     Raises:

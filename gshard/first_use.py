@@ -86,9 +86,10 @@ class _Divided:
         self._result: jax.Array | None = None
 
     def whole(self) -> jax.Array:
-        if self._result is None:
-            self._result = _whole(self.use, self.stored, self.tap)
-        return self._result
+        result = self._result
+        if result is None:
+            result = self._result = _whole(self.use, self.stored, self.tap)
+        return result
 
     def cast(self, dtype: Any) -> _Divided:
         return _Divided(self.use, self.stored.astype(dtype), self.tap.astype(dtype))

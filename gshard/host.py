@@ -49,7 +49,7 @@ def to_host(tree: Any, layouts: Any) -> Any:
 
 def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.array(jax.random.key_data(x).addressable_data(0))
+        data = jnp.array(jax.random.key_data(x).addressable_data(0))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.is_fully_addressable:
         return layout.cut(np.array(x))

@@ -75,7 +75,7 @@ class Layout:
         if self.dim is None:
             return jax.P()
         axes = self.group.shard
-        return jax.P(*[None] * self.dim, axes if len(axes) > 1 else axes[0])
+        return jax.P(*[None] * self.dim, axes if axes[1:] else axes[0])
 
     def whole(self) -> Layout:
         """The same leaf, whole on every device."""

@@ -26,7 +26,7 @@ def make_mesh(
     shape: Mapping[str, int] | None = None,
     *,
     replica: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """A mesh over which a train state is divided.
 

@@ -58,7 +58,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
         new, state, _ = _update_own(tx, plan, updates, state, params, extra)
         return _publish(new, plan, BUFFER_MAX_SIZE), state
 
-    made = DividedTransformation(init, update)
+    made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     made.plan = plan
     return made
 

@@ -124,7 +124,7 @@ class TrainStep:
         params, opt_state = update_and_publish(
             self.plan, result.grads, parts.opt_state, parts.params, self.options.buffer_max_size
         )
-        metrics = {"loss": result.loss, "grad_norm": optax.global_norm(result.grads)}
+        metrics = {"loss": result.loss, "grad_norm": optax.tree.norm(result.grads)}
         if self.options.has_aux:
             metrics["aux"] = result.aux
         return Parts(
@@ -153,11 +153,7 @@ class TrainStep:
             same_leaves(parts, flatten(self._abstract)[0], "the state is")
             self._known = structure
         first = leaves[0]
-        if (
-            isinstance(first, jax.Array)
-            and not isinstance(first, jax.core.Tracer)
-            and first.is_deleted()
-        ):
+        if isinstance(first, jax.Array) and first.is_deleted():
             raise DonatedStateError(
                 "this train state was given to an earlier step, which reused its memory. Go on "
                 "with what that step returned (state, metrics = step(state, batch)), or make the "

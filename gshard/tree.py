@@ -12,8 +12,7 @@ from gshard.errors import GShardError, some
 
 def path_of(keys: tuple[Any, ...]) -> str:
     """A key path as `a/b/c`; the `value` of a Linen box or an NNX Variable is not named."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
+    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
 

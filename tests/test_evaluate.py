@@ -1,0 +1,289 @@
+"""Evaluation, whole values, the plain state back, abstract states, mutable collections, rng."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+
+LEVELS = ["dp", "os", "os_g", "p_g_os"]
+
+
+class Net(nn.Module):
+    norm: bool = False
+    axes: Any = None
+
+    @nn.compact
+    def __call__(self, x, train=False, dropout=0.0):
+        x = nn.Dense(26, use_bias=not self.norm)(x)  # BatchNorm cancels a bias
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=not train, axis_name=self.axes)(x)
+        if dropout:
+            x = nn.Dropout(dropout, deterministic=not train)(x)
+        return nn.Dense(7)(jnp.tanh(x))
+
+
+def batch(rows=24, seed=0):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(rows, 13)).astype(np.float32), "y": rng.integers(0, 7, rows)}
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def params(net):
+    return net.init(jax.random.key(0), batch()["x"])
+
+
+def loss_fn(p, b):
+    return cross_entropy(Net().apply({"params": p}, b["x"]), b["y"]).mean()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_eval_step_full_params_and_unwrap(level):
+    start = params(Net())["params"]
+    tx = optax.adam(1e-2)
+    state = TrainState.create(apply_fn=Net().apply, params=start, tx=tx)
+    mesh = gshard.make_mesh(devices=jax.devices()[:6])
+    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+
+    def measures(p, b):
+        logits = Net().apply({"params": p}, b["x"])
+        losses = cross_entropy(logits, b["y"])
+        odd = b["y"] % 2
+        return {
+            "mean": losses.mean(),
+            "logits": logits,
+            "odd": gshard.Weighted((losses * odd).sum(), odd.sum()),
+        }
+
+    evaluate = gshard.make_eval_step(measures, plan)
+    found = evaluate(state, batch())
+    losses = cross_entropy(Net().apply({"params": start}, batch()["x"]), batch()["y"])
+    odd = batch()["y"] % 2
+    np.testing.assert_allclose(found["mean"], losses.mean(), rtol=1e-6)
+    np.testing.assert_allclose(found["odd"], (losses * odd).sum() / odd.sum(), rtol=1e-6)
+    right = Net().apply({"params": start}, batch()["x"])
+    np.testing.assert_allclose(found["logits"], right, atol=1e-6)
+
+    for ours, whole in zip(
+        jax.tree.leaves(gshard.full_params(state)), jax.tree.leaves(start), strict=True
+    ):
+        np.testing.assert_array_equal(ours, whole)
+    step = gshard.make_train_step(loss_fn, plan)
+    state, _ = step(state, batch())
+    plain = plan.unwrap(state)
+    assert type(plain) is TrainState and plain.tx is tx and int(plain.step) == 1
+    assert jax.tree.structure(plain.opt_state) == jax.tree.structure(tx.init(start))
+    again = plain.apply_gradients(grads=jax.grad(loss_fn)(plain.params, batch()))
+    state, _ = step(state, batch())
+    for ours, right in zip(
+        jax.tree.leaves(gshard.full_params(state)), jax.tree.leaves(again.params), strict=True
+    ):
+        np.testing.assert_allclose(ours, right, atol=1e-6)
+
+
+def test_eval_step_refuses_what_it_cannot_join():
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    state, plan = gshard.shard_train_state(
+        (params(Net())["params"], optax.sgd(1.0)), mesh, "os", segment_size=16
+    )
+    with pytest.raises(gshard.GShardError, match="one entry for each"):
+        gshard.make_eval_step(lambda p, b: jnp.zeros(5), plan)(state, batch())
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_abstract_state_is_the_state_without_its_arrays(level, kind):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    if kind == "linen":
+        given = (params(Net())["params"], optax.adam(1e-2))
+    else:
+        model = nnx.Linear(13, 26, rngs=nnx.Rngs(0))
+        given = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param))
+    state, plan = gshard.shard_train_state(given, mesh, level, segment_size=16)
+    concrete, abstract = (
+        jax.tree.leaves(nnx.state(s) if kind == "nnx" else s)
+        for s in (state, plan.abstract_state())
+    )
+    for x, a in zip(concrete, abstract, strict=True):
+        assert isinstance(a, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype, x.sharding) == (a.shape, a.dtype, a.sharding)
+
+
+def test_a_plan_needs_no_devices():
+    mesh = jax.sharding.AbstractMesh(
+        (64, 16), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+
+    def init():
+        return {"w": jnp.zeros((32, 8192, 8192))}, optax.adam(1e-3)
+
+    state, plan = gshard.shard_train_state(init, mesh, "p_g_os", scan_axes={"w": 0})
+    assert plan.params["w"].part_shape in {(32, 8, 8192), (32, 8192, 8)}
+    assert state.params["w"].shape == (32, 8192, 8192)
+    assert plan.bytes_per_device["opt_state"] == pytest.approx(
+        2 * 32 * 8192 * 8192 * 4 / 1024, abs=8
+    )
+    assert "a', 'b" in str(plan) or "dim" in str(plan)
+
+
+class WithStats(TrainState):
+    batch_stats: Any
+    seen: Any
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_batch_stats_come_back_as_one_value(level, micro_batches):
+    net = Net(norm=True)
+    start = params(net)
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state = WithStats.create(
+        apply_fn=None,
+        params=start["params"],
+        tx=optax.sgd(0.1),
+        batch_stats=start["batch_stats"],
+        seen=jnp.arange(3.0),
+    )
+    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+
+    def loss(p, b, *, batch_stats):
+        logits, new = net.apply(
+            {"params": p, "batch_stats": batch_stats}, b["x"], train=True, mutable="batch_stats"
+        )
+        return cross_entropy(logits, b["y"]).mean(), {"batch_stats": new["batch_stats"]}
+
+    step = gshard.make_train_step(loss, plan, mutable="batch_stats", micro_batches=micro_batches)
+    state, _ = step(state, batch())
+    assert type(state) is WithStats
+    np.testing.assert_array_equal(state.seen, np.arange(3.0))
+    mean = state.batch_stats["BatchNorm_0"]["mean"]
+    for shard in mean.addressable_shards:
+        np.testing.assert_array_equal(shard.data, mean)
+    x = batch()["x"]
+    hidden = x @ start["params"]["Dense_0"]["kernel"]
+    expected = np.zeros(26, np.float32)
+    for rows in np.asarray(hidden).reshape(4, micro_batches, -1, 26).swapaxes(0, 1):
+        expected = 0.99 * expected + 0.01 * rows.mean((0, 1))
+    np.testing.assert_allclose(mean, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_norm_over_the_data_axes_is_one_device(level):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    net, synced = Net(norm=True), Net(norm=True, axes=("shard",))
+    start = params(net)
+
+    def loss_of(module):
+        def loss(p, b):
+            variables = {"params": p, "batch_stats": start["batch_stats"]}
+            logits, _ = module.apply(variables, b["x"], train=True, mutable="batch_stats")
+            return cross_entropy(logits, b["y"]).mean()
+
+        return loss
+
+    state, plan = gshard.shard_train_state(
+        (start["params"], optax.sgd(1.0)), mesh, level, segment_size=16
+    )
+    assert plan.data_axes == ("shard",)
+    state, _ = gshard.make_train_step(loss_of(synced), plan)(state, batch())
+    expected = jax.grad(loss_of(net))(start["params"], batch())
+    leaves = (gshard.full_params(state), start["params"], expected)
+    for new, old, g in zip(*map(jax.tree.leaves, leaves), strict=True):
+        assert np.abs(old - new - g).max() <= 2e-6 * np.abs(old).max() + 2e-6 * np.abs(g).max()
+
+
+def test_rng_differs_by_step_device_and_micro_batch():
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0)), mesh, "os", segment_size=4
+    )
+
+    def loss(p, b, *, rng):
+        draw = jax.random.uniform(rng)
+        mine = jnp.where(b["row"] >= 0, draw, 0.0)
+        return p["w"].sum() * 0 + mine.mean(), {"mean": draw, "square": draw**2}
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, rng=jax.random.key(3), micro_batches=2)
+    seen = []
+    for _ in range(2):
+        state, metrics = step(state, {"row": np.arange(8)})
+        seen.append((float(metrics["aux"]["mean"]), float(metrics["aux"]["square"])))
+    assert seen[0] != seen[1]
+    for mean, square in seen:
+        assert square - mean**2 > 1e-3  # the eight draws are not one draw
+    fresh, _ = gshard.shard_train_state(
+        ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0)), mesh, "os", segment_size=4
+    )
+    _, metrics = step(fresh, {"row": np.arange(8)})
+    assert float(metrics["aux"]["mean"]) == seen[0][0]  # the same seed, the same numbers
+
+
+class Dropped(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(13, 26, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.a(x))
+
+
+def test_nnx_dropout_differs_by_device_and_its_count_moves_on():
+    model = Dropped(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    (model, optimizer), plan = gshard.shard_train_state(
+        (model, optimizer), mesh, "p_g_os", segment_size=16
+    )
+
+    def loss(model, b):
+        out = model(b["x"])
+        kept = (out != 0).astype(jnp.float32)
+        return jnp.square(out).mean(), kept[0]
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2)
+    before = int(model.drop.rngs.count[...])
+    metrics = step(model, optimizer, {"x": np.ones((8, 13), np.float32)})
+    assert int(model.drop.rngs.count[...]) == before + 2
+    # One mask on every device and micro-batch would average to zeros and ones only.
+    assert set(np.unique(metrics["aux"])) - {0.0, 1.0}
+
+
+def test_weighted_loss_is_divided_once_by_the_global_weight():
+    mask = np.zeros(24, np.float32)
+    mask[[0, 1, 2, 3, 9, 23]] = 1  # uneven over devices, none on some
+    rows = {**batch(), "mask": mask}
+
+    def weighted(p, b):
+        losses = cross_entropy(Net().apply({"params": p}, b["x"]), b["y"])
+        return gshard.Weighted((losses * b["mask"]).sum(), b["mask"].sum())
+
+    def mean(p, b):
+        out = weighted(p, b)
+        return out.sum / out.weight
+
+    start = params(Net())["params"]
+    for level in LEVELS:
+        mesh = gshard.make_mesh(devices=jax.devices()[:4])
+        state, plan = gshard.shard_train_state(
+            (start, optax.sgd(1.0)), mesh, level, segment_size=16
+        )
+        state, metrics = gshard.make_train_step(weighted, plan, micro_batches=3)(state, rows)
+        value, grads = jax.value_and_grad(mean)(start, rows)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+        np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-6)
+        for new, old, g in zip(
+            *map(jax.tree.leaves, (gshard.full_params(state), start, grads)), strict=True
+        ):
+            np.testing.assert_allclose(old - new, g, atol=1e-6)
