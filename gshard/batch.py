@@ -34,7 +34,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     """
     mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
-        raise GShardError("the plan has an abstract mesh: there are no devices to place a batch on.")
+        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
     devices = len(mesh.local_devices)
     rows = NamedSharding(mesh, plan.batch_spec)
     whole = NamedSharding(mesh, jax.P())

@@ -46,7 +46,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def on_device(leaves: list[jax.Array], extras: Any, batch: Any) -> Any:
             taps = [x if use is None else use.tap() for x, use in zip(leaves, uses, strict=True)]
-            out = with_divided(whole, uses, leaves, taps, extras, batch)
+            out = with_divided(whole, uses, plan.group.axes, leaves, taps, extras, batch)
             flat, tree = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, Weighted))
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [x.ndim == 0 for x in flat]]

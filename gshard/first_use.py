@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from gshard.collectives import gather, scatter
+from gshard.constraints import refuse
 from gshard.layout import Layout
 
 _JITS = ("jit", "pjit")
@@ -98,6 +99,7 @@ class _Divided:
 def with_divided(
     fun: Callable[..., Any],
     uses: Sequence[Use | None],
+    axes: Sequence[str],
     leaves: Sequence[jax.Array],
     taps: Sequence[jax.Array],
     *args: Any,
@@ -109,6 +111,7 @@ def with_divided(
     Args:
       fun: takes a list of whole leaves, then `args`; returns a pytree of arrays.
       uses: one per leaf; None for a leaf that is given whole and differentiated as it is.
+      axes: the data axes, which `fun` may not constrain.
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
@@ -122,6 +125,7 @@ def with_divided(
         for use, leaf in zip(uses, leaves, strict=True)
     ]
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
+    refuse(closed.jaxpr, axes)
     out = _evaluate(closed.jaxpr, closed.consts, [*values, *jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

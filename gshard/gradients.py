@@ -137,7 +137,8 @@ class _MicroBatch:
         has_aux: bool,
     ):
         self.form = LossForm(loss, structure, has_aux)
-        self.device = group_index(plan.group.axes)
+        self.axes = plan.group.axes
+        self.device = group_index(self.axes)
         uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
         self.uses = [None if use.pointless else use for use in uses]
 
@@ -155,9 +156,7 @@ class _MicroBatch:
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
-            if not any(self.uses):
-                return self.form(given, extras, batch, rng)
-            return with_divided(self.form, self.uses, given, points, extras, batch, rng)
+            return with_divided(self.form, self.uses, self.axes, given, points, extras, batch, rng)
 
         (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)

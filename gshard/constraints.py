@@ -1,0 +1,75 @@
+"""A sharding constraint on a data axis inside the loss: found, and refused in words.
+
+Inside the loss every device has its own rows and whole parameters. JAX refuses some such
+constraints while tracing and others only when lowering, each time without saying where.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from gshard.errors import GShardError
+
+_LIBRARIES = (str(Path(__file__).parent), "site-packages")
+
+
+def explain(error: ValueError) -> None:
+    """Puts JAX's refusal while tracing in gshard's words; returns for any other error.
+
+    Raises:
+      GShardError: names the spec, the line of the user's code and the mend.
+    """
+    if "with_sharding_constraint" not in str(error) or "manual" not in str(error).lower():
+        return
+    spec = re.search(r"P\(.*?\)", str(error))
+    frames = traceback.extract_tb(error.__traceback__)
+    raise _refusal(
+        spec.group() if spec else "a data axis", [(f.filename, f.lineno) for f in frames]
+    ) from error
+
+
+def refuse(jaxpr: Any, axes: Sequence[str]) -> None:
+    """Refuses constraints over `axes` in a traced loss that JAX would refuse when lowering.
+
+    Raises:
+      GShardError: as `explain`.
+    """
+    for eqn in _equations(jaxpr):
+        sharding = eqn.params.get("sharding")
+        if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
+            named = {a for part in sharding.spec for a in _names(part)}
+            if named & set(axes):
+                frames = getattr(eqn.source_info.traceback, "frames", ())
+                places = [(f.file_name, f.line_num) for f in reversed(frames)]
+                raise _refusal(f"P{tuple(sharding.spec)}", places)
+
+
+def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError:
+    own = [place for place in places if not any(name in place[0] for name in _LIBRARIES)]
+    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    return GShardError(
+        f"the loss constrains a sharding to {spec}{where}. Inside the loss every device has its "
+        "own rows and whole parameters: there is nothing to constrain over a data axis. Remove the "
+        "constraint, or name only axes that carry no data."
+    )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations, also those of inner jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    return () if part is None else part if isinstance(part, tuple) else (part,)
