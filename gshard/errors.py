@@ -6,8 +6,10 @@ Every message says what is wrong (with the value), where (path or argument) and 
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class GShardError(ValueError):
@@ -23,8 +25,12 @@ class GShardWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user's code that called the gshard function."""
-    warnings.warn(message, GShardWarning, stacklevel=3)
+    """Warns at the line of the user's code that called into gshard."""
+    package = str(Path(__file__).parent)
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, GShardWarning, stacklevel=level)
 
 
 def did_you_mean(value: object, known: Iterable[object]) -> str:

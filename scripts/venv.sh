@@ -69,6 +69,7 @@ fi
 
 if [ ! -e "$dir" ]; then
     find_python
+    size=" (some 700 MB, about a minute)"
     say "making $dir with Python $(version_of "$python") ($(command -v "$python"))"
     "$python" -m venv "$dir" || { rm -rf "$dir"; die "gshard: $python -m venv $dir failed, see above."; }
 fi
@@ -76,7 +77,7 @@ fi
 if [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
     exit 0
 fi
-say "installing gshard and its extras [$extras] into $dir (the first time: some 700 MB, about a minute)"
+say "installing gshard and its extras [$extras] into $dir${size:-}"
 "$dir/bin/python" -m pip install --disable-pip-version-check \
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
 fingerprint > "$stamp"

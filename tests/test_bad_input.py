@@ -1,0 +1,486 @@
+"""Wrong input: a `GShardError` with value, place and mend, nothing compiled, nothing lost."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+import gshard
+from tests.zoo import ZOO
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+
+MODEL, NNX_MODEL = ZOO["linen_mlp"], ZOO["nnx_mlp"]
+ROWS = 16
+
+compiled: list[str] = []  # one entry per program that XLA compiled
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: compiled.append(event) if "backend_compile" in event else None
+)
+
+
+@contextmanager
+def refused(*parts: str, error: type[Exception] = gshard.GShardError) -> Iterator[None]:
+    """The block raises `error` with all `parts` in its message, and compiles nothing."""
+    before = len(compiled)
+    with pytest.raises(error) as found:
+        yield
+    message = str(found.value)
+    for part in parts:
+        assert part in message, f"{part!r} is not in: {message}"
+    assert len(compiled) == before, f"compiled before it refused: {message}"
+
+
+def plain(tx: optax.GradientTransformation | None = None) -> Any:
+    return MODEL.state(tx or optax.adam(1e-2))
+
+
+def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
+    return MODEL.batch(0, rows, 0)
+
+
+def divided(level: str = "os_g", **options: Any) -> tuple[Any, gshard.Plan]:
+    return gshard.shard_train_state(
+        plain(), gshard.make_mesh(), level, **(MODEL.options() | options)
+    )
+
+
+def test_compilations_are_counted():
+    before = len(compiled)
+    jax.jit(lambda x: x * 3.25 + 1)(jnp.arange(19.0)).block_until_ready()
+    assert len(compiled) > before
+
+
+# shard_train_state
+
+
+def explicit_mesh() -> Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+
+# what is wrong -> (arguments that replace good ones, what the message must hold)
+ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "p_g": (lambda: {"level": "p_g"}, ("level='p_g'", "Did you mean 'p_g_os'?")),
+    "os-g": (lambda: {"level": "os-g"}, ("level='os-g'", "Did you mean 'os_g'?")),
+    "zero4": (lambda: {"level": "zero4"}, ("level='zero4'", "'os'", "'os_g'", "'p_g_os'")),
+    "4": (lambda: {"level": 4}, ("level=4", "'os'", "'os_g'", "'p_g_os'", "'zero1'")),
+    "None": (lambda: {"level": None}, ("level=None", "'os_g'")),
+    "True": (lambda: {"level": True}, ("level=True", "'os_g'")),
+    "shard axis": (
+        lambda: {"shard_axes": "fsdp"},
+        ("shard_axes", "'fsdp'", "shard=8", "make_mesh({'fsdp': 8})"),
+    ),
+    "one of two axes": (
+        lambda: {"shard_axes": ("shard", "shrad")},
+        ("shard_axes", "'shrad'", "shard=8", "Did you mean 'shard'?"),
+    ),
+    "replica axis": (lambda: {"replica_axes": "dcn"}, ("replica_axes", "'dcn'", "shard=8")),
+    "axis twice": (
+        lambda: {"shard_axes": "shard", "replica_axes": "shard"},
+        ("shard_axes", "replica_axes", "'shard'"),
+    ),
+    "explicit": (
+        lambda: {"mesh": explicit_mesh()},
+        ("Explicit", "'data'", "gshard.make_mesh", "axis_types="),
+    ),
+    "no mesh": (lambda: {"mesh": "cpu"}, ("mesh='cpu'", "gshard.make_mesh()")),
+    "no state": (lambda: {"state": {"w": 1}}, ("dict", "TrainState", "(model, optimizer)")),
+    "a lone model": (lambda: {"state": NNX_MODEL.init(0)}, ("NNXMLP", "(model, optimizer)")),
+    "init_args": (lambda: {"init_args": (1,)}, ("init_args", "init function")),
+    "segment_size": (lambda: {"segment_size": -1}, ("segment_size=-1", "0 or more")),
+    "segment_size text": (lambda: {"segment_size": "64"}, ("segment_size='64'",)),
+    "indivisible": (lambda: {"indivisible": "drop"}, ("indivisible='drop'", "'pad'", "'whole'")),
+    "rules": (lambda: {"rules": 3}, ("rules=3", "mapping")),
+    "rule's dimension": (
+        lambda: {"rules": {"Dense_0/kernel": 2}},
+        ("'Dense_0/kernel'", "2", "(7, 13)", "0 to 1"),
+    ),
+    "rule's pattern": (lambda: {"rules": {"(": 0}}, ("'('", "regular expression")),
+    "scan_axes": (
+        lambda: {"scan_axes": {"Dense_0/kernel": 5}},
+        ("scan_axes['Dense_0/kernel']=5", "(7, 13)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_shard_train_state(name):
+    make, parts = ARGUMENTS[name]
+    state = plain()
+    arguments = {"state": state, "mesh": gshard.make_mesh(), "level": "os", **MODEL.options()}
+    arguments |= make()
+    with refused(*parts):
+        gshard.shard_train_state(**arguments)
+    assert_usable(state)
+
+
+def assert_usable(state: Any) -> None:
+    """The caller's plain state trains on."""
+    grads = jax.grad(MODEL.loss)(state.params, batch())
+    state.apply_gradients(grads=grads)
+    ours, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", **MODEL.options())
+    gshard.make_train_step(MODEL.loss, plan)(ours, batch())
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (1, "os"),
+        (2, "os_g"),
+        (3, "p_g_os"),
+        ("1", "os"),
+        ("zero1", "os"),
+        ("zero2", "os_g"),
+        ("zero3", "p_g_os"),
+        ("ZeRO-3", "p_g_os"),
+        ("OS_G", "os_g"),
+    ],
+)
+def test_other_names_of_levels(given, name):
+    _, plan = divided(given)
+    assert plan.level.name == name
+    _, expected = divided(name)
+    assert jax.tree.leaves(plan.layouts) == jax.tree.leaves(expected.layouts)
+
+
+def test_a_state_that_is_divided_already():
+    state, plan = divided()
+    with refused("divided already", "plan.unwrap(state)"):
+        gshard.shard_train_state(state, gshard.make_mesh(), "os")
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+# Meshes
+
+
+def test_unused_devices_are_one_warning():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = gshard.make_mesh({"a": 3})
+        gshard.shard_train_state(plain(), mesh, "os", segment_size=8)
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert issubclass(caught[0].category, gshard.GShardWarning)
+    for part in ("3 of 8", "5", "devices=jax.devices()[:3]"):
+        assert part in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert mesh.size == 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gshard.make_mesh(),
+        lambda: gshard.make_mesh(replica=2),
+        lambda: gshard.make_mesh({"a": 2, "b": 4}),
+        lambda: gshard.make_mesh(devices=jax.devices()[:3]),
+        lambda: gshard.make_mesh({"a": 3}, devices=jax.devices()[:3]),
+        lambda: gshard.make_mesh(replica=2, devices=jax.devices()[:6]),
+    ],
+)
+def test_no_warning_when_all_or_the_named_devices_are_used(make):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mesh = make()
+    assert all(t == AxisType.Auto for t in mesh.axis_types)
+
+
+MESHES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "too large": (lambda: gshard.make_mesh({"a": 16}), ("16", "8", "virtual_devices(16)")),
+    "replica": (lambda: gshard.make_mesh(replica=3), ("replica=3", "8")),
+    "no replica": (lambda: gshard.make_mesh(replica=0), ("replica=0", "1 or more")),
+    "size": (lambda: gshard.make_mesh({"a": 0}), ("shape['a']=0", "1 or more")),
+    "named replica": (lambda: gshard.make_mesh({"replica": 2, "a": 4}), ("replica=2",)),
+    "too many given": (
+        lambda: gshard.make_mesh({"a": 2}, devices=jax.devices()[:3]),
+        ("devices=", "3", "2", "jax.devices()[:2]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_meshes_that_cannot_be(name):
+    make, parts = MESHES[name]
+    with refused(*parts):
+        make()
+
+
+def test_more_virtual_devices_than_jax_started_with():
+    jax.devices()
+    with refused("virtual_devices(16)", "8", "xla_force_host_platform_device_count=16"):
+        gshard.virtual_devices(16)
+    gshard.virtual_devices(8)
+    assert len(jax.devices()) == 8
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batches", "parts"),
+    [
+        (13, 1, ("'x'", "13 rows", "8 devices", "8 or 16")),
+        (24, 2, ("'x'", "24 rows", "8 devices", "2 micro-batches", "16 or 32")),
+        (4, 1, ("'x'", "4 rows", "8 devices", "8")),
+        (0, 1, ("'x'", "0 rows", "8 devices", "8")),
+    ],
+)
+def test_rows_that_do_not_divide(rows, micro_batches, parts):
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan, micro_batches=micro_batches)
+    with refused(*parts):
+        step(state, batch(rows))
+    step(state, batch(32))
+
+
+def test_rows_that_do_not_divide_in_the_users_loop():
+    state, plan = divided()
+    train_step = jax.jit(gshard.value_and_grad(MODEL.loss, plan, micro_batches=2))
+    with refused("'x'", "24 rows", "8 devices", "2 micro-batches"):
+        train_step(state.params, batch(24))
+    train_step(state.params, batch(32))
+
+
+def test_rows_that_do_not_divide_in_evaluation():
+    state, plan = divided()
+    evaluate = gshard.make_eval_step(MODEL.loss, plan)
+    with refused("'x'", "13 rows", "8 devices"):
+        evaluate(state, batch(13))
+    evaluate(state, batch())
+
+
+def test_arrays_of_a_batch_that_disagree():
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("'x'", "16 rows", "'y'", "8"):
+        step(state, {"x": batch(16)["x"], "y": batch(8)["y"]})
+    with refused("no array"):
+        step(state, {})
+    step(state, batch())
+
+
+@pytest.mark.parametrize("micro_batches", [0, -1, 1.5, "2", True])
+def test_micro_batches_that_cannot_be(micro_batches):
+    _, plan = divided()
+    with refused(f"micro_batches={micro_batches!r}", "1 or more"):
+        gshard.make_train_step(MODEL.loss, plan, micro_batches=micro_batches)
+    with refused(f"micro_batches={micro_batches!r}", "1 or more"):
+        gshard.value_and_grad(MODEL.loss, plan, micro_batches=micro_batches)
+
+
+# States
+
+
+def renamed(state: Any) -> Any:
+    params = dict(state.params)
+    params["Dense_9"] = params.pop("Dense_1")
+    return state.replace(params=params)
+
+
+def test_a_state_of_another_structure():
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("missing", "Dense_1/kernel", "added", "Dense_9/kernel"):
+        step(renamed(state), batch())
+    state, _ = step(state, batch())  # neither the refusal nor the good call hides the next
+    with refused("missing", "Dense_1/kernel", "added", "Dense_9/kernel"):
+        step(renamed(state), batch())
+    step(state, batch())
+
+
+def test_a_state_with_another_optimizer():
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    other, _ = gshard.shard_train_state(
+        plain(optax.sgd(0.1)), gshard.make_mesh(), "os_g", **MODEL.options()
+    )
+    with refused("missing", "mu", "Dense_0/kernel"):
+        step(other, batch())
+    step(state, batch())
+
+
+def test_a_state_that_was_not_divided():
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("gshard.shard_train_state"):
+        step(plain(), batch())
+    step(state, batch())
+
+
+def test_a_state_of_other_shapes():
+    """The same names, another width."""
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    wider = jax.tree.map(lambda x: jnp.concatenate([x, x], -1) if jnp.ndim(x) else x, state)
+    with refused("LayerNorm_0/scale", "(48,)", "(24,)"):
+        step(wider, batch())
+    step(state, batch())
+
+
+def test_a_state_of_another_level():
+    """The same leaves, lying otherwise: the step would move them silently, every time."""
+    state, plan = divided("os")
+    step = gshard.make_train_step(MODEL.loss, plan)
+    other, _ = divided("p_g_os")
+    with refused("Dense_0/kernel"):
+        step(other, batch())
+    step(state, batch())
+
+
+def test_an_nnx_state_of_another_structure():
+    mesh = gshard.make_mesh()
+    pair, plan = gshard.shard_train_state(
+        NNX_MODEL.state(optax.adam(1e-2)), mesh, "os", **NNX_MODEL.options()
+    )
+    other, _ = gshard.shard_train_state(
+        ZOO["nnx_conv"].state(optax.adam(1e-2)), mesh, "os", **NNX_MODEL.options()
+    )
+    step = gshard.make_train_step(NNX_MODEL.loss, plan)
+    with refused("missing", "temperature"):
+        step(*other, batch())
+    with refused("model", "optimizer", "batch"):
+        step(pair, batch())
+    step(*pair, batch())
+
+
+def test_a_state_used_after_donation():
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    new, _ = step(state, batch())
+    with refused("earlier step", "state, metrics = step(state, batch)", "donate=False"):
+        step(state, batch())
+    with refused(error=RuntimeError):
+        step(state, batch())
+    new, _ = step(new, batch())
+    half = new.replace(opt_state=state.opt_state)
+    with refused("earlier step", error=gshard.DonatedStateError):
+        step(half, batch())
+    step(new, batch())
+
+
+def test_params_used_after_donation_in_evaluation():
+    state, plan = divided()
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+    evaluate = gshard.make_eval_step(MODEL.loss, plan)
+    with refused("earlier step", error=gshard.DonatedStateError):
+        evaluate(state, batch())
+    with refused("earlier step", error=gshard.DonatedStateError):
+        gshard.full_params(state)
+
+
+def test_gradients_of_another_tree():
+    state, _ = divided()
+    grads = jax.tree.map(jnp.zeros_like, renamed(state).params)
+    with refused("gradients", "missing", "Dense_1/kernel", "added", "Dense_9/kernel"):
+        state.apply_gradients(grads=grads)
+    state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params))
+
+
+def test_full_params_of_a_plain_state():
+    with refused("full_params", "gshard.shard_train_state"):
+        gshard.full_params(plain())
+
+
+# Losses
+
+
+def constrained(spec: Any) -> Callable[[Any, Any], jax.Array]:
+    def loss(params, rows):
+        x = jax.lax.with_sharding_constraint(jnp.asarray(rows["x"]), spec)
+        return MODEL.loss(params, {"x": x, "y": rows["y"]})
+
+    return loss
+
+
+CONSTRAINTS = {
+    "spec": lambda mesh: jax.P("shard"),
+    "named": lambda mesh: NamedSharding(mesh, jax.P("shard")),
+    "second dimension": lambda mesh: jax.P(None, ("shard",)),
+}
+HERE = __file__.rsplit("/", 1)[-1]
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_sharding_constraint_on_a_data_axis(name, level):
+    state, plan = divided(level)
+    loss = constrained(CONSTRAINTS[name](plan.mesh))
+    parts = ("constrain", "'shard'", HERE, "Remove")
+    with refused(*parts):
+        gshard.make_train_step(loss, plan)(state, batch())
+    with refused(*parts):
+        jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    with refused(*parts):
+        gshard.make_eval_step(loss, plan)(state, batch())
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+def test_a_sharding_constraint_on_a_data_axis_inside_an_nnx_model():
+    class Constrained(nnx.Module):
+        def __init__(self, rngs):
+            self.layer = nnx.Linear(7, 11, rngs=rngs)
+
+        def __call__(self, x):
+            return jax.lax.with_sharding_constraint(self.layer(x), jax.P("shard"))
+
+    model = Constrained(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    pair, plan = gshard.shard_train_state(
+        (model, optimizer), gshard.make_mesh(), "p_g_os", segment_size=8
+    )
+    step = gshard.make_train_step(lambda model, batch: model(batch["x"]).mean(), plan)
+    with refused("constrain", "'shard'", HERE, "Remove"):
+        step(*pair, batch())
+
+
+def test_a_constraint_that_names_no_axis_is_fine():
+    state, plan = divided("p_g_os")
+    gshard.make_train_step(constrained(jax.P()), plan)(state, batch())
+
+
+LOSSES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
+    "per row": (lambda params, rows: rows["x"][:, 0], ("scalar", "(2,)", "gshard.Weighted")),
+    "integer": (lambda params, rows: rows["y"].sum(), ("floating", "int32")),
+    "tuple": (lambda params, rows: (rows["x"].sum(), {}), ("tuple", "has_aux=True")),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_cannot_be(name):
+    loss, parts = LOSSES[name]
+    state, plan = divided()
+    with refused(*parts):
+        gshard.make_train_step(loss, plan)(state, batch())
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+def test_a_loss_without_the_promised_aux():
+    state, plan = divided()
+    with refused("has_aux=True", "(loss, aux)"):
+        gshard.make_train_step(MODEL.loss, plan, has_aux=True)(state, batch())
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+@pytest.mark.parametrize(
+    ("option", "parts"),
+    [
+        ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'")),
+        ({"buffer_max_size": -1}, ("buffer_max_size=-1", "0 or more")),
+        ({"buffer_max_size": 0.5}, ("buffer_max_size=0.5",)),
+    ],
+)
+def test_options_of_a_step(option, parts):
+    _, plan = divided()
+    with refused(*parts):
+        gshard.make_train_step(MODEL.loss, plan, **option)
+    with refused(*parts):
+        gshard.value_and_grad(MODEL.loss, plan, **option)
