@@ -138,7 +138,9 @@ def write_picture(path: Path, reference: Run, runs: list[Run], console: Console)
     try:
         import matplotlib
     except ImportError:
-        console.print("no picture: matplotlib is missing (pip install 'gshard[plot]')", markup=False)
+        console.print(
+            "no picture: matplotlib is missing (pip install 'gshard[plot]')", markup=False
+        )
         return
     matplotlib.use("agg")  # a file, never a window
     from matplotlib import pyplot as plt

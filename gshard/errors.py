@@ -11,6 +11,10 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+import jax
+
+_LIBRARIES = tuple(str(Path(f).parent) for f in (__file__, jax.__file__))
+
 
 class GShardError(ValueError):
     """Input that a user can mend."""
@@ -25,10 +29,9 @@ class GShardWarning(UserWarning):
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user's code that called into gshard."""
-    package = str(Path(__file__).parent)
+    """Warns at the line of the user's code that called into gshard, through JAX or not."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(package):
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, GShardWarning, stacklevel=level)
 

@@ -22,6 +22,7 @@ from jax.extend import core
 
 from gshard.collectives import gather, scatter
 from gshard.constraints import refuse
+from gshard.errors import some, warn
 from gshard.layout import Layout
 
 _JITS = ("jit", "pjit")
@@ -186,6 +187,7 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
     )
     fixed = len(values) - carried - scanned
     before = [_make_whole(v) for v in values[: fixed + carried]]
+    _warn_of_divided_stacks(values[fixed + carried :])
     layers = [
         v if not isinstance(v, _Divided) or v.use.scannable else v.whole()
         for v in values[fixed + carried :]
@@ -207,6 +209,16 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
         unroll=eqn.params["unroll"],
     )
     return [*carry, *stacked]
+
+
+def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
+    paths = [v.use.reduced.path for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    if paths:
+        warn(
+            f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is made "
+            "whole before the scan, and not a layer at a time. Name it: "
+            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all of them."
+        )
 
 
 def _keep_all_but_layers(layers: Sequence[Any]) -> Callable[..., bool]:

@@ -261,7 +261,7 @@ def test_rows_that_do_not_divide_in_evaluation():
 def test_arrays_of_a_batch_that_disagree():
     state, plan = divided()
     step = gshard.make_train_step(MODEL.loss, plan)
-    with refused("'x'", "16 rows", "'y'", "8"):
+    with refused("'x'", "has 16", "'y'", "has 8"):
         step(state, {"x": batch(16)["x"], "y": batch(8)["y"]})
     with refused("no array"):
         step(state, {})
@@ -321,7 +321,7 @@ def test_a_state_of_other_shapes():
     state, plan = divided()
     step = gshard.make_train_step(MODEL.loss, plan)
     wider = jax.tree.map(lambda x: jnp.concatenate([x, x], -1) if jnp.ndim(x) else x, state)
-    with refused("LayerNorm_0/scale", "(48,)", "(24,)"):
+    with refused("Dense_0/bias", "26", "13"):
         step(wider, batch())
     step(state, batch())
 

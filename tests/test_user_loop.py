@@ -86,8 +86,16 @@ def run_step(name: str, level: str, micro_batches: int) -> tuple[list[Any], dict
     return losses, reference.flat(gshard.full_params(state))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["linen_mlp", "linen_gpt_scan"])
+def cases(small: str, large: str) -> list[Any]:
+    """The small model at every level, the large one where it differs most; the rest is slow."""
+    return [
+        *((small, level) for level in LEVELS),
+        *(pytest.param(large, level, marks=pytest.mark.slow) for level in LEVELS[:-1]),
+        (large, LEVELS[-1]),
+    ]
+
+
+@pytest.mark.parametrize(("name", "level"), cases("linen_mlp", "linen_gpt_scan"))
 def test_linen_loop(name, level):
     model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
     state, plan = gshard.shard_train_state(
@@ -111,8 +119,7 @@ def test_linen_loop(name, level):
     check_against_step(name, level, micro_batches, losses, state)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["nnx_mlp", "nnx_gpt_scan"])
+@pytest.mark.parametrize(("name", "level"), cases("nnx_mlp", "nnx_gpt_scan"))
 def test_nnx_loop(name, level):
     model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
     state, plan = gshard.shard_train_state(
