@@ -215,9 +215,9 @@ def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
     paths = [v.use.reduced.path for v in values if isinstance(v, _Divided) and not v.use.scannable]
     if paths:
         warn(
-            f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is made "
-            "whole before the scan, and not a layer at a time. Name it: "
-            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all of them."
+            f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is "
+            "made whole before the scan, and not a layer at a time. Name that dimension: "
+            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
 
 

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import gshard
+from gshard.shard import lower_init
 
 D, LAYERS, ROWS = 32, 8, 64
 
@@ -184,8 +185,7 @@ def test_p_g_os_scanned_holds_no_stack():
 
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
 def test_init_never_holds_the_whole_state(level):
-    """The state is eight times one device's share; its compiled init needs hardly more than that."""
-    from gshard.shard import lower_init
+    """The state is eight times one device's share; its init needs hardly more than the share."""
 
     net = Net(True, False)
 
