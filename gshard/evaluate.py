@@ -12,6 +12,7 @@ from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
+from gshard.fit import Fit
 from gshard.loss import Weighted
 from gshard.plan import Plan
 from gshard.state import Parts
@@ -65,9 +66,12 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         return jax.tree.unflatten(tree, [next(scalars if x else arrays) for x in is_scalar])
 
     jitted = jax.jit(run)
+    check = Fit(plan.abstract_parts().params, "the parameters are")
 
     def eval_step(state: Any, batch: Any) -> Any:
-        return jitted(plan.kind.split_inference(state), shard_batch(batch, plan))
+        parts = plan.kind.split_inference(state)
+        check(parts.params)
+        return jitted(parts, shard_batch(batch, plan))
 
     return eval_step
 

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from gshard import constraints
 from gshard.collectives import gather, scatter
-from gshard.constraints import refuse
 from gshard.errors import some, warn
 from gshard.layout import Layout
 
@@ -125,8 +125,12 @@ def with_divided(
         jax.ShapeDtypeStruct(leaf.shape if use is None else use.stored.shape, leaf.dtype)
         for use, leaf in zip(uses, leaves, strict=True)
     ]
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
-    refuse(closed.jaxpr, axes)
+    try:
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
+    except ValueError as error:
+        constraints.explain(error)
+        raise
+    constraints.refuse(closed.jaxpr, axes)
     out = _evaluate(closed.jaxpr, closed.consts, [*values, *jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 

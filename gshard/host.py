@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard.errors import GShardError
+from gshard.fit import refuse_donated
 from gshard.layout import Layout
 from gshard.state import kind_of
 
@@ -42,6 +43,7 @@ def full_params(state: Any) -> Any:
 def to_host(tree: Any, layouts: Any) -> Any:
     """A tree of stored global arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
     leaves, structure = jax.tree.flatten(tree)
+    refuse_donated(leaves)
     places = jax.tree.leaves(layouts)
     whole = [_leaf_to_host(x, place) for x, place in zip(leaves, places, strict=True)]
     return jax.tree.unflatten(structure, whole)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard import constraints
 from gshard.errors import GShardError, some
 from gshard.state import PureLoss
 from gshard.tree import flatten
@@ -39,11 +38,7 @@ class LossForm:
     def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
         """Takes whole parameter leaves; the loss comes back as float32."""
         params = jax.tree.unflatten(self.structure, leaves)
-        try:
-            out, updates = self.loss(params, extras, batch, rng)
-        except ValueError as error:
-            constraints.explain(error)
-            raise
+        out, updates = self.loss(params, extras, batch, rng)
         aux = None
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):

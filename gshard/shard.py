@@ -18,7 +18,7 @@ from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation, GShardState
 from gshard.plan import Plan, ScanAxes, make_plan
 from gshard.rules import as_rules, by_shape, first_of
-from gshard.state import Parts, abstract, abstract_like, as_state, is_state, kind_of
+from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.tree import flatten, same_leaves
 
 
@@ -66,7 +66,7 @@ def shard_train_state(
     level = parse_level(level)
     group = data_group(mesh, shard_axes, replica_axes)
     rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
-    made_by = state if callable(state) and not is_state(state) else None
+    made_by = state if is_init(state) else None
     if made_by is None and init_args:
         raise GShardError("init_args= goes with an init function; state is not a function.")
     given = abstract(made_by, *init_args) if made_by else as_state(state)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 from flax.training.train_state import TrainState
@@ -269,9 +270,9 @@ def as_state(state: Any) -> Any:
     return state
 
 
-def is_state(state: Any) -> bool:
-    """Whether this is a train state, and not a function that makes one."""
-    return isinstance(state, (TrainState, tuple))
+def is_init(state: Any) -> bool:
+    """Whether this is a function that makes a train state: models can be called too."""
+    return callable(state) and not isinstance(state, (TrainState, tuple, nn.Module, nnx.Module))
 
 
 def is_nnx_pair(state: Any) -> bool:

@@ -11,13 +11,13 @@ import optax
 
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import BUFFER_MAX_SIZE
-from gshard.errors import DonatedStateError, GShardError
+from gshard.errors import GShardError
+from gshard.fit import Fit
 from gshard.gradients import Options, gradients
 from gshard.optimizer import update_and_publish
 from gshard.plan import Plan
-from gshard.promise import Promise, promise
+from gshard.promise import Promise, accumulation, promise
 from gshard.state import Parts
-from gshard.tree import flatten, same_leaves
 
 
 def make_train_step(
@@ -59,7 +59,7 @@ def make_train_step(
     """
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
-    promise(plan, micro_batches=micro_batches, accumulate=accumulate)  # refuses bad options now
+    accumulation(plan, micro_batches, accumulate)  # refuses bad options now
     return TrainStep(loss_fn, plan, names, rng, options, donate)
 
 
@@ -77,9 +77,9 @@ class TrainStep:
     ):
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
-        self._known: Any = None  # the tree structure that was last found to fit
-        self._abstract = plan.abstract_parts()
-        shardings = jax.tree.map(lambda x: x.sharding, self._abstract)
+        wanted = plan.abstract_parts()
+        self._check = Fit(wanted, "the state is")
+        shardings = jax.tree.map(lambda x: x.sharding, wanted)
         self.jitted = jax.jit(
             self._run,
             donate_argnums=(0,) if donate else (),
@@ -144,18 +144,5 @@ class TrainStep:
             )
         state = state[0] if len(state) == 1 else tuple(state)
         parts = self.plan.kind.split(state)
-        self._check_state(parts)
+        self._check(parts)
         return state, parts, batch
-
-    def _check_state(self, parts: Parts) -> None:
-        leaves, structure = jax.tree.flatten(parts)
-        if self._known is None or structure != self._known:
-            same_leaves(parts, flatten(self._abstract)[0], "the state is")
-            self._known = structure
-        first = leaves[0]
-        if isinstance(first, jax.Array) and first.is_deleted():
-            raise DonatedStateError(
-                "this train state was given to an earlier step, which reused its memory. Go on "
-                "with what that step returned (state, metrics = step(state, batch)), or make the "
-                "step with donate=False."
-            )

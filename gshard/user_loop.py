@@ -8,6 +8,7 @@ from typing import Any
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.gradients import Options, gradients
 from gshard.plan import Plan
+from gshard.promise import accumulation
 
 
 def value_and_grad(
@@ -40,6 +41,7 @@ def value_and_grad(
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it.
     """
+    accumulation(plan, micro_batches, accumulate)  # refuses bad options now
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
     names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
 

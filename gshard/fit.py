@@ -1,0 +1,88 @@
+"""Whether the arrays of a state are those that the plan lays out: alive, of its shapes and places.
+
+Checked at every call, before anything is compiled: an array that lies otherwise would be moved
+silently, every time, or fail deep inside a compiled program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax import core
+
+from gshard.errors import DonatedStateError, GShardError, some
+from gshard.tree import flatten, same_leaves
+
+
+class Fit:
+    """Checks trees against what they should be.
+
+    Args:
+      wanted: a tree of `ShapeDtypeStruct` with shardings.
+      what: how a message begins, such as `the state is`.
+    """
+
+    def __init__(self, wanted: Any, what: str):
+        self._paths, self._leaves, _ = flatten(wanted)
+        self._what = what
+        self._structure: Any = None  # the one that was last found to fit
+
+    def __call__(self, tree: Any) -> None:
+        """Raises a `GShardError` that names the leaves that do not fit."""
+        leaves, structure = jax.tree.flatten(tree)
+        if self._structure is None or structure != self._structure:
+            same_leaves(tree, self._paths, self._what)
+            self._structure = structure
+        refuse_donated(leaves)
+        wrong = [
+            f"{path} {fault}"
+            for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
+            if (fault := _fault(x, wanted))
+        ]
+        if wrong:
+            raise GShardError(
+                f"{self._what} not as the plan lays it out: {some(wrong, most=3)}. Pass what "
+                "gshard.shard_train_state or a step of this plan returned; plan.abstract_state() "
+                "says where each array lies."
+            )
+
+
+def refuse_donated(leaves: list[Any]) -> None:
+    """Raises a `DonatedStateError` when an array's memory is gone."""
+    if any(_is_array(x) and x.is_deleted() for x in leaves):
+        raise DonatedStateError(
+            "this train state, or a part of it, was given to an earlier step, which reused its "
+            "memory. Go on with what that step returned (state, metrics = step(state, batch)), or "
+            "make the step with donate=False."
+        )
+
+
+def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
+    """What is wrong with one leaf, or nothing; host values that are to be whole JAX places."""
+    if not hasattr(x, "dtype"):  # a Python number: the step count of a fresh TrainState
+        return "" if wanted.shape == () else f"is a {type(x).__name__}"
+    if x.shape != wanted.shape or x.dtype != wanted.dtype:
+        return f"is {_form(x)}, stored as {_form(wanted)}"
+    if not _is_array(x):
+        return ""
+    place: Any = wanted.sharding
+    if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
+        return ""
+    if place.is_fully_replicated and not x.committed:
+        return ""
+    return f"lies over {_place(x.sharding)}, not over {_place(place)}"
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, core.Tracer)
+
+
+def _form(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
+
+
+def _place(sharding: Any) -> str:
+    spec = getattr(sharding, "spec", None)
+    devices = sharding.num_devices
+    return f"{devices} device{'s' if devices > 1 else ''} as {spec or sharding}"
