@@ -1,0 +1,90 @@
+"""The only folder that knows Flax: every kind of train state as `Parts`, and back.
+
+A *kind* (`Linen` or `Nnx`) splits a state into parts, merges parts into a state, and turns the
+user's loss into one pure function of whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from gshard.errors import GShardError
+from gshard.state.linen_state import Linen
+from gshard.state.nnx_pair import Nnx
+from gshard.state.parts import SCAN_NAMES as SCAN_NAMES
+from gshard.state.parts import Parts as Parts
+from gshard.state.parts import PureLoss as PureLoss
+
+Kind = Linen | Nnx
+
+
+def kind_of(state: Any) -> Kind:
+    """The kind of a train state.
+
+    Raises:
+      GShardError: when it is none that gshard knows.
+    """
+    if isinstance(state, TrainState):
+        return Linen()
+    if is_nnx_pair(state):
+        return Nnx(state[1].wrt)
+    raise GShardError(
+        f"state is a {type(state).__name__}. Pass a flax TrainState, an NNX (model, optimizer) "
+        "pair, (params, optax transformation), or a function that makes one of these."
+    )
+
+
+def as_state(state: Any) -> Any:
+    """`(params, tx)` as a `TrainState` without `apply_fn`; other states as they are."""
+    if (
+        isinstance(state, tuple)
+        and len(state) == 2
+        and isinstance(state[1], optax.GradientTransformation)
+    ):
+        return TrainState.create(apply_fn=None, params=state[0], tx=state[1])
+    return state
+
+
+def is_init(state: Any) -> bool:
+    """Whether this is a function that makes a train state: models can be called too."""
+    return callable(state) and not isinstance(state, (TrainState, tuple, nn.Module, nnx.Module))
+
+
+def is_nnx_pair(state: Any) -> bool:
+    """Whether this is an NNX `(model, optimizer)`."""
+    return (
+        isinstance(state, tuple)
+        and len(state) == 2
+        and isinstance(state[0], nnx.Module)
+        and isinstance(state[1], nnx.Optimizer)
+    )
+
+
+def abstract(init: Callable[..., Any], *args: Any) -> Any:
+    """The state that `init(*args)` would make, its arrays abstract."""
+    return nnx.eval_shape(lambda: as_state(init(*args)))
+
+
+def abstract_like(state: Any) -> Any:
+    """The same state with abstract arrays."""
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+    def of_variable(x: Any) -> Any:  # NNX takes an abstract array outside a Variable for static
+        return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x
+
+    if not is_nnx_pair(state):
+        return jax.tree.map(shape, state)
+    graph, arrays = nnx.split(state)
+    return nnx.merge(
+        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    )

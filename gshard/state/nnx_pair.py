@@ -1,0 +1,150 @@
+"""NNX `(model, optimizer)` pairs as `Parts`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import optax
+from flax import nnx
+
+from gshard.errors import GShardError, some, warn
+from gshard.state.parts import Parts, PureLoss
+from gshard.tree import flatten
+
+
+@dataclass(frozen=True)
+class _NnxStatic:
+    """What turns the extras of an NNX model, which are kept by path, into its state again."""
+
+    graph: Any
+    structure: Any
+    paths: tuple[str, ...]
+
+    def rest(self, extras: Mapping[str, Any]) -> Any:
+        return jax.tree.unflatten(self.structure, [extras[path] for path in self.paths])
+
+
+@dataclass(frozen=True)
+class Nnx:
+    """An NNX `(model, optimizer)` pair; `wrt` is the optimizer's filter for what it trains."""
+
+    wrt: Any
+    arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
+
+    def split(self, state: Any) -> Parts:
+        """The parts of a pair."""
+        model, optimizer = state
+        parts = self.split_model(model)
+        return dataclasses.replace(
+            parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step.get_value()
+        )
+
+    def split_model(self, model: nnx.Module) -> Parts:
+        """The model alone, without an optimizer."""
+        graph, params, rest = nnx.split(model, self.wrt, ...)
+        paths, leaves, structure = flatten(rest)
+        extras = dict(zip(paths, leaves, strict=True))
+        static = _NnxStatic(graph, structure, tuple(paths))
+        return Parts(nnx.as_pure(params), None, None, extras, static)
+
+    def split_target(self, model: nnx.Module, collections: dict[str, Any]) -> Parts:
+        """Parts for a loss alone."""
+        if collections:
+            raise GShardError(
+                f"{some(collections)}: an NNX model keeps its own state. Call it with (model, "
+                "batch)."
+            )
+        if not isinstance(model, nnx.Module):
+            raise GShardError(
+                f"the plan was made for an NNX model; got a {type(model).__name__}. Call it with "
+                "(model, batch)."
+            )
+        return self.split_model(model)
+
+    def split_inference(self, model: nnx.Module | tuple[Any, Any]) -> Parts:
+        """Parts for evaluation: no optimizer."""
+        return self.split_model(model[0] if isinstance(model, tuple) else model)
+
+    def merge(self, parts: Parts, like: Any, tx: optax.GradientTransformation) -> Any:
+        """A new model and optimizer like the given pair, with the arrays of `parts` and `tx`."""
+        model, optimizer = like
+        graph, params, _ = nnx.split(model, self.wrt, ...)
+        params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(parts.params))
+        model = nnx.merge(graph, params, parts.static.rest(parts.extras), copy=True)
+        optimizer = nnx.clone(optimizer)
+        optimizer.tx = tx
+        optimizer.step = nnx.OptState(parts.step)
+        optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
+        return model, optimizer
+
+    def update(self, state: Any, parts: Parts) -> None:
+        """Writes the arrays of `parts` into the user's model and optimizer, in place."""
+        model, optimizer = state
+        nnx.update(model, parts.params)
+        nnx.update(model, parts.static.rest(parts.extras))
+        nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
+        optimizer.step.set_value(parts.step)
+
+    def absorb(self, model: nnx.Module, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
+        """Writes what the loss changed into the model."""
+        nnx.update(model, parts.static.rest({**parts.extras, **updates}))
+        return {}
+
+    def params_like(self, params: Any, template: Any) -> Any:
+        """Whole parameters as an `nnx.State` of Variables."""
+        return self.gradients(params, template[0])
+
+    def tx(self, state: Any) -> optax.GradientTransformation:
+        """The optimizer of a state."""
+        return state[1].tx
+
+    def scan_names(self, state: Any) -> list[tuple[str | None, ...] | None]:
+        """Per parameter leaf the names that Flax's metadata gives its dimensions, if any."""
+        variables = jax.tree.leaves(
+            nnx.state(state[0], self.wrt), is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        data = [variable.get_metadata() for variable in variables]
+        return [d.get("out_sharding") or d.get("sharding_names") for d in data]
+
+    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
+        """`loss_fn(model, batch)` as a pure function; what it changes in the model comes back."""
+        if mutable:
+            raise GShardError(
+                f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."
+            )
+
+        def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
+            del rng
+            model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
+            out = loss_fn(model, batch)
+            _, params_after, rest = nnx.split(model, self.wrt, ...)
+            _warn_of_overwritten(params, params_after)
+            after = dict(zip(*flatten(rest)[:2], strict=True))
+            if set(after) != set(extras):
+                raise GShardError(
+                    "the loss adds or removes Variables of the model: "
+                    f"{some(set(after) ^ set(extras))}. Make them before shard_train_state."
+                )
+            return out, {path: x for path, x in after.items() if x is not extras[path]}
+
+        return pure
+
+    def gradients(self, grads: Any, model: nnx.Module) -> Any:
+        """Gradients as the `nnx.State` of Variables that `optimizer.update` takes."""
+        structure = jax.tree.structure(nnx.state(model, self.wrt))
+        return jax.tree.unflatten(structure, jax.tree.leaves(grads))
+
+
+def _warn_of_overwritten(before: Any, after: Any) -> None:
+    """Parameters change by their gradient alone; what a loss writes into one is not kept."""
+    paths, old, _ = flatten(before)
+    written = [p for p, x, y in zip(paths, old, jax.tree.leaves(after), strict=True) if x is not y]
+    if written:
+        warn(
+            f"the loss writes into the parameters {some(written)}; what it writes is used for this "
+            "loss and not kept."
+        )
