@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import NamedSharding
 
+from gshard.equations import all_equations
 from gshard.errors import GShardError
 
 _LIBRARIES = (str(Path(__file__).parent), "site-packages")
@@ -40,7 +41,7 @@ def refuse(jaxpr: Any, axes: Sequence[str]) -> None:
     Raises:
       GShardError: as `explain`.
     """
-    for eqn in _equations(jaxpr):
+    for eqn in all_equations(jaxpr):
         sharding = eqn.params.get("sharding")
         if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
             named = {a for part in sharding.spec for a in _names(part)}
@@ -58,17 +59,6 @@ def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError
         "own rows and whole parameters: there is nothing to constrain over a data axis. Remove the "
         "constraint, or name only axes that carry no data."
     )
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, also those of inner jaxprs."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
 
 
 def _names(part: Any) -> tuple[str, ...]:

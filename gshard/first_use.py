@@ -22,6 +22,7 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.collectives import gather, scatter
+from gshard.equations import body_of, scan_sizes
 from gshard.errors import some, warn
 from gshard.layout import Layout
 
@@ -156,7 +157,7 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     if name == "convert_element_type":
         return [values[0].cast(eqn.params["new_dtype"])]
     if name in _JITS:
-        return _evaluate(*_body(eqn), values)
+        return _evaluate(*body_of(eqn), values)
     if name in _CHECKPOINTS:
         return _evaluate_checkpoint(eqn, values)
     if name == "scan":
@@ -166,7 +167,7 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
     """Rebuilt, so that the gather is inside and happens again in the backward pass."""
-    body, consts = _body(eqn)
+    body, consts = body_of(eqn)
     flat, restore = _open(values)
     again = jax.checkpoint(
         lambda *flat: _evaluate(body, consts, restore(flat)),
@@ -177,19 +178,9 @@ def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before.
-
-    Which inputs are scanned is read off the shapes, since the primitive names its parameters
-    differently by JAX version: a scanned input has one dimension more outside than inside.
-    """
-    body, consts = _body(eqn)
-    pairs = list(zip(eqn.invars, body.invars, strict=True))
-    scanned = sum(len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in pairs)
-    carried = sum(
-        len(outer.aval.shape) == len(inner.aval.shape)
-        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
-    )
-    fixed = len(values) - carried - scanned
+    """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before."""
+    body, consts = body_of(eqn)
+    fixed, carried, _ = scan_sizes(eqn)
     before = [_make_whole(v) for v in values[: fixed + carried]]
     _warn_of_divided_stacks(values[fixed + carried :])
     layers = [
@@ -246,7 +237,7 @@ def _has_checkpoint(jaxpr: Any) -> bool:
     """Whether the user rematerialises in this scope; then what is kept is the user's choice."""
     return any(
         eqn.primitive.name in _CHECKPOINTS
-        or (eqn.primitive.name in _JITS and _has_checkpoint(_body(eqn)[0]))
+        or (eqn.primitive.name in _JITS and _has_checkpoint(body_of(eqn)[0]))
         for eqn in jaxpr.eqns
     )
 
@@ -272,11 +263,6 @@ def _open(
 
 def _make_whole(value: Any) -> Any:
     return value.whole() if isinstance(value, _Divided) else value
-
-
-def _body(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    body = eqn.params["jaxpr"]
-    return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
 def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from gshard.errors import GShardError, some, warn
+from gshard.passthrough import sources
 from gshard.state.parts import Parts, PureLoss
 from gshard.tree import flatten
 
@@ -119,10 +120,15 @@ class Nnx:
 
         def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
             del rng
-            model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
-            out = loss_fn(model, batch)
-            _, params_after, rest = nnx.split(model, self.wrt, ...)
-            _warn_of_overwritten(params, params_after)
+
+            def run(params: Any) -> tuple[Any, Any, Any]:
+                model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
+                out = loss_fn(model, batch)
+                _, params, rest = nnx.split(model, self.wrt, ...)
+                return out, params, rest
+
+            out, params_after, rest = run(params)
+            _warn_of_overwritten(params, params_after, lambda params: run(params)[1])
             after = dict(zip(*flatten(rest)[:2], strict=True))
             if set(after) != set(extras):
                 raise GShardError(
@@ -139,10 +145,17 @@ class Nnx:
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
 
-def _warn_of_overwritten(before: Any, after: Any) -> None:
-    """Parameters change by their gradient alone; what a loss writes into one is not kept."""
+def _warn_of_overwritten(before: Any, after: Any, run: Callable[[Any], Any]) -> None:
+    """Parameters change by their gradient alone; what a loss writes into one is not kept.
+
+    NNX transforms (`nnx.remat`, `nnx.scan`) write every parameter back as it was: only a trace of
+    `run`, from parameters to parameters, can tell.
+    """
     paths, old, _ = flatten(before)
-    written = [p for p, x, y in zip(paths, old, jax.tree.leaves(after), strict=True) if x is not y]
+    if all(x is y for x, y in zip(old, jax.tree.leaves(after), strict=True)):
+        return
+    closed = jax.make_jaxpr(run)(before)
+    written = [path for i, path in enumerate(paths) if sources(closed.jaxpr)[i] != i]
     if written:
         warn(
             f"the loss writes into the parameters {some(written)}; what it writes is used for this "

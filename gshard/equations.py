@@ -1,0 +1,38 @@
+"""Reading traced functions (jaxprs), whose parameters differ between JAX versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
+    """The inner jaxpr of an equation that has one, and its constants."""
+    body = eqn.params["jaxpr"]
+    return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int, int]:
+    """How many operands of a `scan` are constants, carried and scanned, in this order.
+
+    Read off the shapes: a scanned operand has one dimension more outside the body than inside.
+    """
+    body, _ = body_of(eqn)
+    pairs = list(zip(eqn.invars, body.invars, strict=True))
+    scanned = sum(len(outer.aval.shape) > len(inner.aval.shape) for outer, inner in pairs)
+    carried = sum(
+        len(outer.aval.shape) == len(inner.aval.shape)
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    return len(pairs) - carried - scanned, carried, scanned
+
+
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation, also those of inner jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from all_equations(inner)
