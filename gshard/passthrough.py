@@ -27,7 +27,7 @@ def sources(jaxpr: Any) -> list[int | None]:
 
 def _through(eqn: Any) -> list[int | None]:
     """For every output of an equation the position of the operand that it is, or None."""
-    nothing = [None] * len(eqn.outvars)
+    nothing: list[int | None] = [None] * len(eqn.outvars)
     if eqn.primitive.name in _IDENTITIES:
         return list(range(len(eqn.outvars)))
     if eqn.primitive.name == "scan":
