@@ -1,12 +1,17 @@
 # Each target makes .venv first when it is missing, and installs what the target needs.
 #   make PYTHON=python3.12 ...           choose the Python that .venv is made with
 #   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
-#   make test ARGS="tests/test_step.py -k os_g"
+#   make test ARGS="tests/test_numbers.py -k os_g"
+#   make test JOBS=0                     one process: for a debugger, or where memory is short
 
 CONFIG ?= configs/demo.toml
 ARGS   ?=
 VENV   ?= .venv
+JOBS   ?= logical
 export PYTHON
+
+# One worker per core; a worker that has nothing left takes tests from the others.
+PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: help demo test test-all lint format clean
 .DEFAULT_GOAL := help
@@ -23,10 +28,10 @@ demo: setup-test  ## train a small GPT at every level on 8 virtual devices (3 mi
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
 
 test: setup-test  ## the quick tier of the tests (under 10 minutes on 2 cores)
-	$(VENV)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup-test  ## every test, and the record in docs/test-record.md
-	$(VENV)/bin/python -m pytest -p tests.record $(ARGS)
+	$(PYTEST) -p tests.record $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .
