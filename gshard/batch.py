@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.plan import Plan
 from gshard.tree import flatten
@@ -59,9 +60,19 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
       GShardError: names the array that does not fit.
     """
     paths, leaves, _ = flatten(batch)
+    for path, x in zip(paths, leaves, strict=True):
+        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
+            raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # objects and texts
+            raise GShardError(f"batch{_at(path)} has dtype {x.dtype}: pass numbers.")
+    if not devices:
+        raise GShardError("this process has no device in the mesh of the plan: it has no rows.")
     rows = {path: x.shape[0] for path, x in zip(paths, leaves, strict=True) if jnp.ndim(x)}
     if not rows:
-        raise GShardError("the batch has no array with rows: pass a tree with at least one.")
+        raise GShardError(
+            "the batch has no array with rows: pass a tree with at least one (Python lists are "
+            "trees too: make them arrays)."
+        )
     first, count = next(iter(rows.items()))
     unit = devices * micro_batches
     for path, n in rows.items():

@@ -118,15 +118,17 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def agree(tree: Any, group: Group) -> Any:
-    """One value of arrays that may differ by device: floating ones the mean, others the largest."""
-
-    def one(x: jax.Array) -> jax.Array:
-        with jax.named_scope("gshard/agree"):
-            if jnp.issubdtype(x.dtype, jnp.floating):
-                return (lax.psum(x, group.axes) / group.devices).astype(x.dtype)
-            return lax.pmax(x, group.axes)
-
-    return jax.tree.map(one, tree) if group.devices > 1 else tree
+    """One value of arrays that differ by device: inexact ones their mean, others the largest."""
+    leaves, structure = jax.tree.flatten(tree)
+    if group.devices == 1 or not leaves:
+        return tree
+    with jax.named_scope("gshard/agree"):
+        means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE)
+        for i, x in zip(means, sums, strict=True):
+            leaves[i] = (x / group.devices).astype(x.dtype)
+        leaves = [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
+from gshard.arguments import dimension, shown
 from gshard.errors import GShardError
 
 _started: list[tuple[str | None, int, int]] = []
@@ -86,11 +87,13 @@ def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[re
       GShardError: for an index that does not exist or is named twice.
     """
     every = jax.devices()
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise GShardError(f"new_group({shown(devices)}): pass a list of device indices.")
     indices = list(devices)
     if not indices or len(set(indices)) < len(indices):
         raise GShardError(f"new_group({indices}): name at least one device, each once.")
     for index in indices:
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(every):
+        if dimension(index, len(every)) != index:
             raise GShardError(
                 f"new_group({indices}): {index!r} is no device. There are {len(every)}: 0 to "
                 f"{len(every) - 1}."

@@ -14,7 +14,7 @@ from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
 from gshard.fit import Fit
 from gshard.loss import Weighted
-from gshard.plan import Plan
+from gshard.plan import Plan, check_call, check_state
 from gshard.state import Parts
 from gshard.tree import same_leaves
 
@@ -32,6 +32,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
       `f(state, batch)`, NNX `f(model, batch)`: the same tree for the global batch: means, weighted
       means, and global arrays with all rows.
     """
+    check_call(fn, plan, "make_eval_step(fn, plan)")
     stored = jax.tree.leaves(plan.params)
     uses = [Use(layout, layout) for layout in stored]
     uses = [None if use.pointless else use for use in uses]
@@ -69,6 +70,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     check = Fit(plan.abstract_parts().params, "the parameters are")
 
     def eval_step(state: Any, batch: Any) -> Any:
+        check_state(state, plan, "eval_step(state, batch)", inference=True)
         parts = plan.kind.split_inference(state)
         check(parts.params)
         return jitted(parts, shard_batch(batch, plan))
@@ -81,6 +83,8 @@ def _over_devices(x: Any, rows: int, plan: Plan) -> jax.Array:
     axes = plan.group.axes
     if isinstance(x, Weighted):
         return reduce_scalar(x.sum, axes) / reduce_scalar(jnp.asarray(x.weight, jnp.float32), axes)
+    if not isinstance(x, jax.Array):
+        x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
         return reduce_scalar(x, axes) / plan.group.devices
     if x.ndim and x.shape[0] == rows:

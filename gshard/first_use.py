@@ -138,16 +138,53 @@ def with_divided(
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates one scope; the results are whole."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    env: dict[Any, Any] = {}
+
+    def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for v, value in zip(variables, values, strict=True):
+            once = isinstance(value, _Divided) and _needed_in_several_places(jaxpr, v)
+            env[v] = value.whole() if once else value
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, core.Literal) else env[v]
 
+    write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
             results = _evaluate_equation(eqn, [read(v) for v in eqn.invars])
-        env.update(zip(eqn.outvars, results, strict=True))
+        write(eqn.outvars, results)
     return [_make_whole(read(v)) for v in jaxpr.outvars]
+
+
+def _needed_in_several_places(jaxpr: Any, var: Any) -> bool:
+    """Whether a leaf would move more than once: whole here, and again inside another scope.
+
+    Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
+    """
+    places, scans = _places(jaxpr, var)
+    return places > 1 or (places == 1 and scans > 0)
+
+
+def _places(jaxpr: Any, var: Any) -> tuple[int, int]:
+    """How many scopes and casts need a value (this scope itself is one), and how many scans."""
+    here, others, scans = any(v is var for v in jaxpr.outvars), 0, 0
+    for eqn in jaxpr.eqns:
+        operands = [i for i, v in enumerate(eqn.invars) if v is var]
+        name = eqn.primitive.name
+        if not operands:
+            continue
+        if name in _JITS:
+            body, _ = body_of(eqn)
+            inside = [_places(body, body.invars[i]) for i in operands]
+            others += sum(n for n, _ in inside)
+            scans += sum(n for _, n in inside)
+        elif name in _CHECKPOINTS or name == "convert_element_type":
+            others += 1
+        elif name == "scan" and operands[0] >= sum(scan_sizes(eqn)[:2]):
+            scans += 1
+        else:
+            here = True
+    return here + others, scans
 
 
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -193,7 +230,7 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
         out = _evaluate(body, consts, [*before[:fixed], *carry, *restore(x)])
         return out[:carried], out[carried:]
 
-    if not _has_checkpoint(body):
+    if any(isinstance(v, _Divided) for v in layers) and not _has_checkpoint(body):
         step = jax.checkpoint(step, policy=_keep_all_but_layers(layers), prevent_cse=False)
     carry, stacked = jax.lax.scan(
         step,

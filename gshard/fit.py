@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core
 
 from gshard.errors import DonatedStateError, GShardError, some
@@ -21,9 +22,11 @@ class Fit:
     Args:
       wanted: a tree of `ShapeDtypeStruct` with shardings.
       what: how a message begins, such as `the state is`.
+      donated: whether the arrays will be given away.
     """
 
-    def __init__(self, wanted: Any, what: str):
+    def __init__(self, wanted: Any, what: str, donated: bool = False):
+        self._donated = donated
         self._paths, self._leaves, _ = flatten(wanted)
         self._what = what
         self._structure: Any = None  # the one that was last found to fit
@@ -35,6 +38,8 @@ class Fit:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
         refuse_donated(leaves)
+        if self._donated and len({id(x) for x in leaves}) < len(leaves):
+            self._refuse_shared(leaves)
         wrong = [
             f"{path} {fault}"
             for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
@@ -46,6 +51,18 @@ class Fit:
                 "gshard.shard_train_state or a step of this plan returned; plan.abstract_state() "
                 "says where each array lies."
             )
+
+    def _refuse_shared(self, leaves: list[Any]) -> None:
+        """An array that is there twice would be given away twice, which crashes JAX."""
+        places: dict[int, str] = {}
+        for path, x in zip(self._paths, leaves, strict=True):
+            if _is_array(x) and id(x) in places:
+                raise GShardError(
+                    f"{places[id(x)]} and {path} are the same array, and the step takes over the "
+                    "memory of both. Copy one (jax.tree.map(jnp.copy, ...)), or make the step with "
+                    "donate=False."
+                )
+            places[id(x)] = path
 
 
 def refuse_donated(leaves: list[Any]) -> None:
@@ -64,9 +81,10 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
         return "" if wanted.shape == () else f"is a {type(x).__name__}"
     if x.shape != wanted.shape or x.dtype != wanted.dtype:
         return f"is {_form(x)}, stored as {_form(wanted)}"
-    if not _is_array(x):
-        return ""
     place: Any = wanted.sharding
+    if not _is_array(x):  # on the host, or abstract
+        wrong = isinstance(x, np.ndarray) and not place.is_fully_replicated
+        return f"is on the host, not divided as {_place(place)}" if wrong else ""
     if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
         return ""
     if place.is_fully_replicated and not x.committed:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.arguments import whole_number
 from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
@@ -24,10 +25,9 @@ from gshard.collectives import (
     reduce_scalar,
     scatter_leaves,
 )
-from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
-from gshard.loss import LossForm, fold_keys, refuse_keys
+from gshard.loss import LossForm, Weighted, fold_keys, refuse_keys, typed_key
 from gshard.plan import Plan
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
@@ -44,12 +44,7 @@ class Options:
     buffer_max_size: int = BUFFER_MAX_SIZE
 
     def __post_init__(self) -> None:
-        size = self.buffer_max_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise GShardError(
-                f"buffer_max_size={size!r} must be a whole number of elements, 0 or more (0: no "
-                "buckets)."
-            )
+        whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
 
 
 @dataclass(frozen=True)
@@ -88,6 +83,7 @@ def gradients(
     local = accumulation(plan, k, options.accumulate) == "local"
     targets = [layout.whole() for layout in reduced] if local else reduced
     check_rows(batch, plan.group.devices, k)
+    rng = typed_key(rng)
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
         one = _MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
@@ -97,7 +93,7 @@ def gradients(
         return (
             [(g / weight).astype(g.dtype) for g in grads],
             reduce_scalar(total.loss, plan.group.axes) / weight,
-            jax.tree.map(lambda x: reduce_scalar(x, plan.group.axes) / weight, total.aux),
+            _mean_over_devices(total.aux, weight, plan.group.axes),
             agree(total.updates, plan.group),
         )
 
@@ -160,7 +156,26 @@ class _MicroBatch:
 
         (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)
-        return _Total(grads, loss, weight, jax.tree.map(lambda x: x * weight, aux), updates)
+        return _Total(grads, loss, weight, _as_sums(aux, weight), updates)
+
+
+def _as_sums(aux: Any, weight: jax.Array) -> Any:
+    """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Weighted) else x * weight, aux, is_leaf=_is_weighted
+    )
+
+
+def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any:
+    def mean(x: Any) -> jax.Array:
+        total, over = (x.sum, reduce_scalar(x.weight, axes)) if _is_weighted(x) else (x, weight)
+        return reduce_scalar(total, axes) / over
+
+    return jax.tree.map(mean, sums, is_leaf=_is_weighted)
+
+
+def _is_weighted(x: Any) -> bool:
+    return isinstance(x, Weighted)
 
 
 def _over_micro_batches(

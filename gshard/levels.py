@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gshard.arguments import shown
 from gshard.errors import GShardError, did_you_mean
 
 
@@ -54,7 +55,7 @@ def parse_level(level: str | int | Level) -> Level:
     # longest.
     hint = " Did you mean 'p_g_os'?" if level == "p_g" else did_you_mean(level, LEVELS)
     raise GShardError(
-        f"level={level!r} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state divided), 'os_g' "
-        "(ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' (nothing divided); "
-        "1, 2, 3 and 'zero1' to 'zero3' are accepted."
+        f"level={shown(level)} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state "
+        "divided), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
+        "(nothing divided); 1, 2, 3 and 'zero1' to 'zero3' are accepted."
     )

@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.arguments import shown
 from gshard.errors import GShardError, some
 from gshard.state import PureLoss
-from gshard.tree import flatten
+from gshard.tree import flatten, same_leaves
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weighted:
-    """A loss as a sum and its weight; divided once, by the weight of the global batch.
+    """A loss, or an aux, as a sum and its weight; divided once, by that of the global batch.
 
     Attributes:
       sum: floating scalar, the summed loss of the rows at hand.
@@ -36,9 +37,10 @@ class LossForm:
     has_aux: bool
 
     def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
-        """Takes whole parameter leaves; the loss comes back as float32."""
+        """Takes whole parameter leaves and one device's rows; the loss comes back as float32."""
         params = jax.tree.unflatten(self.structure, leaves)
         out, updates = self.loss(params, extras, batch, rng)
+        updates = _like_the_extras(updates, extras)
         aux = None
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):
@@ -55,6 +57,10 @@ class LossForm:
                 )
             out = Weighted(out, jnp.ones((), jnp.float32))
         for name, x in (("loss", out.sum), ("weight", out.weight)):
+            if not _is_numeric(x):
+                raise GShardError(
+                    f"the {name} must be a floating scalar; the function returned {shown(x)}."
+                )
             if jnp.shape(x) != ():
                 raise GShardError(
                     f"the {name} must be a scalar; it has shape {jnp.shape(x)}. Return the mean "
@@ -62,7 +68,7 @@ class LossForm:
                 )
         if not jnp.issubdtype(jnp.result_type(out.sum), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(out.sum)}.")
-        _check_aux(aux)
+        _check_aux(aux, batch)
         weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
         return jnp.asarray(out.sum, jnp.float32), (weight, aux, updates)
 
@@ -87,9 +93,9 @@ def refuse_keys(updates: Any) -> None:
     keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x)]
     if keys:
         raise GShardError(
-            f"the loss changes the PRNG key {some(keys)}, which is folded with the device and "
-            "would differ from device to device. Pass rng= to make_train_step instead: it is "
-            "folded with step, micro-batch and device."
+            f"the loss changes the PRNG key {some(keys)}, which would differ from device to "
+            "device. Linen: pass rng= to make_train_step, which folds it with step, micro-batch "
+            "and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its key."
         )
 
 
@@ -97,11 +103,61 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _check_aux(aux: Any) -> None:
+def typed_key(rng: Any) -> Any:
+    """A user's `rng=` as one typed key; an old-style key (uint32) of the default kind is wrapped.
+
+    Raises:
+      GShardError: when it is no key.
+    """
+    if rng is None or (isinstance(rng, jax.Array) and _is_key(rng) and not rng.shape):
+        return rng
+    kind = jnp.shape(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
+    if getattr(rng, "dtype", None) == jnp.uint32 and jnp.shape(rng) == kind:
+        return jax.random.wrap_key_data(jnp.asarray(rng))
+    raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
+
+
+def _is_numeric(x: Any) -> bool:
+    return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
+
+
+def _check_aux(aux: Any, batch: Any) -> None:
+    """Aux is averaged over devices and micro-batches: that must mean something."""
+    rows = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
     paths, leaves, _ = flatten(aux)
     for path, x in zip(paths, leaves, strict=True):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        if not _is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            what = f"has dtype {jnp.result_type(x)}" if _is_numeric(x) else f"is {shown(x)}"
             raise GShardError(
-                f"aux {path!r} has dtype {jnp.result_type(x)}: only floating auxiliary outputs are "
-                "averaged over the batch. Convert it to float, or leave it out."
+                f"aux {path!r} {what}: only floating auxiliary outputs are averaged over the "
+                "batch. Convert it to float, or leave it out."
             )
+        if jnp.ndim(x) and jnp.shape(x)[0] == rows:
+            raise GShardError(
+                f"aux {path!r} of shape {jnp.shape(x)} has one entry for each of the {rows} rows "
+                "that a device takes at a time: rows of different devices would be averaged. "
+                "Return its mean, or take such outputs from gshard.make_eval_step."
+            )
+
+
+def _like_the_extras(updates: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
+    """What the loss returns anew, in the trees of the state, after checking that it fits them."""
+    fitting = {}
+    for name, tree in updates.items():
+        if name not in extras:
+            raise GShardError(
+                f"the loss returns {name!r} anew, and the state has {some(sorted(extras)) or 'no'} "
+                "further fields. Add it to the state before shard_train_state."
+            )
+        paths, old, structure = flatten(extras[name])
+        same_leaves(tree, paths, f"what the loss returns as {name!r} is")
+        for path, x, like in zip(paths, jax.tree.leaves(tree), old, strict=True):
+            if jnp.shape(x) != like.shape or jnp.result_type(x) != like.dtype:
+                place = f"{name}/{path}" if path else name
+                raise GShardError(
+                    f"the loss returns {place} as {jnp.result_type(x)}{list(jnp.shape(x))}, and "
+                    f"the state has {like.dtype}{list(like.shape)}. It must keep its shape and "
+                    "dtype."
+                )
+        fitting[name] = jax.tree.unflatten(structure, jax.tree.leaves(tree))
+    return fitting

@@ -11,11 +11,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from gshard.arguments import names_of, shown, whole_number
 from gshard.errors import GShardError, did_you_mean, warn
 
 REPLICA = "replica"
@@ -43,9 +45,8 @@ def make_mesh(
     Raises:
       GShardError: when the sizes do not multiply to a number of devices that exist.
     """
-    given = list(jax.devices() if devices is None else devices)
-    if not isinstance(replica, int) or replica < 1:
-        raise GShardError(f"replica={replica!r} must be a whole number, 1 or more.")
+    given = list(jax.devices()) if devices is None else _devices(devices)
+    replica = whole_number("replica", replica, 1)
     if shape is None:
         if len(given) % replica:
             raise GShardError(
@@ -53,9 +54,12 @@ def make_mesh(
                 f"{len(given)}, or pass devices= with a multiple of {replica}."
             )
         shape = {SHARD: len(given) // replica}
-    for axis, size in shape.items():
-        if not isinstance(size, int) or size < 1:
-            raise GShardError(f"shape[{axis!r}]={size!r} must be a whole number, 1 or more.")
+    if not isinstance(shape, Mapping) or not shape or not all(isinstance(a, str) for a in shape):
+        raise GShardError(
+            f"shape={shown(shape)} must give axes their sizes by name, such as "
+            f"gshard.make_mesh({{{SHARD!r}: {len(given)}}})."
+        )
+    shape = {axis: whole_number(f"shape[{axis!r}]", size, 1) for axis, size in shape.items()}
     if REPLICA in shape:
         raise GShardError(f"shape= has an axis {REPLICA!r}; say replica={shape[REPLICA]} instead.")
     sizes = {REPLICA: replica, **shape} if replica > 1 else dict(shape)
@@ -85,6 +89,7 @@ def virtual_devices(count: int) -> None:
     Raises:
       GShardError: when JAX has already started with fewer.
     """
+    count = whole_number("count", count, 1)
     forced = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
@@ -149,10 +154,10 @@ def data_group(
       GShardError: for an axis that is not in the mesh, for Explicit axes, or for axes left over.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise GShardError(f"mesh={mesh!r} is not a mesh. Make one with gshard.make_mesh().")
+        raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
     names = tuple(str(name) for name in mesh.axis_names)
-    replica = _axes(replica_axes, tuple(n for n in names if n == REPLICA))
-    shard = _axes(shard_axes, tuple(n for n in names if n not in replica))
+    replica = _axes("replica_axes", replica_axes, tuple(n for n in names if n == REPLICA))
+    shard = _axes("shard_axes", shard_axes, tuple(n for n in names if n not in replica))
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
         for axis in axes:
             if axis not in names:
@@ -185,5 +190,19 @@ def data_group(
     return Group(shard, replica, sizes, mesh.size // math.prod(sizes))
 
 
-def _axes(axes: str | Sequence[str] | None, default: tuple[str, ...]) -> tuple[str, ...]:
-    return default if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+def _axes(
+    argument: str, axes: str | Sequence[str] | None, default: tuple[str, ...]
+) -> tuple[str, ...]:
+    return default if axes is None else names_of(argument, axes)
+
+
+def _devices(devices: Any) -> list[Any]:
+    given = list(devices) if isinstance(devices, (Sequence, np.ndarray)) else []
+    if not given or not all(isinstance(x, jax.Device) for x in given):
+        raise GShardError(
+            f"devices={shown(devices)} must be a list of at least one device, such as "
+            "jax.devices()[:2] or gshard.new_group([0, 1])."
+        )
+    if len(set(given)) < len(given):
+        raise GShardError(f"devices={shown(devices)} names a device twice.")
+    return given

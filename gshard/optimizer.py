@@ -19,6 +19,7 @@ from gshard.layout import Layout
 from gshard.tree import same_leaves
 
 if TYPE_CHECKING:
+    from gshard.gradients import Gradients
     from gshard.plan import Plan
 
 
@@ -64,14 +65,16 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
 
 
 def update_and_publish(
-    plan: Plan, grads: Any, state: GShardState, params: Any, buffer_max_size: int
+    plan: Plan, gradients: Gradients, state: GShardState, params: Any, buffer_max_size: int
 ) -> tuple[Any, GShardState]:
     """The update and publish stages: new parameters and optimizer state.
 
+    The loss is handed to transformations that want it (`value=`, as `reduce_on_plateau` does).
     Publishes the new parameters and not the update, which would be whole on every device for a
     while, beside them.
     """
-    updates, state, own = _update_own(plan.tx, plan, grads, state, params, {})
+    extra = {"value": gradients.loss}
+    updates, state, own = _update_own(plan.tx, plan, gradients.grads, state, params, extra)
     return _publish(optax.apply_updates(own, updates), plan, buffer_max_size), state
 
 
@@ -99,6 +102,8 @@ def _update_own(
     updates, inner = optax.with_extra_args_support(tx).update(
         jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own, **extra
     )
+    known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
+    same_leaves(inner, known, "the state that the optimizer returns is")
     return updates, GShardState(_pin(inner, plan.opt_state, plan)), own
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gshard import arguments
+from gshard.arguments import dimension, shown
 from gshard.errors import GShardError, some, warn
 from gshard.host import to_host
 from gshard.layout import Layout, lay_out
@@ -24,7 +26,7 @@ from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.optimizer import DividedTransformation, GShardState, divide
 from gshard.rules import Rule
-from gshard.state import SCAN_NAMES, Kind, Parts
+from gshard.state import SCAN_NAMES, Kind, Parts, kind_of
 from gshard.tree import flatten
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
@@ -118,6 +120,8 @@ class Plan:
 
     def unwrap(self, state: Any) -> Any:
         """The user's plain state: host arrays of logical shape, the user's own optimizer."""
+        check_state(state, self, "plan.unwrap(state)")
+        check_optimizer(state, self, "plan.unwrap(state)")
         parts, layouts = self.kind.split(state), self.layouts
         whole = Parts(
             to_host(parts.params, layouts.params),
@@ -198,6 +202,12 @@ def make_plan(
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
+    fixed = [p for p, x in zip(paths, leaves, strict=True) if not _is_inexact(x.dtype)]
+    if fixed:
+        raise GShardError(
+            f"the parameters {some(fixed)} are not floating and have no gradient. Keep them in "
+            "another field of the state, or in a Variable that is no nnx.Param."
+        )
     names = kind.scan_names(state)
     divided = []
     for path, leaf, dims in zip(paths, leaves, names, strict=True):
@@ -217,6 +227,58 @@ def make_plan(
     )
     _warn_of_whole_leaves(divided, level)
     return plan
+
+
+def check_call(fn: Any, plan: Any, call: str) -> None:
+    """Refuses arguments that are missing or swapped.
+
+    Raises:
+      GShardError: names the call and what was given.
+    """
+    if not callable(fn) or not isinstance(plan, Plan):
+        raise GShardError(
+            f"{call} was called with ({shown(fn)}, {shown(plan)}). Pass a function, and the plan "
+            "that gshard.shard_train_state returned."
+        )
+
+
+def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> None:
+    """Refuses a state of another kind.
+
+    Raises:
+      GShardError: names the call and what was given.
+    """
+    if inference and plan.kind.is_inference(state):
+        return
+    try:
+        kind = kind_of(state)
+    except GShardError:
+        kind = None
+    if type(kind) is not type(plan.kind):
+        raise GShardError(
+            f"{call}: the state is {shown(state)}. Pass what gshard.shard_train_state returned "
+            "with this plan, in this order."
+        )
+
+
+def check_optimizer(state: Any, plan: Plan, call: str) -> None:
+    """Refuses a state with another optimizer than the plan's, which would not be used.
+
+    Raises:
+      GShardError: names the call.
+    """
+    tx = plan.kind.tx(state)
+    if not isinstance(tx, DividedTransformation) or tx.plan.tx is not plan.tx:
+        raise GShardError(
+            f"{call}: the optimizer of this state is not the plan's: the state is plain, was "
+            "divided with another plan, or its tx was replaced. Pass what "
+            "gshard.shard_train_state returned; for another optimizer divide plan.unwrap(state) "
+            "anew. (A learning rate can change inside optax.inject_hyperparams.)"
+        )
+
+
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _lay_out_opt_state(
@@ -248,12 +310,19 @@ def _scan_dim(
     rank = len(leaf.shape)
     if isinstance(scan_axes, Mapping):
         for pattern, dim in scan_axes.items():
-            if re.search(pattern, path):
-                if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+            if arguments.pattern(pattern, "scan_axes").search(path):
+                found = dimension(dim, rank)
+                if found is None:
                     raise GShardError(
-                        f"scan_axes[{pattern!r}]={dim!r} is no dimension of {path} {leaf.shape}."
+                        f"scan_axes[{pattern!r}]={shown(dim)} is no dimension of {path} "
+                        f"{leaf.shape}."
                     )
-                return dim % rank
+                return found
+    if scan_axes is not None and not isinstance(scan_axes, (Mapping, Sequence)):
+        raise GShardError(
+            f"scan_axes={shown(scan_axes)} must map path patterns to dimensions, such as "
+            "{'^layers/': 0}, or be the names that Flax's metadata uses."
+        )
     known = SCAN_NAMES if scan_axes is None or isinstance(scan_axes, Mapping) else scan_axes
     if isinstance(known, str):
         known = (known,)

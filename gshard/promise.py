@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from gshard.arguments import whole_number
 from gshard.errors import GShardError
 from gshard.layout import Layout
 
@@ -119,8 +120,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str) -> str:
 
     One micro-batch is scattered as it arises at every level that divides the optimizer state.
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise GShardError(f"micro_batches={micro_batches!r} must be a whole number, 1 or more.")
+    whole_number("micro_batches", micro_batches, 1)
     if accumulate not in ("level", "local", "scatter"):
         raise GShardError(
             f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "

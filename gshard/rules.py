@@ -7,11 +7,12 @@ Rules by path or predicate come first, the rule by shape last.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gshard import arguments
+from gshard.arguments import dimension, shown, whole_number
 from gshard.errors import GShardError
 
 WHOLE = "whole"
@@ -64,10 +65,7 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
       indivisible: what happens when no dimension divides: `"pad"` the one that wastes least, or
         leave the leaf `"whole"`.
     """
-    if isinstance(segment_size, bool) or not isinstance(segment_size, int) or segment_size < 0:
-        raise GShardError(
-            f"segment_size={segment_size!r} must be a whole number of elements, 0 or more."
-        )
+    segment_size = whole_number("segment_size", segment_size, 0, " of elements")
     if indivisible not in ("pad", WHOLE):
         raise GShardError(f"indivisible={indivisible!r} is unknown. Choose 'pad' or 'whole'.")
 
@@ -103,12 +101,7 @@ def by_path(pattern: str, dim: int | str) -> Rule:
       pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
       dim: the dimension to divide (negative counts from the end), or `"whole"`.
     """
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise GShardError(
-            f"rule pattern {pattern!r} is not a regular expression: {error}."
-        ) from error
+    compiled = arguments.pattern(pattern, "rule")
     return by_predicate(
         lambda leaf: compiled.search(leaf.path) is not None, dim, f"rule {pattern!r}"
     )
@@ -127,20 +120,20 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
     """A user's answer for one leaf as a Choice; refuses a dimension that cannot be divided."""
     if isinstance(dim, Choice):
         return checked(leaf, WHOLE if dim.dim is None else dim.dim, dim.reason)
-    if dim == WHOLE:
+    if isinstance(dim, str) and dim == WHOLE:
         return Choice(None, reason)
-    rank = len(leaf.shape)
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -rank <= dim < rank:
+    chosen = dimension(dim, len(leaf.shape))
+    if chosen is None:
         raise GShardError(
-            f"{reason} gives {dim!r} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
-            f"{rank - 1}, or 'whole'."
+            f"{reason} gives {shown(dim)} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
+            f"{len(leaf.shape) - 1}, or 'whole'."
         )
-    if dim % rank == leaf.scan_dim:
+    if chosen == leaf.scan_dim:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
             "scan walks over its layers. Divide another dimension."
         )
-    return Choice(dim % rank, reason)
+    return Choice(chosen, reason)
 
 
 def first_of(rules: Sequence[Rule]) -> Rule:
@@ -173,6 +166,6 @@ def as_rules(rules: Any) -> list[Rule]:
     if isinstance(rules, Sequence) and not isinstance(rules, str):
         return [rule for item in rules for rule in as_rules(item)]
     raise GShardError(
-        f"rules={rules!r} is not a rule. Give a mapping {{path pattern: dimension or 'whole'}}, a "
-        "function of a gshard.Leaf, or a sequence of these."
+        f"rules={shown(rules)} is not a rule. Give a mapping {{path pattern: dimension or "
+        "'whole'}}, a function of a gshard.Leaf, or a sequence of these."
     )

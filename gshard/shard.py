@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.levels import Level, parse_level
@@ -67,11 +68,16 @@ def shard_train_state(
     group = data_group(mesh, shard_axes, replica_axes)
     rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
     made_by = state if is_init(state) else None
+    if not isinstance(init_args, Sequence):
+        raise GShardError(
+            f"init_args={shown(init_args)} must be a sequence of arguments, such as (key,)."
+        )
     if made_by is None and init_args:
         raise GShardError("init_args= goes with an init function; state is not a function.")
     given = abstract(made_by, *init_args) if made_by else as_state(state)
+    kind = kind_of(given)
     template = abstract_like(given)
-    kind = kind_of(template)
+    kind.check(template)
     tx = kind.tx(template)
     if isinstance(tx, DividedTransformation):
         raise GShardError(

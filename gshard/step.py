@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from gshard.arguments import names_of
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, gradients
+from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import update_and_publish
-from gshard.plan import Plan
+from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.promise import Promise, accumulation, promise
 from gshard.state import Parts
 
@@ -43,11 +46,12 @@ def make_train_step(
         or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the
         state (`batch_stats`, ...) as keyword arguments is given them.
       plan: of `shard_train_state`.
-      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch.
+      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch, or
+        `Weighted`.
       mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
         `(loss, (aux, {name: value}))`. Floating ones become their mean over devices.
-      rng: a typed key (`jax.random.key`) for a loss that names `rng`; folded with step, device and
-        micro-batch.
+      rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
+        and micro-batch. So are typed keys that the state holds in further fields.
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
         scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
@@ -57,10 +61,11 @@ def make_train_step(
     Raises:
       GShardError: for options that cannot be; at the call, for a batch or state that does not fit.
     """
-    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
+    plan.kind.check_step(plan.template)
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
     accumulation(plan, micro_batches, accumulate)  # refuses bad options now
-    return TrainStep(loss_fn, plan, names, rng, options, donate)
+    return TrainStep(loss_fn, plan, names_of("mutable", mutable), typed_key(rng), options, donate)
 
 
 class TrainStep:
@@ -78,7 +83,7 @@ class TrainStep:
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
         wanted = plan.abstract_parts()
-        self._check = Fit(wanted, "the state is")
+        self._check = Fit(wanted, "the state is", donated=donate)
         shardings = jax.tree.map(lambda x: x.sharding, wanted)
         self.jitted = jax.jit(
             self._run,
@@ -120,11 +125,14 @@ class TrainStep:
         loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
-        result = gradients(loss, parts, batch, rng, self.plan, self.options)
+        # A key in the state would draw the same at every step; NNX counts its draws by itself.
+        now = dataclasses.replace(parts, extras=fold_keys(parts.extras, parts.step))
+        result = gradients(loss, now, batch, rng, self.plan, self.options)
         params, opt_state = update_and_publish(
-            self.plan, result.grads, parts.opt_state, parts.params, self.options.buffer_max_size
+            self.plan, result, parts.opt_state, parts.params, self.options.buffer_max_size
         )
-        metrics = {"loss": result.loss, "grad_norm": optax.tree.norm(result.grads)}
+        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), result.grads))
+        metrics = {"loss": result.loss, "grad_norm": norm}
         if self.options.has_aux:
             metrics["aux"] = result.aux
         return Parts(
@@ -143,6 +151,9 @@ class TrainStep:
                 f"step({', '.join((*wanted, 'batch'))}) was called with {len(args)} arguments."
             )
         state = state[0] if len(state) == 1 else tuple(state)
+        call = f"step({', '.join((*wanted, 'batch'))})"
+        check_state(state, self.plan, call)
         parts = self.plan.kind.split(state)
         self._check(parts)
+        check_optimizer(state, self.plan, call)
         return state, parts, batch

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from gshard.arguments import names_of
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.gradients import Options, gradients
-from gshard.plan import Plan
+from gshard.plan import Plan, check_call
 from gshard.promise import accumulation
 
 
@@ -41,9 +42,10 @@ def value_and_grad(
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it.
     """
+    check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
     accumulation(plan, micro_batches, accumulate)  # refuses bad options now
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
-    names = (mutable,) if isinstance(mutable, str) else tuple(mutable)
+    names = names_of("mutable", mutable)
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)

@@ -206,9 +206,8 @@ def test_batch_norm_over_the_data_axes_is_one_device(level):
 
 def test_rng_differs_by_step_device_and_micro_batch():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state(
-        ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0)), mesh, "os", segment_size=4
-    )
+    start = ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0))
+    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
 
     def loss(p, b, *, rng):
         draw = jax.random.uniform(rng)
@@ -223,9 +222,7 @@ def test_rng_differs_by_step_device_and_micro_batch():
     assert seen[0] != seen[1]
     for mean, square in seen:
         assert square - mean**2 > 1e-3  # the eight draws are not one draw
-    fresh, _ = gshard.shard_train_state(
-        ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0)), mesh, "os", segment_size=4
-    )
+    fresh, _ = gshard.shard_train_state(start, mesh, "os", segment_size=4)
     _, metrics = step(fresh, {"row": np.arange(8)})
     assert float(metrics["aux"]["mean"]) == seen[0][0]  # the same seed, the same numbers
 

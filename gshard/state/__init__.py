@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
+from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.state.linen_state import Linen
 from gshard.state.nnx_pair import Nnx
@@ -35,10 +36,19 @@ def kind_of(state: Any) -> Kind:
     if isinstance(state, TrainState):
         return Linen()
     if is_nnx_pair(state):
+        if isinstance(state[1], nnx.ModelAndOptimizer):
+            raise GShardError(
+                "the optimizer is an nnx.ModelAndOptimizer, whose own model would go stale. Pass "
+                "(model, nnx.Optimizer(model, tx, wrt=nnx.Param))."
+            )
         return Nnx(state[1].wrt)
+    what = f"a {type(state).__name__}"
+    if isinstance(state, (tuple, list)):
+        what += f" of ({', '.join(type(item).__name__ for item in state)})"
     raise GShardError(
-        f"state is a {type(state).__name__}. Pass a flax TrainState, an NNX (model, optimizer) "
-        "pair, (params, optax transformation), or a function that makes one of these."
+        f"state is {what}. Pass a flax TrainState, an NNX (model, optimizer) pair with "
+        "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), (params, optax transformation), or a "
+        "function that makes one of these."
     )
 
 
@@ -48,6 +58,7 @@ def as_state(state: Any) -> Any:
         isinstance(state, tuple)
         and len(state) == 2
         and isinstance(state[1], optax.GradientTransformation)
+        and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
     ):
         return TrainState.create(apply_fn=None, params=state[0], tx=state[1])
     return state
@@ -55,7 +66,8 @@ def as_state(state: Any) -> Any:
 
 def is_init(state: Any) -> bool:
     """Whether this is a function that makes a train state: models can be called too."""
-    return callable(state) and not isinstance(state, (TrainState, tuple, nn.Module, nnx.Module))
+    others = (type, TrainState, tuple, nn.Module, nnx.Module)
+    return callable(state) and not isinstance(state, others)
 
 
 def is_nnx_pair(state: Any) -> bool:
@@ -77,7 +89,13 @@ def abstract_like(state: Any) -> Any:
     """The same state with abstract arrays."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        try:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        except (TypeError, ValueError) as error:
+            raise GShardError(
+                f"the state holds {shown(x)} where an array is expected. Take it out, or mark its "
+                "field with struct.field(pytree_node=False)."
+            ) from error
 
     def of_variable(x: Any) -> Any:  # NNX takes an abstract array outside a Variable for static
         return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x

@@ -12,9 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax.core import meta
+from flax.training.train_state import TrainState
 
 from gshard.errors import GShardError, some
 from gshard.state.parts import Parts, PureLoss
+
+_OVERWRITE = "_overwrite_with_gradient"  # Flax's name for leaves that their gradient replaces
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Linen:
         """Parts for a loss alone: parameters and further collections."""
         return Parts(params, None, None, collections)
 
+    def is_inference(self, state: Any) -> bool:
+        """Whether evaluation takes this, though it is no whole state."""
+        del state
+        return False
+
     def split_inference(self, state: Any) -> Parts:
         """Parts for evaluation: no optimizer."""
         return dataclasses.replace(self.split(state), opt_state=None)
@@ -40,6 +48,23 @@ class Linen:
         return like.replace(
             params=parts.params, opt_state=parts.opt_state, step=parts.step, tx=tx, **parts.extras
         )
+
+    def check(self, state: Any) -> None:
+        """Refuses a state that cannot be divided."""
+        if isinstance(state.params, Mapping) and _OVERWRITE in state.params:
+            raise GShardError(
+                f"params[{_OVERWRITE!r}] (fp8 statistics, which their gradient replaces) is not "
+                "supported yet."
+            )
+
+    def check_step(self, state: Any) -> None:
+        """Refuses a state whose own way to train `make_train_step` would pass by."""
+        if type(state).apply_gradients is not TrainState.apply_gradients:
+            raise GShardError(
+                f"{type(state).__name__} has an apply_gradients of its own, which make_train_step "
+                "would not call. Keep your own jitted step and take the gradient with "
+                "gshard.value_and_grad(loss_fn, plan); see docs/your-own-loop.md."
+            )
 
     def update(self, state: Any, parts: Parts) -> Any:
         """The state after a step."""
@@ -67,12 +92,26 @@ class Linen:
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(params, batch, *, rng, <extras it names>)` as a pure function."""
         del static
-        named = _keywords(loss_fn)
+        named, needed, takes_any = _keywords(loss_fn)
+        if takes_any:
+            named |= {"rng", *mutable}
 
         def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
-            given = {name: value for name, value in extras.items() if name in named}
-            if rng is not None and "rng" in named:
-                given["rng"] = rng
+            if rng is not None and "rng" not in named:
+                raise GShardError(
+                    "rng= was given, and the loss does not take it. Write loss_fn(params, batch, "
+                    "*, rng), or leave rng= out."
+                )
+            available = {**extras, "rng": rng} if rng is not None else extras
+            missing = needed - set(available)
+            if missing:
+                raise GShardError(
+                    f"the loss takes {some(sorted(missing))}, and there is "
+                    f"{some(sorted(available)) or 'nothing'} to give it. A loss is called with "
+                    "params, batch, the further fields of the state that it names, and rng where "
+                    "one was passed (make_train_step(rng=jax.random.key(0)))."
+                )
+            given = {name: value for name, value in available.items() if name in named}
             out = loss_fn(unbox(params), batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
@@ -103,13 +142,18 @@ def _extra_fields(state: Any) -> dict[str, Any]:
     }
 
 
-def _keywords(loss_fn: Callable[..., Any]) -> set[str]:
-    """The names that a function takes beyond its first two arguments."""
+def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
+    """Names a function takes beyond two arguments, those it needs, and whether it takes any."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        return set()
-    return {p.name for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        return set(), set(), False
+    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return (
+        {p.name for p in named},
+        {p.name for p in named if p.default is p.empty},
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
 
 
 def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:

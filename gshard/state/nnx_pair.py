@@ -48,6 +48,11 @@ class Nnx:
         """The model alone, without an optimizer."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         paths, leaves, structure = flatten(rest)
+        if len(set(paths)) < len(paths):
+            raise GShardError(
+                f"two Variables of the model have the same path: {some(_twice(paths))}. Rename one "
+                "of them (a key that contains '/' does that)."
+            )
         extras = dict(zip(paths, leaves, strict=True))
         static = _NnxStatic(graph, structure, tuple(paths))
         return Parts(nnx.as_pure(params), None, None, extras, static)
@@ -66,6 +71,10 @@ class Nnx:
             )
         return self.split_model(model)
 
+    def is_inference(self, state: Any) -> bool:
+        """Whether evaluation takes this, though it is no whole state: a model alone."""
+        return isinstance(state, nnx.Module)
+
     def split_inference(self, model: nnx.Module | tuple[Any, Any]) -> Parts:
         """Parts for evaluation: no optimizer."""
         return self.split_model(model[0] if isinstance(model, tuple) else model)
@@ -81,6 +90,12 @@ class Nnx:
         optimizer.step = nnx.OptState(parts.step)
         optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
         return model, optimizer
+
+    def check(self, state: Any) -> None:
+        """Refuses a state that cannot be divided."""
+
+    def check_step(self, state: Any) -> None:
+        """Refuses a state whose own way to train `make_train_step` would pass by."""
 
     def update(self, state: Any, parts: Parts) -> None:
         """Writes the arrays of `parts` into the user's model and optimizer, in place."""
@@ -119,23 +134,32 @@ class Nnx:
             )
 
         def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
-            del rng
+            if rng is not None:
+                raise GShardError(
+                    "rng= is for Linen: an NNX model carries its own nnx.Rngs. Leave it out."
+                )
 
-            def run(params: Any) -> tuple[Any, Any, Any]:
+            def run(params: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
                 model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
                 out = loss_fn(model, batch)
                 _, params, rest = nnx.split(model, self.wrt, ...)
-                return out, params, rest
+                return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
-            out, params_after, rest = run(params)
-            _warn_of_overwritten(params, params_after, lambda params: run(params)[1])
-            after = dict(zip(*flatten(rest)[:2], strict=True))
+            out, (params_after, after) = run(params, extras)
             if set(after) != set(extras):
                 raise GShardError(
                     "the loss adds or removes Variables of the model: "
                     f"{some(set(after) ^ set(extras))}. Make them before shard_train_state."
                 )
-            return out, {path: x for path, x in after.items() if x is not extras[path]}
+            written, changed = _changed(
+                (params, extras), (params_after, after), lambda *given: run(*given)[1]
+            )
+            if written:
+                warn(
+                    f"the loss writes into the parameters {some(written)}; what it writes is used "
+                    "for this loss and not kept."
+                )
+            return out, {path: after[path] for path in changed}
 
         return pure
 
@@ -145,19 +169,24 @@ class Nnx:
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
 
-def _warn_of_overwritten(before: Any, after: Any, run: Callable[[Any], Any]) -> None:
-    """Parameters change by their gradient alone; what a loss writes into one is not kept.
+def _changed(before: Any, after: Any, run: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Paths of the parameters and of the extras that the loss really changes.
 
-    NNX transforms (`nnx.remat`, `nnx.scan`) write every parameter back as it was: only a trace of
-    `run`, from parameters to parameters, can tell.
+    NNX transforms (`nnx.remat`, `nnx.jit`, `nnx.scan`) write every Variable back as it was: only a
+    trace of `run`, from what was before to what is after, can tell.
     """
-    paths, old, _ = flatten(before)
-    if all(x is y for x, y in zip(old, jax.tree.leaves(after), strict=True)):
-        return
-    closed = jax.make_jaxpr(run)(before)
-    written = [path for i, path in enumerate(paths) if sources(closed.jaxpr)[i] != i]
-    if written:
-        warn(
-            f"the loss writes into the parameters {some(written)}; what it writes is used for this "
-            "loss and not kept."
-        )
+    paths = [flatten(tree)[0] for tree in before]
+    old, new = jax.tree.leaves(before), jax.tree.leaves(after)
+    if all(x is y for x, y in zip(old, new, strict=True)):
+        return [], []
+    found = sources(jax.make_jaxpr(run)(*before).jaxpr)
+    changed = [found[i] != i for i in range(len(old))]
+    count = len(paths[0])
+    return (
+        [path for path, yes in zip(paths[0], changed[:count], strict=True) if yes],
+        [path for path, yes in zip(paths[1], changed[count:], strict=True) if yes],
+    )
+
+
+def _twice(items: list[str]) -> list[str]:
+    return sorted({item for item in items if items.count(item) > 1})

@@ -1,0 +1,73 @@
+"""Checks of arguments that several functions share."""
+
+from __future__ import annotations
+
+import operator
+import re
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from gshard.errors import GShardError
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its repr, cut short; its type where that says more."""
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 60
+    return short.repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+
+
+_PLAIN = (str, int, float, tuple, list, dict, type(None))
+
+
+def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:
+    """An integer argument as an `int`: Python's or NumPy's, but no bool.
+
+    Raises:
+      GShardError: for anything else, and for a number below `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise GShardError(
+            f"{name}={shown(value)} must be a whole number{meaning}, {least} or more."
+        )
+    return number
+
+
+def dimension(value: Any, rank: int) -> int | None:
+    """A dimension of an array as a number from 0, or None when it is none."""
+    try:
+        dim = operator.index(value)
+    except TypeError:
+        return None
+    return dim % rank if not isinstance(value, bool) and -rank <= dim < rank else None
+
+
+def pattern(value: Any, where: str) -> re.Pattern[str]:
+    """A regular expression on paths.
+
+    Raises:
+      GShardError: when it is not a text, or not a regular expression.
+    """
+    try:
+        return re.compile(value)
+    except (re.error, TypeError) as error:
+        raise GShardError(
+            f"{where} pattern {shown(value)} is not a regular expression: {error}."
+        ) from error
+
+
+def names_of(argument: str, value: Any) -> tuple[str, ...]:
+    """One name or several.
+
+    Raises:
+      GShardError: when they are no texts.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise GShardError(f"{argument}={shown(value)} must be a name, or several.")
+    return tuple(names)
