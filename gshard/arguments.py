@@ -12,13 +12,17 @@ from gshard.errors import GShardError
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr, cut short; its type where that says more."""
+    """A value in a message: a plain one as it is, cut short, any other by its type."""
     short = reprlib.Repr()
     short.maxother = short.maxstring = 60
-    return short.repr(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"
+    items = value.values() if isinstance(value, dict) else value
+    plain = isinstance(value, _PLAIN) or (
+        isinstance(value, (tuple, list, dict)) and all(isinstance(x, _PLAIN) for x in items)
+    )
+    return short.repr(value) if plain else f"a {type(value).__name__}"
 
 
-_PLAIN = (str, int, float, tuple, list, dict, type(None))
+_PLAIN = (str, int, float, type(None))
 
 
 def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:

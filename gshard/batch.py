@@ -33,6 +33,8 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     Raises:
       GShardError: when the rows do not divide over this process's devices.
     """
+    if not isinstance(plan, Plan):
+        raise GShardError(f"shard_batch(batch, plan) was called with {shown(plan)} as the plan.")
     mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
         raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from gshard import arguments
 from gshard.arguments import dimension, shown
-from gshard.errors import GShardError, some, warn
+from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.host import to_host
 from gshard.layout import Layout, lay_out
 from gshard.levels import Level
@@ -226,7 +226,21 @@ def make_plan(
         template=state,
     )
     _warn_of_whole_leaves(divided, level)
+    warn_of_unused("scan_axes", scan_axes, paths)
     return plan
+
+
+def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
+    """Warns of patterns on paths that no path matches: they would do nothing."""
+    if not isinstance(patterns, Mapping):
+        return
+    for text in patterns:
+        compiled = arguments.pattern(text, argument)
+        if not any(compiled.search(path) for path in paths):
+            warn(
+                f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
+                f"There are {some(paths)}."
+            )
 
 
 def check_call(fn: Any, plan: Any, call: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from gshard.arguments import whole_number
+from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError
 from gshard.layout import Layout
 
@@ -65,11 +65,15 @@ class Promise:
 def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") -> Promise:
     """What `plan` promises for a step of `micro_batches` micro-batches.
 
+    Counts every leaf once a pass. A stack of layers that several scans walk moves once for each.
+
     Args:
       plan: of `shard_train_state`.
       micro_batches: k, 1 or more.
       accumulate: as in `make_train_step`.
     """
+    if not hasattr(plan, "grads"):
+        raise GShardError(f"promise(plan) was called with {shown(plan)}.")
     accumulate = accumulation(plan, micro_batches, accumulate)
     stored = jax.tree.leaves(plan.params)
     reduced = jax.tree.leaves(plan.grads)

@@ -17,7 +17,7 @@ from gshard.layout import Layout
 from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation, GShardState
-from gshard.plan import Plan, ScanAxes, make_plan
+from gshard.plan import Plan, ScanAxes, make_plan, warn_of_unused
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.tree import flatten, same_leaves
@@ -84,6 +84,8 @@ def shard_train_state(
             "this state is divided already. Take its plain form with plan.unwrap(state) first."
         )
     plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes)
+    leaves = jax.tree.leaves((plan.params, plan.opt_state))
+    warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):
         parts = lower_init(made_by, init_args, plan).compile()()
     elif isinstance(mesh, AbstractMesh) or _is_abstract(given):

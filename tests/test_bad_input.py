@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 import gshard
@@ -68,6 +69,11 @@ def explicit_mesh() -> Mesh:
     return jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
 
+def with_its_own_model() -> Any:
+    model = NNX_MODEL.init(0)
+    return model, nnx.ModelAndOptimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
 # what is wrong -> (arguments that replace good ones, what the message must hold)
 ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "p_g": (lambda: {"level": "p_g"}, ("level='p_g'", "Did you mean 'p_g_os'?")),
@@ -99,6 +105,40 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "init_args": (lambda: {"init_args": (1,)}, ("init_args", "init function")),
     "segment_size": (lambda: {"segment_size": -1}, ("segment_size=-1", "0 or more")),
     "segment_size text": (lambda: {"segment_size": "64"}, ("segment_size='64'",)),
+    "the optimizer first": (
+        lambda: {"state": (optax.adam(1e-2), {"w": jnp.ones(8)})},
+        ("(GradientTransformationExtraArgs, dict)", "(params, optax transformation)"),
+    ),
+    "a model and a transformation": (
+        lambda: {"state": (NNX_MODEL.init(0), optax.adam(1e-2))},
+        ("(NNXMLP, GradientTransformationExtraArgs)", "nnx.Optimizer(model, tx, wrt=nnx.Param)"),
+    ),
+    "ModelAndOptimizer": (
+        lambda: {"state": with_its_own_model()},
+        ("nnx.ModelAndOptimizer", "nnx.Optimizer(model, tx, wrt=nnx.Param)"),
+    ),
+    "a class": (lambda: {"state": type(plain())}, ("state is a type", "TrainState")),
+    "text in the state": (
+        lambda: {"state": ({"w": jnp.ones(8), "name": "adam"}, optax.identity())},
+        ("'adam'", "an array is expected"),
+    ),
+    "whole numbers as parameters": (
+        lambda: {"state": ({"w": jnp.ones(8), "ids": jnp.arange(8)}, optax.identity())},
+        ("ids", "no gradient", "another field"),
+    ),
+    "fp8 statistics": (
+        lambda: {"state": plain().replace(params={"_overwrite_with_gradient": {"s": jnp.ones(3)}})},
+        ("_overwrite_with_gradient", "not supported yet"),
+    ),
+    "level and mesh swapped": (
+        lambda: {"mesh": "os", "level": gshard.make_mesh()},
+        ("level=a Mesh is unknown",),
+    ),
+    "init_args alone": (lambda: {"init_args": jax.random.key(0)}, ("init_args", "(key,)")),
+    "rule without a pattern": (lambda: {"rules": {None: 0}}, ("None", "regular expression")),
+    "scan_axes a number": (lambda: {"scan_axes": 0}, ("scan_axes=0", "{'^layers/': 0}")),
+    "scan_axes' pattern": (lambda: {"scan_axes": {"(": 0}}, ("'('", "regular expression")),
+    "shard_axes a number": (lambda: {"shard_axes": 0}, ("shard_axes=0",)),
     "indivisible": (lambda: {"indivisible": "drop"}, ("indivisible='drop'", "'pad'", "'whole'")),
     "rules": (lambda: {"rules": 3}, ("rules=3", "mapping")),
     "rule's dimension": (
@@ -207,6 +247,21 @@ MESHES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 }
 
 
+MESHES |= {
+    "a number": (lambda: gshard.make_mesh(8), ("shape=8", "gshard.make_mesh({'shard': 8})")),
+    "a tuple": (lambda: gshard.make_mesh((2, 4)), ("shape=(2, 4)", "by name")),
+    "no axes": (lambda: gshard.make_mesh({}), ("shape={}", "by name")),
+    "nameless": (lambda: gshard.make_mesh({1: 8}), ("by name",)),
+    "true": (lambda: gshard.make_mesh(replica=True), ("replica=True", "1 or more")),
+    "no devices": (lambda: gshard.make_mesh(devices=[]), ("devices=[]", "at least one")),
+    "indices": (lambda: gshard.make_mesh(devices=[0, 1]), ("devices=[0, 1]", "new_group([0, 1])")),
+    "twice": (lambda: gshard.make_mesh(devices=jax.devices()[:1] * 2), ("a device twice",)),
+    "group": (lambda: gshard.new_group(3), ("new_group(3)", "a list")),
+    "unknown in group": (lambda: gshard.new_group([0, 8]), ("8 is no device", "0 to 7")),
+    "virtual": (lambda: gshard.virtual_devices("8"), ("count='8'", "1 or more")),
+}
+
+
 @pytest.mark.parametrize("name", MESHES)
 def test_meshes_that_cannot_be(name):
     make, parts = MESHES[name]
@@ -265,6 +320,23 @@ def test_arrays_of_a_batch_that_disagree():
         step(state, {"x": batch(16)["x"], "y": batch(8)["y"]})
     with refused("no array"):
         step(state, {})
+    step(state, batch())
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ({"x": np.array(["a"] * 8)}, ("'x'", "<U1", "numbers")),
+        ({"x": np.array([None] * 8)}, ("'x'", "object")),
+        ({"x": ["a"] * 8}, ("'x/0'", "'a'", "arrays")),
+        ([1.0, 2.0], ("no array with rows", "make them arrays")),
+    ],
+)
+def test_batches_that_cannot_be(given, parts):
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused(*parts):
+        step(state, given)
     step(state, batch())
 
 
@@ -334,6 +406,118 @@ def test_a_state_of_another_level():
     with refused("Dense_0/kernel"):
         step(other, batch())
     step(state, batch())
+
+
+def test_another_optimizer_put_into_the_state():
+    """It would not be used: the plan's would."""
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("the optimizer of this state", "plan.unwrap(state)", "inject_hyperparams"):
+        step(state.replace(tx=optax.adam(0.0)), batch())
+    step(state, batch())
+    pair, plan = gshard.shard_train_state(
+        NNX_MODEL.state(optax.adam(1e-2)), gshard.make_mesh(), "os", **NNX_MODEL.options()
+    )
+    pair[1].tx, ours = optax.adam(0.0), pair[1].tx
+    step = gshard.make_train_step(NNX_MODEL.loss, plan)
+    with refused("the optimizer of this state"):
+        step(*pair, batch())
+    pair[1].tx = ours
+    step(*pair, batch())
+
+
+class Averaged(TrainState):
+    ema: Any = None
+
+    def apply_gradients(self, *, grads, **kwargs):
+        new = super().apply_gradients(grads=grads, **kwargs)
+        return new.replace(ema=jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, self.ema, new.params))
+
+
+def averaged() -> Any:
+    params = plain().params
+    return Averaged.create(
+        apply_fn=None, params=params, tx=optax.sgd(0.1), ema=jax.tree.map(jnp.copy, params)
+    )
+
+
+def test_an_apply_gradients_of_its_own():
+    """The step would pass it by, and the average would stand still."""
+    state, plan = gshard.shard_train_state(averaged(), gshard.make_mesh(), "os", **MODEL.options())
+    with refused("Averaged", "apply_gradients", "gshard.value_and_grad(loss_fn, plan)"):
+        gshard.make_train_step(MODEL.loss, plan)
+
+    @jax.jit
+    def step(state, rows):
+        _, grads = gshard.value_and_grad(MODEL.loss, plan)(state.params, rows)
+        return state.apply_gradients(grads=grads)
+
+    after = step(state, batch())
+    assert float(jnp.abs(after.ema["Dense_0"]["kernel"] - state.ema["Dense_0"]["kernel"]).max()) > 0
+
+
+def test_one_array_in_two_places():
+    """Given away twice it would crash the process."""
+
+    class Doubled(TrainState):
+        copy: Any = None
+
+    state = Doubled.create(apply_fn=None, params=plain().params, tx=optax.sgd(0.1), copy=0.0)
+    state, plan = gshard.shard_train_state(
+        state.replace(copy=plain().params), gshard.make_mesh(), "os", **MODEL.options()
+    )
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("params/Dense_0/bias", "extras/copy/Dense_0/bias", "jnp.copy", "donate=False"):
+        step(state.replace(copy=state.params), batch())
+    gshard.make_train_step(MODEL.loss, plan, donate=False)(
+        state.replace(copy=state.params), batch()
+    )
+    step(state, batch())
+
+
+def test_a_state_on_the_host():
+    state, plan = divided("p_g_os")
+    step = gshard.make_train_step(MODEL.loss, plan)
+    with refused("Dense_0/kernel", "on the host"):
+        step(jax.tree.map(np.asarray, state), batch())
+    step(state, batch())
+
+
+@pytest.mark.parametrize("call", ["make_train_step", "value_and_grad", "make_eval_step"])
+def test_swapped_arguments(call):
+    _, plan = divided()
+    for wrong in ((plan, MODEL.loss), (MODEL.loss, plan.mesh), (None, plan)):
+        with refused(call, "shard_train_state returned"):
+            getattr(gshard, call)(*wrong)
+
+
+def test_swapped_state_and_batch():
+    state, plan = divided()
+    step, evaluate = (
+        make(MODEL.loss, plan) for make in (gshard.make_train_step, gshard.make_eval_step)
+    )
+    for call in (step, evaluate):
+        with refused("step(state, batch)", "a dict", "in this order"):
+            call(batch(), state)
+        with refused("a dict"):
+            call(state.params, batch())
+    with refused("plan.unwrap(state)", "a dict"):
+        plan.unwrap(state.params)
+    with refused("plan.unwrap(state)", "the state is plain"):
+        plan.unwrap(plain())
+    with refused("promise(plan)", "a TrainState"):
+        gshard.promise(state)
+    with refused("shard_batch(batch, plan)", "a dict"):
+        gshard.shard_batch(plan, batch())
+    step(state, batch())
+
+
+@pytest.mark.parametrize("argument", ["rules", "scan_axes"])
+def test_a_pattern_that_matches_nothing_is_a_warning(argument):
+    options = MODEL.options() | {argument: {"Dens_0/kernel": 1}}
+    with pytest.warns(gshard.GShardWarning, match="Did you mean 'Dense_0/kernel'") as caught:
+        gshard.shard_train_state(plain(), gshard.make_mesh(), "os", **options)
+    assert any(argument in str(w.message) and "'Dens_0/kernel'" in str(w.message) for w in caught)
 
 
 def test_an_nnx_state_of_another_structure():
@@ -451,6 +635,10 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "per row": (lambda params, rows: rows["x"][:, 0], ("scalar", "(2,)", "gshard.Weighted")),
     "integer": (lambda params, rows: rows["y"].sum(), ("floating", "int32")),
     "tuple": (lambda params, rows: (rows["x"].sum(), {}), ("tuple", "has_aux=True")),
+    "nothing": (lambda params, rows: None, ("floating scalar", "None")),
+    "mapping": (lambda params, rows: {"loss": rows["x"].sum()}, ("floating scalar", "a dict")),
+    "rng": (lambda params, rows, *, rng: rows["x"].sum(), ("takes rng", "make_train_step(rng=")),
+    "field": (lambda params, rows, *, step: rows["x"].sum(), ("takes step",)),
 }
 
 
@@ -471,8 +659,82 @@ def test_a_loss_without_the_promised_aux():
 
 
 @pytest.mark.parametrize(
+    ("aux", "parts"),
+    [
+        (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32")),
+        (lambda rows: {"name": "a"}, ("'name'", "'a'")),
+        (lambda rows: {"logits": rows["x"]}, ("'logits'", "(2, 7)", "gshard.make_eval_step")),
+    ],
+)
+def test_aux_that_cannot_be_averaged(aux, parts):
+    state, plan = divided()
+
+    def loss(params, rows):
+        return MODEL.loss(params, rows), aux(rows)
+
+    with refused(*parts):
+        gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
+    gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+class Counted(TrainState):
+    stats: Any = None
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("new", "parts"),
+    [
+        ({"n": jnp.zeros(4)}, ("stats/n", "float32[4]", "float32[3]")),
+        ({"n": jnp.zeros(3, jnp.bfloat16)}, ("stats/n", "bfloat16[3]", "float32[3]")),
+        ({"n": jnp.zeros(3), "m": jnp.zeros(3)}, ("'stats'", "added m")),
+    ],
+)
+def test_mutable_fields_that_change(new, parts, micro_batches):
+    """Accepted once, it would cost the state: the next step could not take it."""
+    state = Counted.create(
+        apply_fn=None, params=plain().params, tx=optax.sgd(0.1), stats={"n": jnp.zeros(3)}
+    )
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", **MODEL.options())
+
+    def make(stats):
+        def loss(params, rows):
+            return MODEL.loss(params, rows), {"stats": stats}
+
+        return gshard.make_train_step(loss, plan, mutable="stats", micro_batches=micro_batches)
+
+    with refused(*parts):
+        make(new)(state, batch())
+    make({"n": jnp.ones(3)})(state, batch())
+
+
+def test_a_mutable_field_that_the_state_lacks():
+    state, plan = divided()
+
+    def loss(params, rows):
+        return MODEL.loss(params, rows), {"batch_stats": {}}
+
+    with refused("'batch_stats'", "Add it to the state"):
+        gshard.make_train_step(loss, plan, mutable="batch_stats")(state, batch())
+
+
+def test_an_rng_that_nothing_takes():
+    state, plan = divided()
+    with refused("rng=", "does not take it"):
+        gshard.make_train_step(MODEL.loss, plan, rng=jax.random.key(0))(state, batch())
+    with refused("rng=0", "jax.random.key(0)"):
+        gshard.make_train_step(MODEL.loss, plan, rng=0)
+    pair, plan = gshard.shard_train_state(
+        NNX_MODEL.state(optax.adam(1e-2)), gshard.make_mesh(), "os", **NNX_MODEL.options()
+    )
+    with refused("rng=", "nnx.Rngs"):
+        gshard.make_train_step(NNX_MODEL.loss, plan, rng=jax.random.key(0))(*pair, batch())
+
+
+@pytest.mark.parametrize(
     ("option", "parts"),
     [
+        ({"mutable": 3}, ("mutable=3",)),
         ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'")),
         ({"buffer_max_size": -1}, ("buffer_max_size=-1", "0 or more")),
         ({"buffer_max_size": 0.5}, ("buffer_max_size=0.5",)),

@@ -93,6 +93,31 @@ def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
         np.testing.assert_array_equal(np.asarray(x), whole)
 
 
+@pytest.mark.parametrize("call", ["scatter_leaves", "publish_leaves"])
+def test_a_bucket_holds_one_dtype(call):
+    """In a shared bucket the narrow leaf would be widened, and more would move."""
+    mesh = make_mesh()
+    places = [
+        place
+        for pair in zip(layouts(mesh), layouts(mesh, dtype="float16"), strict=True)
+        for place in pair
+    ]
+    wholes = values(places, 3)
+    scattering = call == "scatter_leaves"
+    specs = [p.spec for p in places]
+    found = on_devices(
+        mesh,
+        lambda xs: getattr(collectives, call)(xs, places, 2**20),
+        (wholes if scattering else put(mesh, places, wholes),),
+        ([jax.P()] * len(places) if scattering else specs,),
+        specs if scattering else [jax.P()] * len(places),
+    )
+    for x, place, whole in zip(found, places, wholes, strict=True):
+        assert x.dtype == place.dtype
+        expected = whole * 8 if scattering else whole
+        np.testing.assert_array_equal(place.cut(np.asarray(x)), expected)
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_own_part_is_what_gather_puts_back(sizes):
     mesh = make_mesh(sizes)

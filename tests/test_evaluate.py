@@ -227,6 +227,95 @@ def test_rng_differs_by_step_device_and_micro_batch():
     assert float(metrics["aux"]["mean"]) == seen[0][0]  # the same seed, the same numbers
 
 
+def draws(state, plan, steps, **options):
+    """Variance over 4 devices x 2 micro-batches of what a loss draws, and its mean, by step."""
+
+    def loss(p, b, *, rng=None, key=None):
+        draw = jax.random.uniform(key if rng is None else rng)
+        return p["w"].sum() * 0, {"mean": draw, "square": draw**2}
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2, **options)
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, {"row": np.arange(8)})
+        mean, square = (float(metrics["aux"][name]) for name in ("mean", "square"))
+        found.append((square - mean**2, mean))
+    return zip(*found, strict=True)
+
+
+class WithKey(TrainState):
+    key: Any
+
+
+@pytest.mark.parametrize("source", ["typed", "old style", "field"])
+def test_every_kind_of_key_differs_by_step_device_and_micro_batch(source):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    start = WithKey.create(
+        apply_fn=None,
+        params={"w": jnp.zeros((4, 4))},
+        tx=optax.sgd(0.0),
+        key=jax.random.key(7),
+    )
+    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    keys = {"typed": jax.random.key(3), "old style": jax.random.PRNGKey(3)}
+    given = {"rng": keys[source]} if source in keys else {}
+    variances, means = draws(state, plan, 3, **given)
+    assert min(variances) > 1e-3
+    assert len(set(means)) == 3
+
+
+def test_a_weighted_aux_is_divided_by_its_own_weight():
+    rows = {"x": np.arange(24, dtype=np.float32), "mask": np.zeros(24, np.float32)}
+    rows["mask"][[0, 5, 6, 7, 23]] = 1
+
+    def loss(p, b):
+        counted = gshard.Weighted((b["x"] * b["mask"]).sum(), b["mask"].sum())
+        return (p["w"] * b["x"].mean()).sum(), {"masked": counted, "mean": b["x"].mean()}
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    start = ({"w": jnp.ones(8)}, optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
+    _, metrics = step(state, rows)
+    expected = rows["x"][rows["mask"] > 0].mean()
+    np.testing.assert_allclose(metrics["aux"]["masked"], expected, rtol=1e-6)
+    np.testing.assert_allclose(metrics["aux"]["mean"], rows["x"].mean(), rtol=1e-6)
+
+
+def test_the_loss_reaches_an_optimizer_that_asks_for_it():
+    tx = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+
+    def loss(p, b):
+        return (p["w"] * 0).sum() + b["x"].mean()  # a plateau
+
+    start = ({"w": jnp.ones((8, 8))}, tx)
+    state, plan = gshard.shard_train_state(start, gshard.make_mesh(), "os_g", segment_size=8)
+    step = gshard.make_train_step(loss, plan)
+    for _ in range(4):
+        state, _ = step(state, {"x": np.ones(8, np.float32)})
+    assert float(plan.unwrap(state).opt_state[1].scale) < 1
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit], ids=["remat", "jit"])
+def test_nnx_dropout_inside_a_transform_trains_and_draws_anew(wrap):
+    class Wrapped(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = Dropped(rngs)
+
+        def __call__(self, x):
+            return wrap(lambda inner, x: inner(x))(self.inner, x)
+
+    model = Wrapped(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+    pair, plan = gshard.shard_train_state(
+        (model, optimizer), gshard.make_mesh(), "p_g_os", segment_size=16
+    )
+    step = gshard.make_train_step(lambda m, b: jnp.square(m(b["x"])).mean(), plan)
+    losses = {float(step(*pair, {"x": np.ones((8, 13), np.float32)})["loss"]) for _ in range(3)}
+    assert len(losses) == 3
+    assert int(pair[0].inner.drop.rngs.count[...]) == 3
+
+
 class Dropped(nnx.Module):
     def __init__(self, rngs):
         self.a = nnx.Linear(13, 26, rngs=rngs)

@@ -97,6 +97,33 @@ def custom(p, batch):
     return cross_entropy(times(x, p["out"]) + p["bias"], batch["labels"])
 
 
+def shared_by_checkpoints(p, batch):
+    block = jax.checkpoint(lambda x: x + jnp.tanh(x @ p["stack"][0]) @ p["stack"][1])
+    x = p["embed"][batch["ids"]]
+    for _ in range(3):
+        x = block(x)
+    return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+
+def penalised(loss):
+    return lambda p, batch: loss(p, batch) + 1e-2 * sum((w**2).sum() for w in p.values())
+
+
+def two_scans(p, batch):
+    x = p["embed"][batch["ids"]]
+    for _ in range(2):
+        x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, p["stack"])
+    return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+
+def tied_in_half(p, batch):
+    x = p["embed"].astype(jnp.bfloat16)[batch["ids"]]
+    for w in p["stack"]:
+        x = layer(x, w)
+    logits = (x @ p["embed"].astype(jnp.bfloat16).T)[..., :24] + x @ p["out"] + p["bias"]
+    return cross_entropy(logits, batch["labels"])
+
+
 LOSSES = {
     "unrolled": unrolled,
     "scan": scanned(layer),
@@ -117,6 +144,10 @@ LOSSES = {
     "tied": tied,
     "conditional and loop": conditional,
     "custom gradient": custom,
+    "shared by checkpoints": shared_by_checkpoints,
+    "checkpoint and penalty": penalised(jax.checkpoint(unrolled)),
+    "scan and penalty": penalised(scanned(layer)),
+    "two scans": two_scans,
 }
 
 
@@ -175,6 +206,33 @@ def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
     text = fun.lower(state.params, rows()).as_text()
     assert text.count('"stablehlo.all_gather"') == 3  # embed, out, bias
     assert text.count('"stablehlo.reduce_scatter"') == 3
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        LOSSES["shared by checkpoints"],
+        LOSSES["checkpoint and penalty"],
+        LOSSES["scan and penalty"],
+        tied_in_half,
+    ],
+    ids=["shared by checkpoints", "checkpoint and penalty", "scan and penalty", "tied, casts"],
+)
+def test_a_leaf_needed_in_several_scopes_moves_no_more_than_promised(loss, level):
+    fun, state, plan = divided(loss, level)
+    report = gshard.audit(fun, state.params, rows(), plan=plan)
+    promised = gshard.promise(plan)
+    assert report.elements("reduce-scatter") == promised.elements("reduce-scatter") > 0
+    assert report.elements("all-gather") <= promised.elements("all-gather")
+
+
+def test_a_stack_that_two_scans_walk_moves_twice_and_stays_divided():
+    fun, state, plan = divided(two_scans, "p_g_os")
+    text = fun.lower(state.params, rows()).compile().as_text()
+    found = [x for x in read_program(text).collectives if x.kind == "all-gather"]
+    assert sum(x.times for x in found if x.elements == D * D) == 4 * LAYERS
+    assert all(x.elements != plan.params["stack"].size for x in found)
 
 
 def test_a_cast_is_applied_to_the_part_so_that_the_compute_dtype_travels():
