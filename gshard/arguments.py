@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from gshard.errors import GShardError
@@ -71,7 +71,9 @@ def names_of(argument: str, value: Any) -> tuple[str, ...]:
     Raises:
       GShardError: when they are no texts.
     """
-    names = (value,) if isinstance(value, str) else value
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    names = (value,)
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
+        names = tuple(sorted(value) if isinstance(value, Set) else value)
+    if not all(isinstance(name, str) for name in names):
         raise GShardError(f"{argument}={shown(value)} must be a name, or several.")
-    return tuple(names)
+    return names

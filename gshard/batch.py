@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.arguments import shown
@@ -65,7 +66,7 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
     for path, x in zip(paths, leaves, strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
             raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
-        if isinstance(x, np.ndarray) and x.dtype.kind in "OSU":  # objects and texts
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "OSUMm":  # no numbers
             raise GShardError(f"batch{_at(path)} has dtype {x.dtype}: pass numbers.")
     if not devices:
         raise GShardError("this process has no device in the mesh of the plan: it has no rows.")
@@ -97,6 +98,8 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
 
 def _is_global(x: Any, rows: NamedSharding) -> bool:
     """Whether an array already lies over the devices of the mesh."""
+    if isinstance(x, core.Tracer):  # a step inside the user's own jit
+        return True
     return isinstance(x, jax.Array) and x.sharding.device_set == rows.device_set
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.arguments import shown
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
 from gshard.first_use import Use, with_divided
 from gshard.fit import Fit
-from gshard.loss import Weighted
+from gshard.loss import is_numeric, is_weighted
 from gshard.plan import Plan, check_call, check_state
 from gshard.state import Parts
 from gshard.tree import same_leaves
@@ -41,7 +42,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
-        form: list[Any] = []  # what fn returned: structure, and which leaves are scalars
+        form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
         def whole(leaves: list[jax.Array], extras: Any, batch: Any) -> Any:
             return pure(jax.tree.unflatten(structure, leaves), extras, batch, None)[0]
@@ -49,22 +50,22 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         def on_device(leaves: list[jax.Array], extras: Any, batch: Any) -> Any:
             taps = [x if use is None else use.tap() for x, use in zip(leaves, uses, strict=True)]
             out = with_divided(whole, uses, plan.group.axes, leaves, taps, extras, batch)
-            flat, tree = jax.tree.flatten(out, is_leaf=lambda x: isinstance(x, Weighted))
+            flat, tree = jax.tree.flatten(out, is_leaf=is_weighted)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
-            form[:] = [tree, [x.ndim == 0 for x in flat]]
-            return [x for x in flat if not x.ndim], [x for x in flat if x.ndim]
+            form[:] = [tree, [is_mean for _, is_mean in flat]]
+            return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
 
         rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-        scalars, arrays = jax.shard_map(
+        means, arrays = jax.shard_map(
             on_device,
             mesh=plan.mesh,
             in_specs=([x.spec for x in stored], jax.P(), rows),
             out_specs=(jax.P(), plan.batch_spec),
             check_vma=False,
         )(jax.tree.leaves(parts.params), parts.extras, batch)
-        tree, is_scalar = form
-        scalars, arrays = iter(scalars), iter(arrays)
-        return jax.tree.unflatten(tree, [next(scalars if x else arrays) for x in is_scalar])
+        tree, are_means = form
+        means, arrays = iter(means), iter(arrays)
+        return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])
 
     jitted = jax.jit(run)
     check = Fit(plan.abstract_parts().params, "the parameters are")
@@ -78,17 +79,19 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     return eval_step
 
 
-def _over_devices(x: Any, rows: int, plan: Plan) -> jax.Array:
-    """One output of one device as a part of the global one."""
+def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
+    """One output of one device as a part of the global one, and whether it is a mean."""
     axes = plan.group.axes
-    if isinstance(x, Weighted):
-        return reduce_scalar(x.sum, axes) / reduce_scalar(jnp.asarray(x.weight, jnp.float32), axes)
-    if not isinstance(x, jax.Array):
-        x = jnp.asarray(x)
+    if is_weighted(x):
+        weight = reduce_scalar(jnp.asarray(x.weight, jnp.float32), axes)
+        return reduce_scalar(jnp.asarray(x.sum, jnp.float32), axes) / weight, True
+    if not is_numeric(x):
+        raise GShardError(f"an evaluation output is {shown(x)}: return numbers and arrays.")
+    x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce_scalar(x, axes) / plan.group.devices
+        return reduce_scalar(x, axes) / plan.group.devices, True
     if x.ndim and x.shape[0] == rows:
-        return x
+        return x, False
     raise GShardError(
         f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, "
         f"nor a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows."

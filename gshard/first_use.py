@@ -139,10 +139,11 @@ def with_divided(
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates one scope; the results are whole."""
     env: dict[Any, Any] = {}
+    places = _Places(jaxpr)
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
-            once = isinstance(value, _Divided) and _needed_in_several_places(jaxpr, v)
+            once = isinstance(value, _Divided) and places.several(v)
             env[v] = value.whole() if once else value
 
     def read(v: Any) -> Any:
@@ -156,35 +157,47 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     return [_make_whole(read(v)) for v in jaxpr.outvars]
 
 
-def _needed_in_several_places(jaxpr: Any, var: Any) -> bool:
-    """Whether a leaf would move more than once: whole here, and again inside another scope.
+class _Places:
+    """In how many places a scope needs its values, found in one walk over its equations."""
 
-    Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
-    """
-    places, scans = _places(jaxpr, var)
-    return places > 1 or (places == 1 and scans > 0)
+    def __init__(self, jaxpr: Any):
+        self._jaxpr = jaxpr
+        self._users: dict[Any, list[tuple[Any, int]]] = {}
+        for eqn in jaxpr.eqns:
+            for position, v in enumerate(eqn.invars):
+                if isinstance(v, core.Var):
+                    self._users.setdefault(v, []).append((eqn, position))
+        self._returned = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+        self._inner: dict[int, _Places] = {}
 
+    def several(self, var: Any) -> bool:
+        """Whether a leaf would move more than once: whole here, and again inside another scope.
 
-def _places(jaxpr: Any, var: Any) -> tuple[int, int]:
-    """How many scopes and casts need a value (this scope itself is one), and how many scans."""
-    here, others, scans = any(v is var for v in jaxpr.outvars), 0, 0
-    for eqn in jaxpr.eqns:
-        operands = [i for i, v in enumerate(eqn.invars) if v is var]
-        name = eqn.primitive.name
-        if not operands:
-            continue
-        if name in _JITS:
-            body, _ = body_of(eqn)
-            inside = [_places(body, body.invars[i]) for i in operands]
-            others += sum(n for n, _ in inside)
-            scans += sum(n for _, n in inside)
-        elif name in _CHECKPOINTS or name == "convert_element_type":
-            others += 1
-        elif name == "scan" and operands[0] >= sum(scan_sizes(eqn)[:2]):
-            scans += 1
-        else:
-            here = True
-    return here + others, scans
+        Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
+        """
+        places, scans = self._count(var)
+        return places > 1 or (places == 1 and scans > 0)
+
+    def _count(self, var: Any) -> tuple[int, int]:
+        """Scopes and casts that need a value (this scope itself is one), and scans that walk it."""
+        here, others, scans = var in self._returned, 0, 0
+        scopes: set[int] = set()
+        for eqn, position in self._users.get(var, ()):
+            name = eqn.primitive.name
+            if name in _JITS:
+                body, _ = body_of(eqn)
+                if id(eqn) not in self._inner:
+                    self._inner[id(eqn)] = _Places(body)
+                more = self._inner[id(eqn)]._count(body.invars[position])
+                others, scans = others + more[0], scans + more[1]
+            elif name in _CHECKPOINTS or name == "convert_element_type":
+                others += id(eqn) not in scopes
+                scopes.add(id(eqn))
+            elif name == "scan" and position >= sum(scan_sizes(eqn)[:2]):
+                scans += 1
+            else:
+                here = True
+        return here + others, scans
 
 
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import core
+from jax import core, dtypes
 
 from gshard.errors import DonatedStateError, GShardError, some
 from gshard.tree import flatten, same_leaves
@@ -31,15 +31,18 @@ class Fit:
         self._what = what
         self._structure: Any = None  # the one that was last found to fit
 
-    def __call__(self, tree: Any) -> None:
-        """Raises a `GShardError` that names the leaves that do not fit."""
+    def __call__(self, tree: Any, beside: Any = None) -> None:
+        """Raises a `GShardError` that names the leaves that do not fit.
+
+        `beside` is what the program is given too, and may not share a donated array.
+        """
         leaves, structure = jax.tree.flatten(tree)
         if self._structure is None or structure != self._structure:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
         refuse_donated(leaves)
-        if self._donated and len({id(x) for x in leaves}) < len(leaves):
-            self._refuse_shared(leaves)
+        if self._donated:
+            self._refuse_shared(leaves, jax.tree.leaves(beside))
         wrong = [
             f"{path} {fault}"
             for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
@@ -48,21 +51,27 @@ class Fit:
         if wrong:
             raise GShardError(
                 f"{self._what} not as the plan lays it out: {some(wrong, most=3)}. Pass what "
-                "gshard.shard_train_state or a step of this plan returned; plan.abstract_state() "
-                "says where each array lies."
+                "gshard.shard_train_state or a step of this plan returned. A restored state goes "
+                "to its place with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
+                "plan.abstract_state()))."
             )
 
-    def _refuse_shared(self, leaves: list[Any]) -> None:
-        """An array that is there twice would be given away twice, which crashes JAX."""
+    def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
+        """An array that is there twice would be given away and used, which crashes JAX."""
         places: dict[int, str] = {}
+        shared = ""
         for path, x in zip(self._paths, leaves, strict=True):
-            if _is_array(x) and id(x) in places:
-                raise GShardError(
-                    f"{places[id(x)]} and {path} are the same array, and the step takes over the "
-                    "memory of both. Copy one (jax.tree.map(jnp.copy, ...)), or make the step with "
-                    "donate=False."
-                )
+            if id(x) in places and _is_array(x):
+                shared = shared or f"{places[id(x)]} and {path}"
             places[id(x)] = path
+        for x in others:
+            if id(x) in places and _is_array(x):
+                shared = f"{places[id(x)]} and an array of the batch"
+        if shared:
+            raise GShardError(
+                f"{shared} are the same array, and the step takes over the memory of the state. "
+                "Copy it (jax.tree.map(jnp.copy, ...)), or make the step with donate=False."
+            )
 
 
 def refuse_donated(leaves: list[Any]) -> None:
@@ -78,12 +87,15 @@ def refuse_donated(leaves: list[Any]) -> None:
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     """What is wrong with one leaf, or nothing; host values that are to be whole JAX places."""
     if not hasattr(x, "dtype"):  # a Python number: the step count of a fresh TrainState
-        return "" if wanted.shape == () else f"is a {type(x).__name__}"
-    if x.shape != wanted.shape or x.dtype != wanted.dtype:
+        fits = wanted.shape == () and isinstance(x, int)
+        return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
+    on_host = isinstance(x, (np.ndarray, np.generic))
+    dtype = dtypes.canonicalize_dtype(x.dtype) if on_host else x.dtype
+    if x.shape != wanted.shape or dtype != wanted.dtype:
         return f"is {_form(x)}, stored as {_form(wanted)}"
     place: Any = wanted.sharding
     if not _is_array(x):  # on the host, or abstract
-        wrong = isinstance(x, np.ndarray) and not place.is_fully_replicated
+        wrong = on_host and not place.is_fully_replicated
         return f"is on the host, not divided as {_place(place)}" if wrong else ""
     if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
         return ""

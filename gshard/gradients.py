@@ -27,7 +27,7 @@ from gshard.collectives import (
 )
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
-from gshard.loss import LossForm, Weighted, fold_keys, refuse_keys, typed_key
+from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys, typed_key
 from gshard.plan import Plan
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
@@ -161,21 +161,21 @@ class _MicroBatch:
 
 def _as_sums(aux: Any, weight: jax.Array) -> Any:
     """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, Weighted) else x * weight, aux, is_leaf=_is_weighted
-    )
+
+    def total(x: Any) -> Any:
+        if is_weighted(x):
+            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
+        return x * weight
+
+    return jax.tree.map(total, aux, is_leaf=is_weighted)
 
 
 def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any:
     def mean(x: Any) -> jax.Array:
-        total, over = (x.sum, reduce_scalar(x.weight, axes)) if _is_weighted(x) else (x, weight)
+        total, over = (x.sum, reduce_scalar(x.weight, axes)) if is_weighted(x) else (x, weight)
         return reduce_scalar(total, axes) / over
 
-    return jax.tree.map(mean, sums, is_leaf=_is_weighted)
-
-
-def _is_weighted(x: Any) -> bool:
-    return isinstance(x, Weighted)
+    return jax.tree.map(mean, sums, is_leaf=is_weighted)
 
 
 def _over_micro_batches(

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown
-from gshard.errors import GShardError, some
+from gshard.errors import GShardError, some, warn
 from gshard.state import PureLoss
-from gshard.tree import flatten, same_leaves
+from gshard.tree import flatten, path_of, same_leaves
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,7 @@ class LossForm:
                 )
             out = Weighted(out, jnp.ones((), jnp.float32))
         for name, x in (("loss", out.sum), ("weight", out.weight)):
-            if not _is_numeric(x):
+            if not is_numeric(x):
                 raise GShardError(
                     f"the {name} must be a floating scalar; the function returned {shown(x)}."
                 )
@@ -103,6 +103,16 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
+def is_weighted(x: Any) -> bool:
+    """Whether this is a `Weighted`, for `is_leaf=`."""
+    return isinstance(x, Weighted)
+
+
+def is_numeric(x: Any) -> bool:
+    """Whether this is a number or an array."""
+    return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
+
+
 def typed_key(rng: Any) -> Any:
     """A user's `rng=` as one typed key; an old-style key (uint32) of the default kind is wrapped.
 
@@ -117,26 +127,29 @@ def typed_key(rng: Any) -> Any:
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 
 
-def _is_numeric(x: Any) -> bool:
-    return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
-
-
 def _check_aux(aux: Any, batch: Any) -> None:
     """Aux is averaged over devices and micro-batches: that must mean something."""
     rows = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-    paths, leaves, _ = flatten(aux)
-    for path, x in zip(paths, leaves, strict=True):
-        if not _is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            what = f"has dtype {jnp.result_type(x)}" if _is_numeric(x) else f"is {shown(x)}"
+    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
+    for keys, x in pairs:
+        path = path_of(keys)
+        if is_weighted(x):
+            if not is_numeric(x.sum) or not is_numeric(x.weight) or jnp.ndim(x.weight):
+                raise GShardError(
+                    f"aux {path!r}: a gshard.Weighted needs numbers, and a scalar weight."
+                )
+            continue
+        if not is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
             raise GShardError(
                 f"aux {path!r} {what}: only floating auxiliary outputs are averaged over the "
                 "batch. Convert it to float, or leave it out."
             )
-        if jnp.ndim(x) and jnp.shape(x)[0] == rows:
-            raise GShardError(
-                f"aux {path!r} of shape {jnp.shape(x)} has one entry for each of the {rows} rows "
-                "that a device takes at a time: rows of different devices would be averaged. "
-                "Return its mean, or take such outputs from gshard.make_eval_step."
+        if jnp.ndim(x) and jnp.shape(x)[0] == rows > 1:
+            warn(
+                f"aux {path!r} has shape {jnp.shape(x)}, and a device takes {rows} rows at a time. "
+                "If it has one entry for each row, unrelated rows are averaged: return their mean, "
+                "or take such outputs from gshard.make_eval_step. If not, all is well."
             )
 
 

@@ -7,6 +7,7 @@ pins every layout, and publishes the update where parameters are whole.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,6 +79,14 @@ def update_and_publish(
     return _publish(optax.apply_updates(own, updates), plan, buffer_max_size), state
 
 
+def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
+    """Those extra arguments that the update takes; optax's own mostly take any."""
+    parameters = inspect.signature(tx.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return extra
+    return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
+
+
 def _update_own(
     tx: optax.GradientTransformation,
     plan: Plan,
@@ -99,9 +108,17 @@ def _update_own(
     ]
     own, params_structure = _own_parts(params, plan)
     own = jax.tree.unflatten(params_structure, own)
-    updates, inner = optax.with_extra_args_support(tx).update(
-        jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own, **extra
-    )
+    arguments = (jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own)
+    try:
+        updates, inner = tx.update(*arguments, **_accepted(tx, extra))
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise GShardError(
+            f"the optimizer needs more than gradients and parameters: {error}. make_train_step "
+            "gives it value= (the loss); pass what else it needs in your own loop: "
+            "state.tx.update(grads, state.opt_state, state.params, ...)."
+        ) from error
     known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
     same_leaves(inner, known, "the state that the optimizer returns is")
     return updates, GShardState(_pin(inner, plan.opt_state, plan)), own

@@ -8,7 +8,7 @@ from jax.extend import core
 
 from gshard.equations import body_of, scan_sizes
 
-_IDENTITIES = {"copy", "copy_p", "optimization_barrier"}
+_IDENTITIES = {"copy", "copy_p", "optimization_barrier", "transpose"}
 
 
 def sources(jaxpr: Any) -> list[int | None]:
@@ -16,13 +16,18 @@ def sources(jaxpr: Any) -> list[int | None]:
 
     Sees through calls (jit, remat, ...) and scans, which hand on what they were given.
     """
-    known = {var: position for position, var in enumerate(jaxpr.invars)}
+    known: dict[Any, tuple[int, list[int]]] = {  # the input, and how its dimensions lie
+        var: (position, list(range(var.aval.ndim))) for position, var in enumerate(jaxpr.invars)
+    }
     for eqn in jaxpr.eqns:
         for out, position in zip(eqn.outvars, _through(eqn), strict=True):
             given = None if position is None else eqn.invars[position]
             if isinstance(given, core.Var) and given in known:
-                known[out] = known[given]
-    return [known.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
+                source, dims = known[given]
+                turned = eqn.params.get("permutation", range(len(dims)))
+                known[out] = (source, [dims[i] for i in turned])
+    found = [known.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
+    return [x[0] if x and x[1] == sorted(x[1]) else None for x in found]
 
 
 def _through(eqn: Any) -> list[int | None]:

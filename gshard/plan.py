@@ -121,8 +121,9 @@ class Plan:
     def unwrap(self, state: Any) -> Any:
         """The user's plain state: host arrays of logical shape, the user's own optimizer."""
         check_state(state, self, "plan.unwrap(state)")
-        check_optimizer(state, self, "plan.unwrap(state)")
         parts, layouts = self.kind.split(state), self.layouts
+        if not isinstance(parts.opt_state, GShardState):
+            raise GShardError("plan.unwrap(state): the state is plain already.")
         whole = Parts(
             to_host(parts.params, layouts.params),
             to_host(parts.opt_state.inner, layouts.opt_state),
@@ -265,29 +266,35 @@ def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> N
     if inference and plan.kind.is_inference(state):
         return
     try:
-        kind = kind_of(state)
-    except GShardError:
-        kind = None
-    if type(kind) is not type(plan.kind):
+        what = "" if type(kind_of(state)) is type(plan.kind) else f"state is {shown(state)}."
+    except GShardError as error:
+        what = str(error)
+    if what:
         raise GShardError(
-            f"{call}: the state is {shown(state)}. Pass what gshard.shard_train_state returned "
-            "with this plan, in this order."
+            f"{call}: {what} Here, pass what gshard.shard_train_state returned with this plan, in "
+            "this order."
         )
 
 
 def check_optimizer(state: Any, plan: Plan, call: str) -> None:
-    """Refuses a state with another optimizer than the plan's, which would not be used.
+    """Refuses a state whose optimizer was replaced: the plan's would be used.
 
     Raises:
       GShardError: names the call.
     """
     tx = plan.kind.tx(state)
-    if not isinstance(tx, DividedTransformation) or tx.plan.tx is not plan.tx:
+    if not isinstance(tx, DividedTransformation):
         raise GShardError(
-            f"{call}: the optimizer of this state is not the plan's: the state is plain, was "
-            "divided with another plan, or its tx was replaced. Pass what "
-            "gshard.shard_train_state returned; for another optimizer divide plan.unwrap(state) "
-            "anew. (A learning rate can change inside optax.inject_hyperparams.)"
+            f"{call}: the optimizer of this state was replaced, and the plan's would be used. Keep "
+            "the one that gshard.shard_train_state returned; for another optimizer divide "
+            "plan.unwrap(state).replace(tx=...) anew. (A learning rate can change inside "
+            "optax.inject_hyperparams.)"
+        )
+    if tx.plan.tx is not plan.tx and tuple(tx.plan.tx) != tuple(plan.tx):
+        warn(
+            f"{call}: the state was divided with another optimizer than this plan's, of the same "
+            "state; the plan's is used. To silence this, give both calls of "
+            "gshard.shard_train_state the same optimizer object."
         )
 
 

@@ -44,7 +44,8 @@ def make_train_step(
     Args:
       loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows,
         or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the
-        state (`batch_stats`, ...) as keyword arguments is given them.
+        state (`batch_stats`, ...) as keyword arguments is given them; one that takes `**kwargs` is
+        given `rng` and what `mutable=` names.
       plan: of `shard_train_state`.
       has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch, or
         `Weighted`.
@@ -154,6 +155,6 @@ class TrainStep:
         call = f"step({', '.join((*wanted, 'batch'))})"
         check_state(state, self.plan, call)
         parts = self.plan.kind.split(state)
-        self._check(parts)
+        self._check(parts, batch)
         check_optimizer(state, self.plan, call)
         return state, parts, batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -408,6 +409,24 @@ def test_a_state_of_another_level():
     step(state, batch())
 
 
+@pytest.mark.parametrize("change", ["add", "remove"])
+def test_an_nnx_loss_that_adds_or_removes_a_parameter(change):
+    pair, plan = gshard.shard_train_state(
+        NNX_MODEL.state(optax.adam(1e-2)), gshard.make_mesh(), "os", **NNX_MODEL.options()
+    )
+
+    def loss(model, rows):
+        value = NNX_MODEL.loss(model, rows)
+        if change == "add":
+            model.extra = nnx.Param(jnp.ones(()))
+        else:
+            del model.temperature
+        return value
+
+    with refused("adds or removes Variables", "extra" if change == "add" else "temperature"):
+        gshard.make_train_step(loss, plan)(*pair, batch())
+
+
 def test_another_optimizer_put_into_the_state():
     """It would not be used: the plan's would."""
     state, plan = divided()
@@ -424,6 +443,53 @@ def test_another_optimizer_put_into_the_state():
         step(*pair, batch())
     pair[1].tx = ours
     step(*pair, batch())
+
+
+def test_states_of_the_same_optimizer_are_taken():
+    """A copy of a state, and one divided anew, are no replacement of the optimizer."""
+    state, plan = divided()
+    step = gshard.make_train_step(MODEL.loss, plan)
+    step(copy.deepcopy(state), batch())
+    plan.unwrap(copy.deepcopy(state))
+    plan.unwrap(state.replace(tx=optax.adam(0.0)))
+    other, _ = divided()
+    with pytest.warns(gshard.GShardWarning, match="another optimizer than this plan's"):
+        step(other, batch())
+    step(state, batch())
+
+
+def test_an_array_of_the_state_in_the_batch():
+    """Donated and used in one program, it would crash the process."""
+    state, plan = divided()
+
+    def loss(params, rows):
+        return MODEL.loss(params, rows) + 0.0 * rows["step"]
+
+    step = gshard.make_train_step(loss, plan)
+    state, _ = step(state, {**batch(), "step": 0})
+    with refused("step and an array of the batch", "jnp.copy", "donate=False"):
+        step(state, {**batch(), "step": state.step})
+    step(state, {**batch(), "step": 1})
+
+
+@pytest.mark.parametrize("step", ["a", 1.5, np.float32(1), np.arange(3)])
+def test_a_step_count_that_cannot_be(step):
+    state, plan = divided()
+    with refused("step is"):
+        gshard.make_train_step(MODEL.loss, plan)(state.replace(step=step), batch())
+    for good in (5, np.int64(5), np.array(5), jnp.int32(5)):
+        new, _ = gshard.make_train_step(MODEL.loss, plan, donate=False)(
+            state.replace(step=good), batch()
+        )
+        assert int(new.step) == 6
+
+
+def test_an_optimizer_that_needs_what_the_step_has_not():
+    state, plan = gshard.shard_train_state(
+        plain(optax.lbfgs()), gshard.make_mesh(), "os", **MODEL.options()
+    )
+    with refused("optimizer needs more", "make_train_step gives it value=", "state.tx.update("):
+        gshard.make_train_step(MODEL.loss, plan)(state, batch())
 
 
 class Averaged(TrainState):
@@ -663,7 +729,7 @@ def test_a_loss_without_the_promised_aux():
     [
         (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32")),
         (lambda rows: {"name": "a"}, ("'name'", "'a'")),
-        (lambda rows: {"logits": rows["x"]}, ("'logits'", "(2, 7)", "gshard.make_eval_step")),
+        (lambda rows: {"mean": gshard.Weighted(1.0, rows["x"])}, ("'mean'", "scalar weight")),
     ],
 )
 def test_aux_that_cannot_be_averaged(aux, parts):
@@ -675,6 +741,18 @@ def test_aux_that_cannot_be_averaged(aux, parts):
     with refused(*parts):
         gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
     gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
+def test_an_aux_that_looks_like_rows_is_a_warning():
+    """A vector may be as long as a device has rows by chance."""
+    state, plan = divided()
+
+    def loss(params, rows):
+        return MODEL.loss(params, rows), {"logits": rows["x"]}
+
+    with pytest.warns(gshard.GShardWarning, match=r"'logits' has shape \(2, 7\).*make_eval_step"):
+        _, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
+    assert metrics["aux"]["logits"].shape == (2, 7)
 
 
 class Counted(TrainState):

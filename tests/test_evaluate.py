@@ -269,16 +269,23 @@ def test_a_weighted_aux_is_divided_by_its_own_weight():
     rows["mask"][[0, 5, 6, 7, 23]] = 1
 
     def loss(p, b):
-        counted = gshard.Weighted((b["x"] * b["mask"]).sum(), b["mask"].sum())
-        return (p["w"] * b["x"].mean()).sum(), {"masked": counted, "mean": b["x"].mean()}
+        counted = gshard.Weighted((b["x"] * b["mask"]).sum(), (b["mask"] > 0).sum())
+        vector = gshard.Weighted(jnp.stack([counted.sum, 2 * counted.sum]), counted.weight)
+        aux = {"masked": counted, "vector": vector, "mean": b["x"].mean()}
+        return (p["w"] * b["x"].mean()).sum(), aux
 
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     start = ({"w": jnp.ones(8)}, optax.sgd(0.1))
     state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
     step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
-    _, metrics = step(state, rows)
+    state, metrics = step(state, rows)
     expected = rows["x"][rows["mask"] > 0].mean()
     np.testing.assert_allclose(metrics["aux"]["masked"], expected, rtol=1e-6)
+    np.testing.assert_allclose(metrics["aux"]["vector"], [expected, 2 * expected], rtol=1e-6)
+    evaluate = gshard.make_eval_step(lambda p, b: loss(p, b)[1], plan)
+    found = evaluate(state, rows)
+    assert found["vector"].shape == (2,)
+    np.testing.assert_allclose(found["vector"], [expected, 2 * expected], rtol=1e-6)
     np.testing.assert_allclose(metrics["aux"]["mean"], rows["x"].mean(), rtol=1e-6)
 
 
@@ -294,6 +301,34 @@ def test_the_loss_reaches_an_optimizer_that_asks_for_it():
     for _ in range(4):
         state, _ = step(state, {"x": np.ones(8, np.float32)})
     assert float(plan.unwrap(state).opt_state[1].scale) < 1
+
+
+def strict(scale):
+    """A transformation whose update takes one further argument, and no other."""
+
+    def update(updates, state, params=None, *, scale=scale):
+        return jax.tree.map(lambda g: -scale * g, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), update)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2),
+        lambda: strict(0.1),
+        lambda: optax.MultiSteps(optax.contrib.reduce_on_plateau(), 2),
+    ],
+    ids=["sam", "strict", "MultiSteps(plateau)"],
+)
+def test_an_optimizer_is_given_no_more_than_it_takes(make):
+    state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=make())
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", segment_size=8)
+    step = gshard.make_train_step(lambda p, b: (p["w"] * b["x"].mean()).sum(), plan)
+    for _ in range(3):
+        state, _ = step(state, {"x": np.ones(8, np.float32)})
+    assert int(state.step) == 3
+    assert float(jnp.abs(gshard.full_params(state)["w"] - 1).max()) > 1e-3
 
 
 @pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit], ids=["remat", "jit"])

@@ -148,6 +148,7 @@ LOSSES = {
     "checkpoint and penalty": penalised(jax.checkpoint(unrolled)),
     "scan and penalty": penalised(scanned(layer)),
     "two scans": two_scans,
+    "walked and closed over": lambda p, b: walked_and_indexed(p, b),
 }
 
 
@@ -225,6 +226,21 @@ def test_a_leaf_needed_in_several_scopes_moves_no_more_than_promised(loss, level
     promised = gshard.promise(plan)
     assert report.elements("reduce-scatter") == promised.elements("reduce-scatter") > 0
     assert report.elements("all-gather") <= promised.elements("all-gather")
+
+
+def walked_and_indexed(p, batch):
+    x = p["embed"][batch["ids"]]
+    x, _ = jax.lax.scan(lambda x, w: (layer(x, w) @ p["stack"][2], None), x, p["stack"])
+    return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+
+def test_a_stack_that_a_scan_walks_and_closes_over_is_gathered_once():
+    fun, state, plan = divided(walked_and_indexed, "p_g_os")
+    report = gshard.audit(fun, state.params, rows(), plan=plan)
+    assert report.elements("all-gather") <= gshard.promise(plan).elements("all-gather")
+    text = fun.lower(state.params, rows()).compile().as_text()
+    sizes = [x.elements for x in read_program(text).collectives if x.kind == "all-gather"]
+    assert sizes.count(plan.params["stack"].size) == 1 and D * D not in sizes
 
 
 def test_a_stack_that_two_scans_walk_moves_twice_and_stays_divided():

@@ -37,6 +37,8 @@ def scan(body, reverse=False):
         (scan(lambda c, x: (x, c)), (X, XS), [None, None]),
         (scan(lambda c, x: ((c[1], c[0]), x)), ((X, X), XS), [None, None, 2]),
         (lambda x, y: jax.lax.scan(lambda c, _: (c, x), y, None, 4), (X, X), [1, None]),
+        (lambda x, y: (x.T.T, y.T), (XS, XS), [0, None]),
+        (lambda x, y: (jax.lax.scan(lambda c, x: (c, x), x, y.T)[1].T, y), (X, XS.T), [1, 1]),
         (lambda x, y: jax.lax.cond(x[0] > 0, lambda: x, lambda: y), (X, X), [None]),
     ],
 )

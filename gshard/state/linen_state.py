@@ -109,7 +109,7 @@ class Linen:
                     f"the loss takes {some(sorted(missing))}, and there is "
                     f"{some(sorted(available)) or 'nothing'} to give it. A loss is called with "
                     "params, batch, the further fields of the state that it names, and rng where "
-                    "one was passed (make_train_step(rng=jax.random.key(0)))."
+                    "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
             out = loss_fn(unbox(params), batch, **given)
@@ -148,7 +148,8 @@ def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
         return set(), set(), False
-    named = [p for p in parameters[2:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [p for p in parameters[2:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named += [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     return (
         {p.name for p in named},
         {p.name for p in named if p.default is p.empty},

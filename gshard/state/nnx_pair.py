@@ -146,10 +146,12 @@ class Nnx:
                 return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
             out, (params_after, after) = run(params, extras)
-            if set(after) != set(extras):
+            given = {*flatten(params)[0], *extras}
+            kept = {*flatten(params_after)[0], *after}
+            if given != kept:
                 raise GShardError(
                     "the loss adds or removes Variables of the model: "
-                    f"{some(set(after) ^ set(extras))}. Make them before shard_train_state."
+                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state."
                 )
             written, changed = _changed(
                 (params, extras), (params_after, after), lambda *given: run(*given)[1]
