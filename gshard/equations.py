@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+JITS = ("jit", "pjit")
+CHECKPOINTS = ("checkpoint", "remat2")
+
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """The inner jaxpr of an equation that has one, and its constants."""

@@ -22,12 +22,11 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.collectives import gather, scatter
-from gshard.equations import body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JITS, body_of, scan_sizes
 from gshard.errors import some, warn
 from gshard.layout import Layout
+from gshard.places import Places
 
-_JITS = ("jit", "pjit")
-_CHECKPOINTS = ("checkpoint", "remat2")
 _VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "reduce_precision", "copy")
 
 
@@ -139,7 +138,7 @@ def with_divided(
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Evaluates one scope; the results are whole."""
     env: dict[Any, Any] = {}
-    places = _Places(jaxpr)
+    places = Places(jaxpr)
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
@@ -157,58 +156,15 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     return [_make_whole(read(v)) for v in jaxpr.outvars]
 
 
-class _Places:
-    """In how many places a scope needs its values, found in one walk over its equations."""
-
-    def __init__(self, jaxpr: Any):
-        self._jaxpr = jaxpr
-        self._users: dict[Any, list[tuple[Any, int]]] = {}
-        for eqn in jaxpr.eqns:
-            for position, v in enumerate(eqn.invars):
-                if isinstance(v, core.Var):
-                    self._users.setdefault(v, []).append((eqn, position))
-        self._returned = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-        self._inner: dict[int, _Places] = {}
-
-    def several(self, var: Any) -> bool:
-        """Whether a leaf would move more than once: whole here, and again inside another scope.
-
-        Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
-        """
-        places, scans = self._count(var)
-        return places > 1 or (places == 1 and scans > 0)
-
-    def _count(self, var: Any) -> tuple[int, int]:
-        """Scopes and casts that need a value (this scope itself is one), and scans that walk it."""
-        here, others, scans = var in self._returned, 0, 0
-        scopes: set[int] = set()
-        for eqn, position in self._users.get(var, ()):
-            name = eqn.primitive.name
-            if name in _JITS:
-                body, _ = body_of(eqn)
-                if id(eqn) not in self._inner:
-                    self._inner[id(eqn)] = _Places(body)
-                more = self._inner[id(eqn)]._count(body.invars[position])
-                others, scans = others + more[0], scans + more[1]
-            elif name in _CHECKPOINTS or name == "convert_element_type":
-                others += id(eqn) not in scopes
-                scopes.add(id(eqn))
-            elif name == "scan" and position >= sum(scan_sizes(eqn)[:2]):
-                scans += 1
-            else:
-                here = True
-        return here + others, scans
-
-
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     if not any(isinstance(v, _Divided) for v in values):
         return _bind(eqn, values)
     name = eqn.primitive.name
     if name == "convert_element_type":
         return [values[0].cast(eqn.params["new_dtype"])]
-    if name in _JITS:
+    if name in JITS:
         return _evaluate(*body_of(eqn), values)
-    if name in _CHECKPOINTS:
+    if name in CHECKPOINTS:
         return _evaluate_checkpoint(eqn, values)
     if name == "scan":
         return _evaluate_scan(eqn, values)
@@ -286,8 +242,8 @@ def _keep_all_but_layers(layers: Sequence[Any]) -> Callable[..., bool]:
 def _has_checkpoint(jaxpr: Any) -> bool:
     """Whether the user rematerialises in this scope; then what is kept is the user's choice."""
     return any(
-        eqn.primitive.name in _CHECKPOINTS
-        or (eqn.primitive.name in _JITS and _has_checkpoint(body_of(eqn)[0]))
+        eqn.primitive.name in CHECKPOINTS
+        or (eqn.primitive.name in JITS and _has_checkpoint(body_of(eqn)[0]))
         for eqn in jaxpr.eqns
     )
 

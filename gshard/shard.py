@@ -17,7 +17,8 @@ from gshard.layout import Layout
 from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation, GShardState
-from gshard.plan import Plan, ScanAxes, make_plan, warn_of_unused
+from gshard.plan import Plan
+from gshard.planning import ScanAxes, make_plan, warn_of_unused
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.tree import flatten, same_leaves
