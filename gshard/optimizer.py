@@ -111,17 +111,28 @@ def _update_own(
     arguments = (jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own)
     try:
         updates, inner = tx.update(*arguments, **_accepted(tx, extra))
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise GShardError(
-            f"the optimizer needs more than gradients and parameters: {error}. make_train_step "
-            "gives it value= (the loss); pass what else it needs in your own loop: "
-            "state.tx.update(grads, state.opt_state, state.params, ...)."
-        ) from error
+    except (TypeError, ValueError) as error:
+        _explain(error)
+        raise
     known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
     same_leaves(inner, known, "the state that the optimizer returns is")
     return updates, GShardState(_pin(inner, plan.opt_state, plan)), own
+
+
+def _explain(error: Exception) -> None:
+    """Puts an optimizer's demand for more than a train step has in gshard's words."""
+    said = str(error)
+    if "batch dimension" in said:
+        raise GShardError(
+            "the optimizer wants one gradient for each example, and a train step has their mean: "
+            f"{said}"
+        ) from error
+    if "required keyword-only argument" in said or "must be provided" in said:
+        raise GShardError(
+            f"the optimizer needs more than gradients and parameters: {said}. make_train_step "
+            "gives it value= (the loss); pass what else it needs in your own loop: "
+            "state.tx.update(grads, state.opt_state, state.params, ...)."
+        ) from error
 
 
 def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:

@@ -51,6 +51,11 @@ class Linen:
 
     def check(self, state: Any) -> None:
         """Refuses a state that cannot be divided."""
+        if isinstance(state.params, optax.LookaheadParams):
+            raise GShardError(
+                "the parameters are optax.LookaheadParams (gradients in another tree than the "
+                "parameters), which is not supported yet."
+            )
         if isinstance(state.params, Mapping) and _OVERWRITE in state.params:
             raise GShardError(
                 f"params[{_OVERWRITE!r}] (fp8 statistics, which their gradient replaces) is not "

@@ -1,0 +1,158 @@
+"""Every optimizer of optax trains as on one device: the same parameters after five steps."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from tests.optimizers import NOT_OPTIMIZERS, OPTIMIZERS, UNSUPPORTED
+
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+STEPS = 5
+ROWS = 24
+
+# Second moments of entries whose gradient is nearly zero make much of rounding.
+LOOSE = {"acprop": 5e-5, "scale_by_acprop": 5e-5}
+
+
+@functools.cache
+def params() -> dict[str, np.ndarray]:
+    """Matrices that divide and such that do not, a stack and a vector."""
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (16, 13), "w2": (13, 24), "odd": (7, 5), "bias": (24,), "stack": (3, 16, 16)}
+    return {k: (rng.normal(size=s) / 4).astype(np.float32) for k, s in shapes.items()}
+
+
+def loss(p: Any, b: Any) -> jax.Array:
+    x = b["x"]
+    for w in p["stack"]:
+        x = x + jnp.tanh(x @ w)
+    logits = jnp.tanh(x @ p["w1"]) @ p["w2"] + p["bias"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, b["y"])
+    return losses.mean() + jnp.square(b["z"] @ p["odd"]).mean()
+
+
+def batch(i: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(100 + i)
+    return {
+        "x": rng.normal(size=(ROWS, 16)).astype(np.float32),
+        "y": rng.integers(0, 24, ROWS).astype(np.int32),
+        "z": rng.normal(size=(ROWS, 7)).astype(np.float32),
+    }
+
+
+def takes_value(tx: optax.GradientTransformation) -> bool:
+    found = inspect.signature(tx.update).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+@functools.cache
+def one_device(names: tuple[str, ...]) -> dict[str, Any]:
+    """Parameters after five steps of every optimizer, plain JAX, all in one program."""
+    txs = {name: OPTIMIZERS[name]() for name in names}
+
+    @jax.jit
+    def step(states, rows):
+        new = {}
+        for name, tx in txs.items():
+            p, s = states[name]
+            value, grads = jax.value_and_grad(loss)(p, rows)
+            extra = {"value": value} if takes_value(tx) else {}
+            updates, s = tx.update(grads, s, p, **extra)
+            new[name] = (optax.apply_updates(p, updates), s)
+        return new
+
+    states = {name: (params(), tx.init(params())) for name, tx in txs.items()}
+    for i in range(STEPS):
+        states = step(states, batch(i))
+    return {name: jax.device_get(p) for name, (p, _) in states.items()}
+
+
+def divided(names: tuple[str, ...], level: str, devices: int, **options: Any) -> dict[str, Any]:
+    """The same, divided: every step traced into one program."""
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    states, steps = {}, {}
+    for name in names:
+        states[name], plan = gshard.shard_train_state(
+            (params(), OPTIMIZERS[name]()), mesh, level, segment_size=16, scan_axes={"stack": 0}
+        )
+        steps[name] = gshard.make_train_step(loss, plan, donate=False, **options)
+
+    @jax.jit
+    def step(states, rows):
+        return {name: steps[name](states[name], rows)[0] for name in names}
+
+    for i in range(STEPS):
+        states = step(states, batch(i))
+    return {name: gshard.full_params(state) for name, state in states.items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    wrong = {}
+    for name, tree in expected.items():
+        largest = max(np.abs(x).max() for x in tree.values())
+        errors = [np.abs(found[name][k] - tree[k]).max() for k in tree]
+        error = float(np.max(errors) / largest)
+        if not error <= LOOSE.get(name, 1e-5):
+            wrong[name] = error
+    assert not wrong
+
+
+def parts_of(names: Any, size: int = 12) -> list[tuple[str, ...]]:
+    names = tuple(names)
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("names", parts_of(OPTIMIZERS), ids=lambda names: names[0])
+def test_every_optimizer_trains_as_on_one_device(names, level):
+    assert_same(divided(names, level, 4), one_device(names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 8])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("names", parts_of(OPTIMIZERS), ids=lambda names: names[0])
+def test_the_full_product(names, level, devices):
+    micro_batches = 2 if devices == 3 else 1
+    assert_same(divided(names, level, devices, micro_batches=micro_batches), one_device(names))
+
+
+def test_no_optimizer_of_optax_is_forgotten():
+    public = {
+        name
+        for module in (optax, optax.contrib)
+        for name, f in vars(module).items()
+        if not name.startswith("_")
+        and inspect.isfunction(f)
+        and "Transformation" in str(inspect.signature(f).return_annotation)
+    }
+    known = {*OPTIMIZERS, *UNSUPPORTED, *NOT_OPTIMIZERS}
+    assert public - known == set()
+    assert not set(OPTIMIZERS) & set(UNSUPPORTED)
+
+
+def test_lookahead_is_refused():
+    pair = optax.LookaheadParams.init_synced(params())
+    tx = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
+    with pytest.raises(gshard.GShardError, match="LookaheadParams .* not supported yet"):
+        gshard.shard_train_state((pair, tx), gshard.make_mesh(), "os")
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_cannot_be_supported_says_why(name):
+    make, parts = UNSUPPORTED[name]
+    state, plan = gshard.shard_train_state(
+        (params(), make()), gshard.make_mesh(), "os", segment_size=16
+    )
+    with pytest.raises(gshard.GShardError) as error:
+        gshard.make_train_step(loss, plan)(state, batch(0))
+    assert all(part in str(error.value) for part in parts), str(error.value)
