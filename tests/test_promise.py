@@ -54,7 +54,11 @@ def make(scan, remat, level, mesh, tx=None, **options):
         return jnp.square(net.apply({"params": p}, x)).mean()
 
     state, plan = gshard.shard_train_state(
-        (params, tx or optax.adam(1e-3)), mesh, level, segment_size=64, scan_axes={"^layers/": 0}
+        (params, tx or optax.adam(1e-3)),
+        mesh,
+        level,
+        segment_size=64,
+        scan_axes={"^layers/": 0} if "layers" in params else None,
     )
     return state, plan, gshard.make_train_step(loss, plan, **options), loss, params
 
