@@ -21,11 +21,11 @@ BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
 
 
-def gather(part: jax.Array, layout: Layout) -> jax.Array:
+def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
     """All-gathers one leaf: this device's part to the logical whole."""
     if layout.dim is None:
         return part
-    with jax.named_scope("gshard/gather"):
+    with jax.named_scope(f"gshard/{purpose}"):
         return layout.cut(_all_gather(part, layout.group, layout.dim))
 
 

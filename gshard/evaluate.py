@@ -12,6 +12,7 @@ from gshard.arguments import shown
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
+from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import Use, with_divided
 from gshard.fit import Fit
 from gshard.loss import is_numeric, is_weighted
@@ -42,14 +43,20 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
+        layouts = extra_layouts(parts.extras, plan)
+        extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts))
+        places = [*stored, *jax.tree.leaves(layouts)]
+        all_uses = [*uses, *extra_uses(layouts)]
         form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
-        def whole(leaves: list[jax.Array], extras: Any, batch: Any) -> Any:
-            return pure(jax.tree.unflatten(structure, leaves), extras, batch, None)[0]
+        def whole(leaves: list[jax.Array], batch: Any) -> Any:
+            params = jax.tree.unflatten(structure, leaves[: len(stored)])
+            extras = jax.tree.unflatten(extras_structure, leaves[len(stored) :])
+            return pure(params, extras, batch, None)[0]
 
-        def on_device(leaves: list[jax.Array], extras: Any, batch: Any) -> Any:
-            taps = [x if use is None else use.tap() for x, use in zip(leaves, uses, strict=True)]
-            out = with_divided(whole, uses, plan.group.axes, leaves, taps, extras, batch)
+        def on_device(leaves: list[jax.Array], batch: Any) -> Any:
+            taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
+            out = with_divided(whole, all_uses, plan.group.axes, leaves, taps, batch)
             flat, tree = jax.tree.flatten(out, is_leaf=is_weighted)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
@@ -59,10 +66,10 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         means, arrays = jax.shard_map(
             on_device,
             mesh=plan.mesh,
-            in_specs=([x.spec for x in stored], jax.P(), rows),
+            in_specs=([x.spec for x in places], rows),
             out_specs=(jax.P(), plan.batch_spec),
             check_vma=False,
-        )(jax.tree.leaves(parts.params), parts.extras, batch)
+        )([*jax.tree.leaves(parts.params), *extras], batch)
         tree, are_means = form
         means, arrays = iter(means), iter(arrays)
         return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])

@@ -37,10 +37,12 @@ class Use:
     Attributes:
       stored: the layout at rest; gathered when it is divided.
       reduced: the layout of the gradient at the tap; scattered when it is divided.
+      purpose: what the gather is counted as.
     """
 
     stored: Layout
     reduced: Layout
+    purpose: str = "gather"
 
     @property
     def pointless(self) -> bool:
@@ -54,7 +56,7 @@ class Use:
 
     def layer(self) -> Use:
         """The use of one layer of a stack."""
-        return Use(self.stored.layer(), self.reduced.layer())
+        return Use(self.stored.layer(), self.reduced.layer(), self.purpose)
 
     def tap(self) -> jax.Array:
         """Zeros that receive the gradient."""
@@ -64,7 +66,7 @@ class Use:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _whole(use: Use, stored: jax.Array, tap: jax.Array) -> jax.Array:
     del tap
-    return gather(stored, use.stored)
+    return gather(stored, use.stored, use.purpose)
 
 
 def _whole_forward(use: Use, stored: jax.Array, tap: jax.Array) -> tuple[jax.Array, None]:

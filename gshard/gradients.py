@@ -25,10 +25,11 @@ from gshard.collectives import (
     reduce_scalar,
     scatter_leaves,
 )
+from gshard.extras import all_gathered, apart, extra_layouts, extra_uses, in_storage
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys, typed_key
-from gshard.plan import Plan
+from gshard.plan import Plan, all_whole
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
 from gshard.tree import same_leaves
@@ -79,6 +80,7 @@ def gradients(
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
+    layouts = extra_layouts(parts.extras, plan)
     k = options.micro_batches
     local = accumulation(plan, k, options.accumulate) == "local"
     targets = [layout.whole() for layout in reduced] if local else reduced
@@ -87,7 +89,7 @@ def gradients(
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
         one = _MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
-        total = _over_micro_batches(one, leaves, extras, batch, rng, k)
+        total = _over_micro_batches(one, leaves, extras, layouts, batch, rng, k)
         weight = reduce_scalar(total.weight, plan.group.axes)
         grads = _end_reduction(total.grads, targets, reduced, plan, options.buffer_max_size)
         return (
@@ -101,10 +103,19 @@ def gradients(
     grads, value, aux, updates = jax.shard_map(
         on_device,
         mesh=plan.mesh,
-        in_specs=([layout.spec for layout in stored], jax.P(), rows, jax.P()),
+        in_specs=(
+            [layout.spec for layout in stored],
+            jax.tree.map(lambda layout: layout.spec, layouts),
+            rows,
+            jax.P(),
+        ),
         out_specs=([layout.spec for layout in reduced], jax.P(), jax.P(), jax.P()),
         check_vma=False,
-    )(jax.tree.leaves(parts.params), parts.extras, batch, rng)
+    )(jax.tree.leaves(parts.params), in_storage(parts.extras, layouts), batch, rng)
+    updates = {
+        name: plan.pin(tree, layouts[name]) if name in plan.extras else tree
+        for name, tree in updates.items()
+    }
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, updates)
 
 
@@ -133,16 +144,27 @@ class _MicroBatch:
         has_aux: bool,
     ):
         self.form = LossForm(loss, structure, has_aux)
+        self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
         uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
         self.uses = [None if use.pointless else use for use in uses]
 
     def __call__(
-        self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, i: Any
+        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> _Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
         rng, extras = fold_keys((rng, extras), self.device, i)
+        more, structure = jax.tree.flatten(extras)
+        uses = [*self.uses, *extra_uses(layouts)]
+        more_taps = [
+            x if u is None else u.tap() for x, u in zip(more, extra_uses(layouts), strict=True)
+        ]
+
+        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
+            extras = jax.tree.unflatten(structure, leaves[len(self.uses) :])
+            return self.form(leaves[: len(self.uses)], extras, batch, rng)
+
         points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
             leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
         ]
@@ -152,7 +174,8 @@ class _MicroBatch:
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
-            return with_divided(self.form, self.uses, self.axes, given, points, extras, batch, rng)
+            taps = [*points, *more_taps]
+            return with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
 
         (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)
@@ -179,11 +202,17 @@ def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any
 
 
 def _over_micro_batches(
-    one: _MicroBatch, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, k: int
+    one: _MicroBatch,
+    leaves: list[jax.Array],
+    extras: dict[str, Any],
+    layouts: dict[str, Any],
+    batch: Any,
+    rng: Any,
+    k: int,
 ) -> _Total:
     """The sum of `one` over k slices of this device's rows, one after the other."""
     if k == 1:
-        return one(leaves, extras, batch, rng, 0)
+        return one(leaves, extras, layouts, batch, rng, 0)
     arrays, structure = jax.tree.flatten(batch)
     rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
 
@@ -191,15 +220,20 @@ def _over_micro_batches(
         rest = iter(slices)
         return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
 
-    shapes = jax.eval_shape(lambda: one(leaves, extras, micro_batch([x[0] for x in rows]), rng, 0))
+    first = micro_batch([x[0] for x in rows])
+    shapes = jax.eval_shape(lambda: one(leaves, extras, layouts, first, rng, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    changing = {name: extras[name] for name in shapes.updates}
+    changing = {name: all_gathered(extras[name], layouts[name]) for name in shapes.updates}
+    now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
+    layouts = {**layouts, **now_whole}
+    divided, extras_with = apart(extras, layouts)
     start = _Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
 
     def body(total: _Total, x: Any) -> tuple[_Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
-        leaves_now, (i, slices) = jax.lax.optimization_barrier((leaves, x))
-        new = one(leaves_now, {**extras, **total.updates}, micro_batch(slices), rng, i)
+        leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
+        now = {**extras_with(parts_now), **total.updates}
+        new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         add = partial(jax.tree.map, jnp.add)
         return _Total(
             add(total.grads, new.grads),

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.layout import Layout
-from gshard.state import kind_of
+from gshard.state import FROZEN, Parts, kind_of
 
 
 def full_params(state: Any) -> Any:
@@ -30,14 +30,21 @@ def full_params(state: Any) -> Any:
     Raises:
       GShardError: for a state that `shard_train_state` did not make.
     """
-    kind = kind_of(state)
-    plan = getattr(kind.tx(state), "plan", None)
+    plan = getattr(kind_of(state).tx(state), "plan", None)
     if plan is None:
         raise GShardError(
             "full_params: this state has no plan, it did not come from gshard.shard_train_state. "
             "Its parameters are whole already."
         )
-    return kind.params_like(to_host(kind.split(state).params, plan.params), plan.template)
+    parts, layouts = plan.kind.split(state), plan.layouts
+    frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
+    whole = Parts(
+        to_host(parts.params, layouts.params),
+        None,
+        None,
+        {name: to_host(tree, layouts.extras[name]) for name, tree in frozen.items()},
+    )
+    return plan.kind.params_of(whole, plan.template)
 
 
 def to_host(tree: Any, layouts: Any) -> Any:

@@ -95,6 +95,21 @@ class Layout:
         widths = [(0, self.padding if d == self.dim else 0) for d in range(len(self.shape))]
         return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
+    def stored(self, x: Any, what: str) -> Any:
+        """A leaf in storage shape; one of logical shape is padded.
+
+        Raises:
+          GShardError: it has neither shape; `what` begins the message.
+        """
+        if x.shape == self.stored_shape:
+            return x
+        if x.shape == self.shape:
+            return self.pad(x)
+        raise GShardError(
+            f"{what}: {self.path} has shape {x.shape}; the plan has {self.shape} (stored as "
+            f"{self.stored_shape})."
+        )
+
     def cut(self, x: Any) -> Any:
         """Stored to logical."""
         if not self.padding or self.dim is None:

@@ -48,17 +48,18 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     """
 
     def init(params: Any) -> GShardState:
-        own, structure = _own_parts(params, plan)
+        own, structure = _own_parts(plan.kind.trained(params), plan)
         state = tx.init(jax.tree.unflatten(structure, own))
-        return GShardState(_pin(state, plan.opt_state, plan))
+        return GShardState(plan.pin(state, plan.opt_state))
 
     def update(
         updates: Any, state: GShardState, params: Any = None, **extra: Any
     ) -> tuple[Any, GShardState]:
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
-        new, state, _ = _update_own(tx, plan, updates, state, params, extra)
-        return _publish(new, plan, BUFFER_MAX_SIZE), state
+        grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
+        new, state, _ = _update_own(tx, plan, grads, state, trained, extra)
+        return plan.kind.whole_update(_publish(new, plan, BUFFER_MAX_SIZE), params), state
 
     made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     made.plan = plan
@@ -103,7 +104,7 @@ def _update_own(
     reduced = jax.tree.leaves(plan.grads)
     structure = same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
     logical = [
-        layout.cut(_stored(g, layout, "the gradients"))
+        layout.cut(layout.stored(g, "the gradients"))
         for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
     ]
     own, params_structure = _own_parts(params, plan)
@@ -116,7 +117,7 @@ def _update_own(
         raise
     known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
     same_leaves(inner, known, "the state that the optimizer returns is")
-    return updates, GShardState(_pin(inner, plan.opt_state, plan)), own
+    return updates, GShardState(plan.pin(inner, plan.opt_state)), own
 
 
 def _explain(error: Exception) -> None:
@@ -140,7 +141,7 @@ def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = [
-        _stored(x, layout, "the parameters")
+        layout.stored(x, "the parameters")
         for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
     ]
 
@@ -154,7 +155,7 @@ def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:
 def _publish(tree: Any, plan: Plan, buffer_max_size: int) -> Any:
     """Own parts as the parameters lie: gathered where a parameter is whole and its part is not."""
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
-    leaves, structure = jax.tree.flatten(_pin(tree, plan.grads, plan))
+    leaves, structure = jax.tree.flatten(plan.pin(tree, plan.grads))
 
     def gather(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         return publish_leaves(xs, places, buffer_max_size)
@@ -191,27 +192,4 @@ def _cut(tree: Any, layouts: Any) -> Any:
     places = jax.tree.leaves(layouts)
     return jax.tree.unflatten(
         structure, [place.cut(x) for x, place in zip(leaves, places, strict=True)]
-    )
-
-
-def _pin(tree: Any, layouts: Any, plan: Plan) -> Any:
-    """Logical values to storage: padded, and held to their layout."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
-    pinned = [
-        jax.lax.with_sharding_constraint(place.pad(x), plan.sharding(place))
-        for x, place in zip(leaves, places, strict=True)
-    ]
-    return jax.tree.unflatten(structure, pinned)
-
-
-def _stored(x: jax.Array, layout: Layout, what: str) -> jax.Array:
-    """A leaf in storage shape; a logical one is padded."""
-    if x.shape == layout.stored_shape:
-        return x
-    if x.shape == layout.shape:
-        return layout.pad(x)
-    raise GShardError(
-        f"{what}: {layout.path} has shape {x.shape}; the plan has {layout.shape} (stored as "
-        f"{layout.stored_shape})."
     )

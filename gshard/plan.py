@@ -37,6 +37,7 @@ class Plan:
       params: a tree of `Layout`s, parameters at rest.
       grads: the same tree, reduced gradients; also the part of a parameter that a device updates.
       opt_state: layouts of the user's optimizer state.
+      extras: layouts of everything else, by name.
       kind: how the train state splits into parts.
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
@@ -48,6 +49,7 @@ class Plan:
     params: Any
     grads: Any
     opt_state: Any
+    extras: dict[str, Any]
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
@@ -74,13 +76,8 @@ class Plan:
     @property
     def layouts(self) -> Parts:
         """Layouts of all parts, in the trees that the user's state has."""
-        parts = self.kind.split(self.template)
-        return Parts(
-            self.params,
-            self.opt_state,
-            _all_whole(parts.step, self.group),
-            _all_whole(parts.extras, self.group),
-        )
+        step = self.kind.split(self.template).step
+        return Parts(self.params, self.opt_state, all_whole(step, self.group), self.extras)
 
     @property
     def shardings(self) -> Parts:
@@ -95,6 +92,15 @@ class Plan:
             name: sum(layout.bytes_per_device for layout in jax.tree.leaves(getattr(layouts, name)))
             for name in ("params", "opt_state", "extras")
         }
+
+    def pin(self, tree: Any, layouts: Any) -> Any:
+        """Logical values to storage, inside a jitted program: padded, and held to their layout."""
+        leaves, structure = jax.tree.flatten(tree)
+        pinned = [
+            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place))
+            for x, place in zip(leaves, jax.tree.leaves(layouts), strict=True)
+        ]
+        return jax.tree.unflatten(structure, pinned)
 
     def abstract_parts(self) -> Parts:
         """Every array of the state as stored, abstract, with its sharding."""
@@ -125,13 +131,13 @@ class Plan:
             to_host(parts.extras, layouts.extras),
             parts.static,
         )
-        return self.kind.merge(whole, state, self.tx)
+        return self.kind.merge(whole, state, self.kind.plain_tx(self.tx))
 
     def __repr__(self) -> str:
         return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"
 
     def __str__(self) -> str:
-        """A table of the parameters and a line of totals."""
+        """A table of the parameters and extras, and a line of totals."""
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("parameter", "shape", "at rest", "gradient", "bytes per device", "reason"):
             table.add_column(name, justify="right" if name.startswith("bytes") else "left")
@@ -145,6 +151,15 @@ class Plan:
                 _describe(reduced),
                 f"{stored.bytes_per_device:,}",
                 reduced.reason,
+            )
+        for layout in jax.tree.leaves(self.extras):
+            table.add_row(
+                layout.path,
+                f"{layout.dtype}{list(layout.shape)}",
+                _describe(layout),
+                "none",
+                f"{layout.bytes_per_device:,}",
+                layout.reason,
             )
         out = io.StringIO()
         console = Console(file=out, width=140)
@@ -165,7 +180,8 @@ def _describe(layout: Layout) -> str:
     return f"dim {layout.dim} / {layout.group.size}{pad}"
 
 
-def _all_whole(tree: Any, group: Group) -> Any:
+def all_whole(tree: Any, group: Group) -> Any:
+    """Layouts of a tree that every device holds whole."""
     paths, leaves, structure = flatten(tree)
     found = [lay_out(path, x, None, group, None) for path, x in zip(paths, leaves, strict=True)]
     return jax.tree.unflatten(structure, found)

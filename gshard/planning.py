@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -18,7 +18,7 @@ from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.plan import Plan
 from gshard.rules import Rule
-from gshard.state import SCAN_NAMES, Kind
+from gshard.state import FROZEN, SCAN_NAMES, Kind
 from gshard.tree import flatten
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
@@ -50,17 +50,32 @@ def make_plan(
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
-    fixed = [p for p, x in zip(paths, leaves, strict=True) if not _is_inexact(x.dtype)]
-    if fixed:
-        raise GShardError(
-            f"the parameters {some(fixed)} are not floating and have no gradient. Keep them in "
-            "another field of the state, or in a Variable that is no nnx.Param."
-        )
     names = kind.scan_names(state)
-    divided = []
-    for path, leaf, dims in zip(paths, leaves, names, strict=True):
-        scan_dim = _scan_dim(path, leaf, dims, scan_axes)
-        divided.append(lay_out(path, leaf, scan_dim, group, rule if level.divides_state else None))
+    frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
+
+    def by_rule(path: str, leaf: Any, divides: bool) -> Layout:
+        scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes)
+        return lay_out(path, leaf, scan_dim, group, rule if divides else None)
+
+    def beside(tree: Any, divides: bool) -> Any:
+        """What belongs to a parameter lies as that does; the rest by the rule."""
+        paths, leaves, structure = flatten(tree)
+        found = [
+            _like_a_parameter(path, leaf, by_path if divides else {})
+            or by_rule(path, leaf, divides)
+            for path, leaf in zip(paths, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, found)
+
+    divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
+    by_path = {layout.path: layout for layout in divided}
+    extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
+    by_path |= {layout.path: layout for layout in jax.tree.leaves(extras)}
+    extras |= {
+        name: beside({name: tree}, level.divides_params)[name]
+        for name, tree in parts.extras.items()
+        if name not in frozen
+    }
     stored = divided if level.divides_params else [layout.whole() for layout in divided]
     plan = Plan(
         level,
@@ -68,13 +83,14 @@ def make_plan(
         group,
         params=jax.tree.unflatten(structure, stored),
         grads=jax.tree.unflatten(structure, divided),
-        opt_state=_lay_out_opt_state(parts.opt_state, divided, group, level, rule),
+        opt_state=beside(parts.opt_state, level.divides_state),
+        extras=extras,
         kind=kind,
         tx=tx,
         template=state,
     )
     _warn_of_whole_leaves(divided, level)
-    warn_of_unused("scan_axes", scan_axes, paths)
+    warn_of_unused("scan_axes", scan_axes, list(by_path))
     return plan
 
 
@@ -91,31 +107,18 @@ def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
             )
 
 
-def _is_inexact(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+def _like_a_parameter(path: str, leaf: Any, params: Mapping[str, Layout]) -> Layout | None:
+    """The layout of a leaf whose path ends in a parameter's, and that has its shape.
 
-
-def _lay_out_opt_state(
-    opt_state: Any, params: Sequence[Layout], group: Group, level: Level, rule: Rule
-) -> Any:
-    """A leaf whose path ends in a parameter's, of its shape, lies as that; others by the rule.
-
-    Not by jitting `tx.init`, which put every moment on one device.
+    A moment, a master copy or an average. Not found by jitting `tx.init`, which put every moment on
+    one device.
     """
-    by_path = {layout.path: layout for layout in params}
-
-    def place(path: str, leaf: Any) -> Layout:
-        keys = path.split("/")
-        for start in range(len(keys) + 1):  # the longest suffix first
-            like = by_path.get("/".join(keys[start:]))
-            if like is not None and like.shape == tuple(leaf.shape):
-                return Layout(
-                    path, like.shape, leaf.dtype, like.dim, group, like.scan_dim, like.reason
-                )
-        return lay_out(path, leaf, None, group, rule if level.divides_state else None)
-
-    paths, leaves, structure = flatten(opt_state)
-    return jax.tree.unflatten(structure, [place(p, x) for p, x in zip(paths, leaves, strict=True)])
+    keys = path.split("/")
+    for start in range(len(keys) + 1):  # the longest suffix first
+        like = params.get("/".join(keys[start:]))
+        if like is not None and like.shape == tuple(leaf.shape):
+            return dataclasses.replace(like, path=path, dtype=leaf.dtype)
+    return None
 
 
 def _scan_dim(

@@ -27,7 +27,8 @@ class Movement:
 
     Attributes:
       kind: `all-gather`, `reduce-scatter` or `all-reduce`.
-      purpose: `gather`, `scatter`, `publish` or `reduce`.
+      purpose: `gather`, `scatter`, `publish`, `reduce`, or `extras` (what is not trained, made
+        whole for the loss).
       elements: full size of what is moved, times executions: the output of an all-gather, the input
         of a reduce-scatter or all-reduce.
       at_most: a bound, not a count: a leaf that the backward does not need is gathered once less.
@@ -47,7 +48,7 @@ class Promise:
       level: name of the level.
       group_size: devices in the shard group (N).
       resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
-        and of the `optimizer` state.
+        of the `optimizer` state and of `extras` (frozen parameters, batch statistics, an average).
       moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
         communicates are not in it.
     """
@@ -77,12 +78,17 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
     accumulate = accumulation(plan, micro_batches, accumulate)
     stored = jax.tree.leaves(plan.params)
     reduced = jax.tree.leaves(plan.grads)
+    extras = jax.tree.leaves(plan.extras)
     carried = [r if accumulate == "scatter" else r.whole() for r in reduced]
     totals: dict[tuple[str, str, bool], int] = {}
     for s, r in zip(stored, reduced, strict=True):
         for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate):
             key = (kind, purpose, at_most)
             totals[key] = totals.get(key, 0) + elements
+    for extra in extras:  # for the forward and again for the backward, where the loss reads it
+        if extra.dim is not None:
+            key = ("all-gather", "extras", True)
+            totals[key] = totals.get(key, 0) + 2 * micro_batches * _hops(extra)
     return Promise(
         plan.level.name,
         plan.group.size,
@@ -90,6 +96,7 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
             "params": sum(layout.bytes_per_device for layout in stored),
             "gradients": sum(layout.bytes_per_device for layout in carried),
             "optimizer": sum(x.bytes_per_device for x in jax.tree.leaves(plan.opt_state)),
+            "extras": sum(x.bytes_per_device for x in extras),
         },
         tuple(Movement(k, p, n, at_most) for (k, p, at_most), n in totals.items() if n),
     )

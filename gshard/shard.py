@@ -33,6 +33,7 @@ def shard_train_state(
     segment_size: int = 2**14,
     rules: Any = None,
     scan_axes: ScanAxes = None,
+    frozen: Any = None,
     indivisible: str = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
@@ -53,6 +54,10 @@ def shard_train_state(
       scan_axes: the dimension that a scan over layers walks, which is never divided: a mapping from
         path pattern to dimension. Flax's metadata (an axis named `layers`, `layer` or `scan`, or
         one of the names given here) is read without it.
+      frozen: parameters that are not trained (Linen and plain): a pattern of paths or several, a
+        function of a `Leaf`, or a tree of True and False. They have no gradient and no optimizer
+        state, and lie divided where parameters do. Integer parameters always are. For NNX the
+        optimizer's `wrt=` says what is trained.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
         left `"whole"`.
       shard_axes: mesh axes to divide over; by default all but the replica axes.
@@ -76,16 +81,18 @@ def shard_train_state(
     if made_by is None and init_args:
         raise GShardError("init_args= goes with an init function; state is not a function.")
     given = abstract(made_by, *init_args) if made_by else as_state(state)
-    kind = kind_of(given)
     template = abstract_like(given)
+    kind = kind_of(given)
     kind.check(template)
     tx = kind.tx(template)
     if isinstance(tx, DividedTransformation):
         raise GShardError(
             "this state is divided already. Take its plain form with plan.unwrap(state) first."
         )
+    kind = kind.freeze(template, frozen)
+    given, template = kind.narrow(given), kind.narrow(template)
     plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes)
-    leaves = jax.tree.leaves((plan.params, plan.opt_state))
+    leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):
         parts = lower_init(made_by, init_args, plan).compile()()
@@ -106,7 +113,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
     """The jitted init function, lowered: every array is made where it will lie."""
 
     def make() -> Parts:
-        parts = plan.kind.split(as_state(init(*init_args)))
+        parts = plan.kind.split(plan.kind.narrow(as_state(init(*init_args))))
         same_leaves(parts, flatten(plan.layouts)[0], "what the init function makes is")
         padded = [
             layout.pad(jnp.asarray(x, layout.dtype))

@@ -18,6 +18,7 @@ from flax.training.train_state import TrainState
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
+from gshard.state.frozen import FROZEN as FROZEN
 from gshard.state.linen_state import Linen
 from gshard.state.nnx_pair import Nnx
 from gshard.state.parts import SCAN_NAMES as SCAN_NAMES

@@ -15,24 +15,66 @@ from flax.core import meta
 from flax.training.train_state import TrainState
 
 from gshard.errors import GShardError, some
+from gshard.state.frozen import (
+    FROZEN,
+    frozen_paths,
+    no_change,
+    put_back,
+    take_out,
+    trained_opt_state,
+    without_frozen,
+)
 from gshard.state.parts import Parts, PureLoss
+from gshard.tree import path_of
 
 _OVERWRITE = "_overwrite_with_gradient"  # Flax's name for leaves that their gradient replaces
 
 
 @dataclass(frozen=True)
 class Linen:
-    """A Flax `TrainState` or a subclass of it with more fields."""
+    """A Flax `TrainState` or a subclass of it with more fields.
+
+    Attributes:
+      frozen: paths of the parameters that are not trained; they are split off as an extra.
+    """
+
+    frozen: frozenset[str] = frozenset()
+    arguments: ClassVar = ("state",)  # of a train step, before the batch
+
+    def freeze(self, state: Any, frozen: Any) -> Linen:
+        """The kind of states whose parameters are trained but for `frozen` and for integers."""
+        return Linen(frozen_paths(state.params, frozen))
+
+    def narrow(self, state: Any) -> Any:
+        """A state as its optimizer makes it, its optimizer state without the frozen parameters."""
+        if not self.frozen:
+            return state
+        trained = self.trained(state.params)
+        return state.replace(opt_state=trained_opt_state(state.tx, trained, state.opt_state))
 
     def split(self, state: Any) -> Parts:
         """The parts of a state."""
-        return Parts(state.params, state.opt_state, state.step, _extra_fields(state))
-
-    arguments: ClassVar = ("state",)  # of a train step, before the batch
+        parts = self.split_target(state.params, _extra_fields(state))
+        return dataclasses.replace(parts, opt_state=state.opt_state, step=state.step)
 
     def split_target(self, params: Any, collections: dict[str, Any]) -> Parts:
         """Parts for a loss alone: parameters and further collections."""
-        return Parts(params, None, None, collections)
+        trained, frozen = take_out(params, self.frozen)
+        return Parts(
+            trained, None, None, {**collections, FROZEN: frozen} if frozen else collections
+        )
+
+    def trained(self, tree: Any) -> Any:
+        """The trained part of a tree like the parameters."""
+        return take_out(tree, self.frozen)[0]
+
+    def whole_update(self, updates: Any, params: Any) -> Any:
+        """Updates of the trained parameters as updates of all."""
+        return put_back(updates, no_change(take_out(params, self.frozen)[1]))
+
+    def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """An optimizer of the trained parameters as one of all, for a plain state."""
+        return without_frozen(tx, self.frozen)
 
     def is_inference(self, state: Any) -> bool:
         """Whether evaluation takes this, though it is no whole state."""
@@ -45,8 +87,10 @@ class Linen:
 
     def merge(self, parts: Parts, like: Any, tx: optax.GradientTransformation) -> Any:
         """A state like `like` with the arrays of `parts` and the optimizer `tx`."""
+        fields = dict(parts.extras)
+        params = put_back(parts.params, fields.pop(FROZEN, {}))
         return like.replace(
-            params=parts.params, opt_state=parts.opt_state, step=parts.step, tx=tx, **parts.extras
+            params=params, opt_state=parts.opt_state, step=parts.step, tx=tx, **fields
         )
 
     def check(self, state: Any) -> None:
@@ -80,19 +124,19 @@ class Linen:
         del params, parts
         return updates
 
-    def params_like(self, params: Any, template: Any) -> Any:
-        """Whole parameters as the user's own tree."""
+    def params_of(self, parts: Parts, template: Any) -> Any:
+        """All parameters as the user's own tree."""
         del template
-        return params
+        return put_back(parts.params, parts.extras.get(FROZEN, {}))
 
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
         return state.tx
 
-    def scan_names(self, state: Any) -> list[tuple[str | None, ...] | None]:
-        """Per parameter leaf the names that Flax's metadata gives its dimensions, if any."""
-        boxes = jax.tree.leaves(state.params, is_leaf=_is_box)
-        return [getattr(box, "names", None) for box in boxes]
+    def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
+        """By path the names that Flax's metadata gives the dimensions of parameters, if any."""
+        boxes, _ = jax.tree_util.tree_flatten_with_path(state.params, is_leaf=_is_box)
+        return {path_of(keys): box.names for keys, box in boxes if hasattr(box, "names")}
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(params, batch, *, rng, <extras it names>)` as a pure function."""
@@ -107,7 +151,9 @@ class Linen:
                     "rng= was given, and the loss does not take it. Write loss_fn(params, batch, "
                     "*, rng), or leave rng= out."
                 )
-            available = {**extras, "rng": rng} if rng is not None else extras
+            available = {name: value for name, value in extras.items() if name != FROZEN}
+            if rng is not None:
+                available["rng"] = rng
             missing = needed - set(available)
             if missing:
                 raise GShardError(
@@ -117,14 +163,15 @@ class Linen:
                     "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            out = loss_fn(unbox(params), batch, **given)
+            out = loss_fn(unbox(put_back(params, extras.get(FROZEN, {}))), batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure
 
     def gradients(self, grads: Any, params: Any) -> Any:
-        """Gradients in the containers of the parameters."""
-        return jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
+        """Gradients in the containers of the parameters; an `optax.MaskedNode` for a frozen one."""
+        structure = jax.tree.structure(self.trained(params))
+        return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
 
 def unbox(params: Any) -> Any:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from gshard.arguments import shown
 from gshard.errors import GShardError, some, warn
 from gshard.passthrough import sources
 from gshard.state.parts import Parts, PureLoss
-from gshard.tree import flatten
+from gshard.tree import flatten, path_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,44 @@ class Nnx:
 
     wrt: Any
     arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
+
+    def freeze(self, state: Any, frozen: Any) -> Nnx:
+        """Refuses `frozen=`, which the optimizer's filter says."""
+        if frozen is not None:
+            raise GShardError(
+                f"frozen={shown(frozen)} is for Linen and plain parameters. For NNX say what is "
+                "trained: nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, "
+                "nnx.PathContains('lora'))), or another filter."
+            )
+        paths, leaves, _ = flatten(self.split(state).params)
+        fixed = [
+            p
+            for p, x in zip(paths, leaves, strict=True)
+            if not jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        if fixed:
+            raise GShardError(
+                f"the parameters {some(fixed)} are not floating and have no gradient. Keep them in "
+                "a Variable that the optimizer's wrt= does not choose."
+            )
+        return self
+
+    def narrow(self, state: Any) -> Any:
+        """A pair as its optimizer makes it: `wrt` left out what is not trained."""
+        return state
+
+    def trained(self, tree: Any) -> Any:
+        """The trained part of a tree like the parameters: all of it."""
+        return tree
+
+    def whole_update(self, updates: Any, params: Any) -> Any:
+        """Updates as `nnx.Optimizer` takes them."""
+        del params
+        return updates
+
+    def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The optimizer of a plain pair."""
+        return tx
 
     def split(self, state: Any) -> Parts:
         """The parts of a pair."""
@@ -110,21 +150,22 @@ class Nnx:
         nnx.update(model, parts.static.rest({**parts.extras, **updates}))
         return {}
 
-    def params_like(self, params: Any, template: Any) -> Any:
-        """Whole parameters as an `nnx.State` of Variables."""
-        return self.gradients(params, template[0])
+    def params_of(self, parts: Parts, template: Any) -> Any:
+        """The trained parameters as an `nnx.State` of Variables."""
+        return self.gradients(parts.params, template[0])
 
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
         return state[1].tx
 
-    def scan_names(self, state: Any) -> list[tuple[str | None, ...] | None]:
-        """Per parameter leaf the names that Flax's metadata gives its dimensions, if any."""
-        variables = jax.tree.leaves(
-            nnx.state(state[0], self.wrt), is_leaf=lambda x: isinstance(x, nnx.Variable)
+    def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
+        """By path the names that Flax's metadata gives the dimensions of Variables, if any."""
+        variables, _ = jax.tree_util.tree_flatten_with_path(
+            nnx.state(state[0]), is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
-        data = [variable.get_metadata() for variable in variables]
-        return [d.get("out_sharding") or d.get("sharding_names") for d in data]
+        data = {path_of(keys): variable.get_metadata() for keys, variable in variables}
+        names = {path: d.get("out_sharding") or d.get("sharding_names") for path, d in data.items()}
+        return {path: found for path, found in names.items() if found}
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(model, batch)` as a pure function; what it changes in the model comes back."""

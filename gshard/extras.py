@@ -1,0 +1,73 @@
+"""Extras on a device: arrays of the state that are not trained, some of them divided.
+
+A loss may read them (frozen parameters, batch statistics, a teacher) and may return some anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from gshard.collectives import gather
+from gshard.first_use import Use
+from gshard.plan import Plan, all_whole
+from gshard.tree import flatten, same_leaves
+
+PURPOSE = "extras"  # what their gathers are counted as
+
+
+def extra_layouts(extras: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The layouts of extras, by name; those that the plan does not know are whole.
+
+    Raises:
+      GShardError: an extra that the plan knows is another tree.
+    """
+    known = plan.extras
+    for name in extras.keys() & known.keys():
+        same_leaves(extras[name], flatten(known[name])[0], f"{name} is")
+    return {
+        name: known[name] if name in known else all_whole(tree, plan.group)
+        for name, tree in extras.items()
+    }
+
+
+def in_storage(extras: dict[str, Any], layouts: dict[str, Any]) -> dict[str, Any]:
+    """Extras in storage shapes."""
+    leaves = [
+        layout.stored(x, "the state") if layout.dim is not None else x
+        for x, layout in zip(jax.tree.leaves(extras), jax.tree.leaves(layouts), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(extras), leaves)
+
+
+def extra_uses(layouts: dict[str, Any]) -> list[Use | None]:
+    """One per leaf; None for a whole one."""
+    found = jax.tree.leaves(layouts)
+    return [None if x.dim is None else Use(x, x, PURPOSE) for x in found]
+
+
+def apart(
+    extras: dict[str, Any], layouts: dict[str, Any]
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[str, Any]]]:
+    """The divided leaves, and a function that puts others in their place."""
+    leaves, structure = jax.tree.flatten(extras)
+    places = [i for i, x in enumerate(jax.tree.leaves(layouts)) if x.dim is not None]
+
+    def put(parts: list[jax.Array]) -> dict[str, Any]:
+        new = list(leaves)
+        for i, part in zip(places, parts, strict=True):
+            new[i] = part
+        return jax.tree.unflatten(structure, new)
+
+    return [leaves[i] for i in places], put
+
+
+def all_gathered(tree: Any, layouts: Any) -> Any:
+    """One extra made whole, for a loss that changes it."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = jax.tree.leaves(layouts)
+    return jax.tree.unflatten(
+        structure, [gather(x, place, PURPOSE) for x, place in zip(leaves, places, strict=True)]
+    )

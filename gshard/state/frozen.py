@@ -1,0 +1,181 @@
+"""Parameters that are not trained: carried, without gradient and optimizer state.
+
+Inside gshard the tree of trained parameters has an `optax.MaskedNode`, which has no leaves, where a
+frozen one was. Optax's own transformations take such trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gshard import arguments
+from gshard.arguments import shown
+from gshard.errors import GShardError, did_you_mean, some, warn
+from gshard.rules import Leaf
+from gshard.tree import flatten, path_of
+
+FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
+
+
+def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
+    """Paths of the parameters that are not trained: those of `frozen=`, and all integers.
+
+    Args:
+      params: a tree of arrays, concrete or abstract.
+      frozen: None; a pattern of paths or several; a function of a `Leaf`; or a tree like the
+        parameters with True where one is frozen.
+
+    Raises:
+      GShardError: `frozen` is none of these, a tree of another structure, or leaves nothing.
+    """
+    paths, leaves, _ = flatten(params)
+    chosen = _chosen(paths, leaves, frozen)
+    fixed = {
+        p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    if paths and len(chosen | fixed) == len(paths):
+        raise GShardError(
+            f"frozen={shown(frozen)} and integer dtypes leave no parameter to train, of "
+            f"{some(paths)}."
+        )
+    return frozenset(chosen | fixed)
+
+
+def take_out(params: Any, frozen: Set[str]) -> tuple[Any, dict[str, Any]]:
+    """The trained parameters, and the frozen ones by path."""
+    if not frozen:
+        return params, {}
+    taken: dict[str, Any] = {}
+
+    def take(keys: Any, x: Any) -> Any:
+        path = path_of(keys)
+        if path not in frozen:
+            return x
+        taken[path] = x
+        return optax.MaskedNode()
+
+    return jax.tree_util.tree_map_with_path(take, params), taken
+
+
+def put_back(trained: Any, frozen: dict[str, Any]) -> Any:
+    """The inverse of `take_out`."""
+    if not frozen:
+        return trained
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: frozen[path_of(keys)] if _is_gap(x) else x, trained, is_leaf=_is_gap
+    )
+
+
+def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state: Any) -> Any:
+    """The part of an optimizer state that belongs to the trained parameters.
+
+    Raises:
+      GShardError: `opt_state` was not made by `tx` for these parameters.
+    """
+    wanted = jax.eval_shape(
+        tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
+    )
+    paths, leaves, structure = flatten(wanted)
+    have = dict(zip(*flatten(opt_state)[:2], strict=True))
+    wrong = [
+        path
+        for path, x in zip(paths, leaves, strict=True)
+        if path not in have or jnp.shape(have[path]) != x.shape
+    ]
+    if wrong:
+        raise GShardError(
+            f"the optimizer state has no {some(wrong)} for the parameters that are trained. Make "
+            "it with this optimizer: tx.init(params)."
+        )
+    return jax.tree.unflatten(structure, [have[path] for path in paths])
+
+
+def without_frozen(
+    tx: optax.GradientTransformation, frozen: Set[str]
+) -> optax.GradientTransformation:
+    """`tx` for the trained parameters of a whole tree; the frozen ones stay as they are."""
+    if not frozen:
+        return tx
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return inner.init(take_out(params, frozen)[0])
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
+        trained, others = take_out(params, frozen)
+        new, state = inner.update(take_out(updates, frozen)[0], state, trained, **extra)
+        return put_back(new, no_change(others)), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def no_change(params: dict[str, Any]) -> dict[str, Any]:
+    """Updates that leave parameters as they are, bit for bit: -0.0 keeps the sign of a zero."""
+    return {
+        path: jnp.full_like(x, -0.0 if jnp.issubdtype(x.dtype, jnp.inexact) else 0)
+        for path, x in params.items()
+    }
+
+
+def _is_gap(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+def _chosen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
+    if frozen is None:
+        return set()
+    if isinstance(frozen, str):
+        return _matching(paths, [frozen])
+    if isinstance(frozen, Sequence) and frozen and all(isinstance(x, str) for x in frozen):
+        return _matching(paths, frozen)
+    if callable(frozen):
+        return _accepted(paths, leaves, frozen)
+    given, flags, _ = flatten(frozen)
+    if given != paths:
+        missing = [path for path in paths if path not in given]
+        added = [path for path in given if path not in paths]
+        raise GShardError(
+            f"frozen={shown(frozen)} is not a tree like the parameters: missing "
+            f"{some(missing) or 'none'}; added {some(added) or 'none'}. "
+            "Give True or False for each parameter, a pattern of paths, or a function of a "
+            "gshard.Leaf."
+        )
+    _refuse_others(paths, flags, "frozen")
+    return {path for path, flag in zip(paths, flags, strict=True) if flag}
+
+
+def _matching(paths: list[str], patterns: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for text in patterns:
+        compiled = arguments.pattern(text, "frozen")
+        matches = {path for path in paths if compiled.search(path)}
+        if not matches:
+            warn(
+                f"frozen: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
+                f"There are {some(paths)}."
+            )
+        found |= matches
+    return found
+
+
+def _accepted(paths: list[str], leaves: list[Any], test: Callable[[Leaf], Any]) -> set[str]:
+    answers = [
+        test(Leaf(path, tuple(x.shape), x.dtype, None, 1))
+        for path, x in zip(paths, leaves, strict=True)
+    ]
+    _refuse_others(paths, answers, "the function frozen=")
+    return {path for path, answer in zip(paths, answers, strict=True) if answer}
+
+
+def _refuse_others(paths: list[str], answers: Sequence[Any], what: str) -> None:
+    for path, answer in zip(paths, answers, strict=True):
+        if not isinstance(answer, (bool, np.bool_)):
+            raise GShardError(f"{what} says {shown(answer)} for {path}: say True or False.")

@@ -1,0 +1,336 @@
+"""Frozen and integer parameters, and further fields of a state that lie divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx, traverse_util
+from flax.training.train_state import TrainState
+
+import gshard
+
+LEVELS = ["dp", "os", "os_g", "p_g_os"]
+OPTIONS: dict[str, Any] = {"segment_size": 8, "scan_axes": {"Lora_1/": 0}}
+DEVICES, STEPS = 3, 3
+
+
+class Lora(nn.Module):
+    """A frozen kernel, a trained product of two thin ones, and a table of integers."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        kernel, thin = nn.initializers.lecun_normal(), nn.initializers.normal(0.1)
+        base = self.param("base", kernel, (x.shape[-1], self.features))
+        a = self.param("lora_a", kernel, (x.shape[-1], 2))
+        b = self.param("lora_b", thin, (2, self.features))
+        order = self.param("order", lambda _: jnp.arange(self.features)[::-1])
+        return jnp.take(x @ base + x @ a @ b, order, axis=-1)
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        def layer(module, x, _):
+            return nn.tanh(module(x)), None
+
+        x = Lora(13)(x)
+        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)
+        x, _ = stack(Lora(13), x, None)
+        return Lora(5)(x)
+
+
+def batch(rows: int = 12) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"x": (rows, 7), "y": (rows, 5)}
+    return {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
+
+
+def loss_fn(params, b):
+    return ((Net().apply({"params": params}, b["x"]) - b["y"]) ** 2).mean()
+
+
+PARAMS = Net().init(jax.random.key(0), batch()["x"])["params"]
+FLAT: dict[str, jax.Array] = traverse_util.flatten_dict(PARAMS, sep="/")
+TRAINED = [path for path in FLAT if "lora" in path]
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2))
+
+
+def fresh() -> TrainState:
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=OPTIMIZER)
+
+
+def mesh() -> Any:
+    return gshard.make_mesh(devices=jax.devices()[:DEVICES])
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, np.ndarray]:
+    """The trained parameters after `STEPS` steps on one device; the others are constants there."""
+    rest = {path: x for path, x in FLAT.items() if path not in TRAINED}
+
+    def loss(trained):
+        return loss_fn(traverse_util.unflatten_dict({**trained, **rest}, sep="/"), batch())
+
+    @jax.jit
+    def step(trained, opt_state):
+        updates, opt_state = OPTIMIZER.update(jax.grad(loss)(trained), opt_state, trained)
+        return optax.apply_updates(trained, updates), opt_state
+
+    trained = {path: FLAT[path] for path in TRAINED}
+    opt_state = OPTIMIZER.init(trained)
+    for _ in range(STEPS):
+        trained, opt_state = step(trained, opt_state)
+    return jax.tree.map(np.asarray, trained)
+
+
+def assert_trained_alone(state, expected):
+    found = traverse_util.flatten_dict(gshard.full_params(state), sep="/")
+    assert found.keys() == FLAT.keys()
+    for path, x in found.items():
+        if path in expected:
+            np.testing.assert_allclose(x, expected[path], rtol=0, atol=2e-6, err_msg=path)
+        else:
+            np.testing.assert_array_equal(x, FLAT[path], err_msg=path)
+            assert x.dtype == FLAT[path].dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_device(level, expected):
+    state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    gradient = gshard.value_and_grad(loss_fn, plan)
+
+    @jax.jit
+    def own_step(state, b):
+        _, grads = gradient(state.params, b)
+        return state.apply_gradients(grads=grads)
+
+    mine = theirs = state
+    for _ in range(STEPS):
+        theirs, _ = step(theirs, batch())
+        mine = own_step(mine, batch())
+    assert own_step._cache_size() == 1
+    for trained in (theirs, mine):
+        assert_trained_alone(trained, expected)
+    assert jax.tree.map(lambda x: x.sharding, mine) == jax.tree.map(lambda x: x.sharding, state)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_frozen_parameters_cost_no_state_and_no_gradient(level):
+    state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
+    moments = [p for p, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
+    assert not [path for path in moments if "base" in str(path) or "order" in str(path)]
+    # At rest a frozen kernel is divided where parameters are: a stack too, but for its layers.
+    stack = state.params["Lora_1"]["base"]
+    divided = level == "p_g_os"
+    assert stack.sharding.spec == (jax.P(None, "shard") if divided else jax.P())
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    found = gshard.audit(step, state, batch())
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert found.elements(kind) == step.promise.elements(kind)
+    rows = [row for row in found.collectives if row.purpose == "extras"]
+    bound = sum(m.elements for m in step.promise.moved if m.purpose == "extras")
+    # Layer by layer, forward and backward; the first kernel's input needs no gradient.
+    assert 0.7 * bound <= sum(row.elements or 0 for row in rows) <= bound
+    assert bool(rows) == divided
+    assert not divided or {row.times // row.count for row in rows if row.times} == {2}
+
+
+def test_a_scanned_frozen_stack_is_never_whole():
+    """A stack of 16 frozen layers: temporaries far below its size, at one layer each."""
+    width, layers = 64, 16
+
+    def loss(p, b):
+        def layer(x, kernels):
+            return jnp.tanh(x @ kernels["base"] + x * kernels["scale"]), None
+
+        return jax.lax.scan(layer, b["x"], p["layers"])[0].mean()
+
+    params = {
+        "layers": {
+            "base": jnp.ones((layers, width, width)),
+            "scale": jnp.ones((layers, width)),
+        }
+    }
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)),
+        gshard.make_mesh(),
+        "p_g_os",
+        frozen="base",
+        segment_size=16,
+        scan_axes={"layers": 0},
+    )
+    step = gshard.make_train_step(loss, plan)
+    rows = {"x": jnp.ones((16, width))}
+    assert gshard.audit(step, state, rows).memory["temp"] < layers * width * width * 4 / 2
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ["Lora_0/base", "(Lora_1|Lora_2)/base"],
+        lambda leaf: leaf.path.endswith("base"),
+        jax.tree_util.tree_map_with_path(lambda keys, _: "base" in str(keys), PARAMS),
+    ],
+    ids=["patterns", "function", "tree"],
+)
+def test_every_way_to_say_what_is_frozen(frozen):
+    _, plan = gshard.shard_train_state(fresh(), mesh(), "p_g_os", frozen=frozen, **OPTIONS)
+    _, same = gshard.shard_train_state(fresh(), mesh(), "p_g_os", frozen="base$", **OPTIONS)
+    assert str(plan) == str(same)
+    assert "Lora_1/base" in str(plan)
+
+
+def test_an_init_function_and_the_plain_state_back(expected):
+    state, plan = gshard.shard_train_state(fresh, mesh(), "p_g_os", frozen="base$", **OPTIONS)
+    step = gshard.make_train_step(loss_fn, plan)
+    state, _ = step(state, batch())
+    plain = plan.unwrap(state)
+    assert plain.params["Lora_0"]["base"].shape == (7, 13)
+    # The plain state trains on, alone and divided again.
+    grads = jax.grad(loss_fn, allow_int=True)(plain.params, batch())
+    alone = plain.apply_gradients(grads=grads)
+    again, plan = gshard.shard_train_state(plain, mesh(), "os", frozen="base$", **OPTIONS)
+    again, _ = gshard.make_train_step(loss_fn, plan)(again, batch())
+    found = gshard.full_params(again)
+    for path, x in traverse_util.flatten_dict(alone.params, sep="/").items():
+        same = traverse_util.flatten_dict(found, sep="/")[path]
+        np.testing.assert_allclose(same, x, rtol=0, atol=2e-6, err_msg=path)
+        if path not in expected:
+            np.testing.assert_array_equal(x, FLAT[path], err_msg=path)
+
+
+def test_integers_are_carried_without_being_named(expected):
+    state, plan = gshard.shard_train_state(fresh(), mesh(), "p_g_os", **OPTIONS)
+    assert state.params["Lora_1"]["order"].sharding.spec == jax.P(None, "shard")
+    state, _ = gshard.make_train_step(loss_fn, plan)(state, batch())
+    found = gshard.full_params(state)
+    np.testing.assert_array_equal(found["Lora_1"]["order"], FLAT["Lora_1/order"])
+    assert np.abs(found["Lora_1"]["base"] - FLAT["Lora_1/base"]).max() > 0
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.LoRALinear(7, 13, lora_rank=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(13, rngs=rngs)
+        self.second = nnx.LoRALinear(13, 5, lora_rank=2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.norm(self.first(x))))
+
+
+def nnx_loss(model, b):
+    return ((model(b["x"]) - b["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_an_nnx_filter_says_what_is_trained(level):
+    def pair():
+        model = NnxNet(nnx.Rngs(0))
+        model.eval()
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
+
+    model, optimizer = pair()
+    for _ in range(STEPS):
+        grads = nnx.grad(nnx_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch())
+        optimizer.update(model, grads)
+    divided, plan = gshard.shard_train_state(pair(), mesh(), level, segment_size=8)
+    kernel = divided[0].first.kernel.get_value()
+    assert kernel.is_fully_replicated == (level == "os")
+    step = gshard.make_train_step(nnx_loss, plan)
+    for _ in range(STEPS):
+        step(*divided, batch())
+    found = nnx.state(plan.unwrap(divided)[0])
+    for (path, x), (_, y) in zip(
+        jax.tree_util.tree_leaves_with_path(found),
+        jax.tree_util.tree_leaves_with_path(nnx.state(model)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-6, err_msg=str(path))
+
+
+class WithTeacher(TrainState):
+    ema: Any
+    queue: Any
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_further_fields_lie_as_parameters_and_may_be_read_and_changed(micro_batches):
+    """A teacher that the loss reads and a queue that it changes, too large to be whole."""
+    rng = np.random.default_rng(1)
+
+    def weights():
+        return {"a": rng.normal(size=(7, 13)), "b": rng.normal(size=(13, 5))}
+
+    params, ema, queue = weights(), weights(), rng.normal(size=(26, 5))
+    params, ema, queue = jax.tree.map(np.float32, (params, ema, queue))
+
+    def apply(p, x):
+        return jnp.tanh(x @ p["a"]) @ p["b"]
+
+    def loss(p, b, *, ema, queue):
+        student, teacher = apply(p, b["x"]), apply(ema, b["x"])
+        value = ((student - teacher) ** 2).mean() + jnp.tanh(student @ queue.T).mean()
+        return value, {"queue": 0.9 * queue + 0.1 * teacher.mean()}
+
+    def train(level, devices):
+        state = WithTeacher.create(
+            apply_fn=None, params=params, tx=optax.adam(1e-2), ema=ema, queue=queue
+        )
+        here = gshard.make_mesh(devices=jax.devices()[:devices])
+        state, plan = gshard.shard_train_state(state, here, level, segment_size=8)
+        step = gshard.make_train_step(loss, plan, mutable="queue", micro_batches=micro_batches)
+        measure = gshard.make_eval_step(
+            lambda p, b, *, ema, queue: loss(p, b, ema=ema, queue=queue)[0], plan
+        )
+        for _ in range(2):
+            state, metrics = step(state, batch(12))
+        return state, plan.unwrap(state), metrics["loss"], measure(state, batch(12))
+
+    def assert_same(found, wanted):
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+    state, *found = train("p_g_os", DEVICES)
+    assert state.ema["a"].sharding == state.params["a"].sharding
+    assert state.queue.sharding.spec == jax.P("shard")
+    # Micro-batches change the queue one after the other: other devices see other rows first.
+    assert_same(found, train("dp", DEVICES)[1:])
+    if micro_batches == 1:
+        assert_same(found, train("dp", 1)[1:])
+    assert float(np.abs(found[0].queue - queue).max()) > 0.01
+
+
+BAD = {
+    "structure": ({"Lora_0": True}, ("tree like the parameters", "Lora_1/base", "pattern")),
+    "nothing left": (".", ("no parameter to train",)),
+    "no boolean": (lambda leaf: leaf.path, ("True or False", "Lora_0/base")),
+    "no pattern": ("(", ("frozen", "regular expression")),
+    "number": (3, ("frozen=3", "tree like the parameters")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_frozen_is_refused_in_words(name):
+    frozen, words = BAD[name]
+    with pytest.raises(gshard.GShardError) as error:
+        gshard.shard_train_state(fresh(), mesh(), "os", frozen=frozen, **OPTIONS)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_bad_frozen_for_nnx_and_a_pattern_without_a_match():
+    model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
+    pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    with pytest.raises(gshard.GShardError, match=r"wrt=nnx\.All"):
+        gshard.shard_train_state(pair, mesh(), "os", frozen="kernel")
+    with pytest.warns(gshard.GShardWarning, match=r"'bass\$' matches no path"):
+        gshard.shard_train_state(fresh(), mesh(), "os", frozen="bass$", **OPTIONS)
