@@ -247,7 +247,7 @@ def test_a_subclass_with_more_fields(level):
     reference.assert_same_values(losses, expected_losses, 5e-6)
     for found, want in (
         (gshard.full_params(state), expected.params),
-        (state.batch_stats, expected.batch_stats),
+        (plan.unwrap(state).batch_stats, expected.batch_stats),
     ):
         reference.assert_same_leaves(
             reference.flat(found), reference.flat(want), 1e-5, relative_to="tree", without=()
@@ -271,10 +271,11 @@ def test_a_subclass_with_more_fields(level):
     )
 
 
-def test_an_average_of_the_parameters_in_the_loop():
-    """At `os` parameters are whole, and so is what the user computes from them."""
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_an_average_of_the_parameters_in_the_loop(level):
+    """It lies as the parameters do, divided or whole, and so does what the user computes."""
     state, plan = gshard.shard_train_state(
-        averaged_state(), mesh(), "os", segment_size=SEGMENT_SIZE
+        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
     )
     value_and_grad = gshard.value_and_grad(normed_loss(plan.data_axes), plan, mutable="batch_stats")
 
@@ -291,7 +292,10 @@ def test_an_average_of_the_parameters_in_the_loop():
     assert train_step._cache_size() == 1
     _, expected = after_one_device()
     reference.assert_same_leaves(
-        reference.flat(state.ema), reference.flat(expected.ema), 1e-5, relative_to="tree"
+        reference.flat(plan.unwrap(state).ema),
+        reference.flat(expected.ema),
+        1e-5,
+        relative_to="tree",
     )
 
 
