@@ -29,4 +29,6 @@ from gshard.rules import by_predicate as by_predicate
 from gshard.rules import by_shape as by_shape
 from gshard.shard import shard_train_state as shard_train_state
 from gshard.step import make_train_step as make_train_step
+from gshard.unreduced import Unreduced as Unreduced
+from gshard.user_loop import reduce_gradients as reduce_gradients
 from gshard.user_loop import value_and_grad as value_and_grad

@@ -7,9 +7,8 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,19 +19,20 @@ from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
     agree,
-    group_index,
     reduce_leaves,
     reduce_scalar,
     scatter_leaves,
 )
-from gshard.extras import all_gathered, apart, extra_layouts, extra_uses, in_storage
-from gshard.first_use import Use, with_divided
+from gshard.errors import GShardError
+from gshard.extras import extra_layouts, in_storage
 from gshard.layout import Layout
-from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys, typed_key
-from gshard.plan import Plan, all_whole
+from gshard.loss import is_weighted, typed_key
+from gshard.micro_batches import MicroBatch, Total, over_micro_batches
+from gshard.plan import Plan
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
 from gshard.tree import same_leaves
+from gshard.unreduced import Unreduced
 
 
 @dataclass(frozen=True)
@@ -78,29 +78,99 @@ def gradients(
       plan: where everything lies.
       options: how.
     """
-    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    how = accumulation(plan, options.micro_batches, options.accumulate)
+
+    def reduced(total: Total) -> Any:
+        found = _reduce(total.grads, total.loss, total.weight, total.aux, plan, how, options)
+        return *found, agree(total.updates, plan.group)
+
+    specs = (*_reduced_specs(plan), jax.P())
+    grads, value, aux, updates = _on_devices(
+        reduced, specs, loss, parts, batch, rng, plan, options, how
+    )
+    grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
+    return Gradients(grads, value, aux, updates)
+
+
+def unreduced_gradients(
+    loss: PureLoss, parts: Parts, batch: Any, rng: Any, plan: Plan, options: Options
+) -> tuple[Unreduced, dict[str, Any]]:
+    """Every device's own sums over its rows, and extras that the loss changed; args as above.
+
+    Nothing of a gradient moves when it accumulates locally; else each is scattered as it arises.
+    """
+    how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
+
+    def sums(total: Total) -> Any:
+        own = (total.grads, total.loss, total.weight, total.aux)
+        return jax.tree.map(lambda x: x[None], own), agree(total.updates, plan.group)
+
+    (grads, value, weight, aux), updates = _on_devices(
+        sums, (plan.batch_spec, jax.P()), loss, parts, batch, rng, plan, options, how
+    )
+    grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
+    return Unreduced(grads, value, weight, aux, how), updates
+
+
+def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
+    """What `gradients` returns, from sums over one call or several."""
+    targets = _targets(plan, sums.accumulate)
+    structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
+    leaves = jax.tree.leaves(sums.grads)
+    for x, target in zip(leaves, targets, strict=True):
+        if x.shape != (plan.group.devices, *target.part_shape):
+            raise GShardError(
+                f"the Unreduced gradient of {target.path} has shape {x.shape}, and this plan makes "
+                f"{(plan.group.devices, *target.part_shape)}. Reduce it with the plan that it was "
+                "made with."
+            )
+
+    def on_device(own: Any) -> Any:
+        grads, value, weight, aux = jax.tree.map(lambda x: x[0], own)
+        return _reduce(grads, value, weight, aux, plan, sums.accumulate, options)
+
+    grads, value, aux = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(plan.batch_spec,),
+        out_specs=_reduced_specs(plan),
+        check_vma=False,
+    )((leaves, sums.loss, sums.weight, sums.aux))
+    return Gradients(jax.tree.unflatten(structure, grads), value, aux, {})
+
+
+def _targets(plan: Plan, accumulate: str) -> list[Layout]:
+    """How gradients lie while they accumulate."""
+    reduced = jax.tree.leaves(plan.grads)
+    return [layout.whole() for layout in reduced] if accumulate == "local" else reduced
+
+
+def _on_devices(
+    end: Callable[[Total], Any],
+    out_specs: Any,
+    loss: PureLoss,
+    parts: Parts,
+    batch: Any,
+    rng: Any,
+    plan: Plan,
+    options: Options,
+    accumulate: str,
+) -> Any:
+    """`end` of every device's sums; its last result is updates by name, which are stored."""
+    stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     layouts = extra_layouts(parts.extras, plan)
-    k = options.micro_batches
-    local = accumulation(plan, k, options.accumulate) == "local"
-    targets = [layout.whole() for layout in reduced] if local else reduced
-    check_rows(batch, plan.group.devices, k)
-    rng = typed_key(rng)
+    check_rows(batch, plan.group.devices, options.micro_batches)
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
-        one = _MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
-        total = _over_micro_batches(one, leaves, extras, layouts, batch, rng, k)
-        weight = reduce_scalar(total.weight, plan.group.axes)
-        grads = _end_reduction(total.grads, targets, reduced, plan, options.buffer_max_size)
-        return (
-            [(g / weight).astype(g.dtype) for g in grads],
-            reduce_scalar(total.loss, plan.group.axes) / weight,
-            _mean_over_devices(total.aux, weight, plan.group.axes),
-            agree(total.updates, plan.group),
+        targets = _targets(plan, accumulate)
+        one = MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
+        return end(
+            over_micro_batches(one, leaves, extras, layouts, batch, rng, options.micro_batches)
         )
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-    grads, value, aux, updates = jax.shard_map(
+    *found, updates = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(
@@ -109,88 +179,40 @@ def gradients(
             rows,
             jax.P(),
         ),
-        out_specs=([layout.spec for layout in reduced], jax.P(), jax.P(), jax.P()),
+        out_specs=out_specs,
         check_vma=False,
-    )(jax.tree.leaves(parts.params), in_storage(parts.extras, layouts), batch, rng)
+    )(jax.tree.leaves(parts.params), in_storage(parts.extras, layouts), batch, typed_key(rng))
     updates = {
         name: plan.pin(tree, layouts[name]) if name in plan.extras else tree
         for name, tree in updates.items()
     }
-    return Gradients(jax.tree.unflatten(structure, grads), value, aux, updates)
+    return *found, updates
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Total:
-    """Sums over the rows seen so far on one device; `updates` are the latest."""
-
-    grads: list[jax.Array]
-    loss: jax.Array
-    weight: jax.Array
-    aux: Any
-    updates: dict[str, Any]
+def _reduced_specs(plan: Plan) -> tuple[Any, ...]:
+    """Of what `_reduce` returns."""
+    return [layout.spec for layout in jax.tree.leaves(plan.grads)], jax.P(), jax.P()
 
 
-class _MicroBatch:
-    """The loss and gradient of one micro-batch on one device, as sums."""
-
-    def __init__(
-        self,
-        loss: PureLoss,
-        structure: Any,
-        stored: Sequence[Layout],
-        targets: Sequence[Layout],
-        plan: Plan,
-        has_aux: bool,
-    ):
-        self.form = LossForm(loss, structure, has_aux)
-        self.group = plan.group
-        self.axes = plan.group.axes
-        self.device = group_index(self.axes)
-        uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
-        self.uses = [None if use.pointless else use for use in uses]
-
-    def __call__(
-        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
-    ) -> _Total:
-        """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
-        rng, extras = fold_keys((rng, extras), self.device, i)
-        more, structure = jax.tree.flatten(extras)
-        uses = [*self.uses, *extra_uses(layouts)]
-        more_taps = [
-            x if u is None else u.tap() for x, u in zip(more, extra_uses(layouts), strict=True)
-        ]
-
-        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
-            extras = jax.tree.unflatten(structure, leaves[len(self.uses) :])
-            return self.form(leaves[: len(self.uses)], extras, batch, rng)
-
-        points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
-            leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
-        ]
-
-        def at(points: list[jax.Array]) -> Any:
-            given = [
-                point if use is None else leaf
-                for leaf, point, use in zip(leaves, points, self.uses, strict=True)
-            ]
-            taps = [*points, *more_taps]
-            return with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
-
-        (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
-        refuse_keys(updates)
-        return _Total(grads, loss, weight, _as_sums(aux, weight), updates)
-
-
-def _as_sums(aux: Any, weight: jax.Array) -> Any:
-    """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
-
-    def total(x: Any) -> Any:
-        if is_weighted(x):
-            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
-        return x * weight
-
-    return jax.tree.map(total, aux, is_leaf=is_weighted)
+def _reduce(
+    grads: list[jax.Array],
+    value: jax.Array,
+    weight: jax.Array,
+    aux: Any,
+    plan: Plan,
+    accumulate: str,
+    options: Options,
+) -> tuple[list[jax.Array], jax.Array, Any]:
+    """Sums over devices, divided once by the weight of the global batch: gradients, loss, aux."""
+    axes = plan.group.axes
+    reduced, targets = jax.tree.leaves(plan.grads), _targets(plan, accumulate)
+    weight = reduce_scalar(weight, axes)
+    grads = _sum_over_devices(grads, targets, reduced, plan, options.buffer_max_size)
+    return (
+        [(g / weight).astype(g.dtype) for g in grads],
+        reduce_scalar(value, axes) / weight,
+        _mean_over_devices(aux, weight, axes),
+    )
 
 
 def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any:
@@ -201,52 +223,7 @@ def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any
     return jax.tree.map(mean, sums, is_leaf=is_weighted)
 
 
-def _over_micro_batches(
-    one: _MicroBatch,
-    leaves: list[jax.Array],
-    extras: dict[str, Any],
-    layouts: dict[str, Any],
-    batch: Any,
-    rng: Any,
-    k: int,
-) -> _Total:
-    """The sum of `one` over k slices of this device's rows, one after the other."""
-    if k == 1:
-        return one(leaves, extras, layouts, batch, rng, 0)
-    arrays, structure = jax.tree.flatten(batch)
-    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
-
-    def micro_batch(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
-
-    first = micro_batch([x[0] for x in rows])
-    shapes = jax.eval_shape(lambda: one(leaves, extras, layouts, first, rng, 0))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    changing = {name: all_gathered(extras[name], layouts[name]) for name in shapes.updates}
-    now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
-    layouts = {**layouts, **now_whole}
-    divided, extras_with = apart(extras, layouts)
-    start = _Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
-
-    def body(total: _Total, x: Any) -> tuple[_Total, None]:
-        # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
-        leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        now = {**extras_with(parts_now), **total.updates}
-        new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
-        add = partial(jax.tree.map, jnp.add)
-        return _Total(
-            add(total.grads, new.grads),
-            total.loss + new.loss,
-            total.weight + new.weight,
-            add(total.aux, new.aux),
-            new.updates,
-        ), None
-
-    return jax.lax.scan(body, start, (jnp.arange(k), rows))[0]
-
-
-def _end_reduction(
+def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
     reduced: Sequence[Layout],

@@ -18,6 +18,7 @@ from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
 from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.tree import same_leaves
+from gshard.unreduced import refuse_unreduced
 
 if TYPE_CHECKING:
     from gshard.gradients import Gradients
@@ -55,6 +56,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     def update(
         updates: Any, state: GShardState, params: Any = None, **extra: Any
     ) -> tuple[Any, GShardState]:
+        refuse_unreduced(updates, [layout.path for layout in jax.tree.leaves(plan.grads)])
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)

@@ -126,10 +126,11 @@ def _hops(layout: Layout) -> int:
     return sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
 
 
-def accumulation(plan: Plan, micro_batches: int, accumulate: str) -> str:
+def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = True) -> str:
     """`local` or `scatter`: how gradients accumulate over micro-batches.
 
-    One micro-batch is scattered as it arises at every level that divides the optimizer state.
+    One micro-batch that is all is scattered as it arises at every level that divides the optimizer
+    state; without `sync` more may come in later calls.
     """
     whole_number("micro_batches", micro_batches, 1)
     if accumulate not in ("level", "local", "scatter"):
@@ -137,6 +138,6 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str) -> str:
             f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "
             "(each device keeps its own gradient and reduces once) or 'scatter' (every one)."
         )
-    if micro_batches == 1:
+    if micro_batches == 1 and sync:
         return "scatter"
     return plan.level.accumulate if accumulate == "level" else accumulate

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.arguments import names_of
+import jax
+
+from gshard.arguments import names_of, shown
 from gshard.collectives import BUFFER_MAX_SIZE
-from gshard.gradients import Options, gradients
+from gshard.errors import GShardError
+from gshard.gradients import Options, end_reduction, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
 from gshard.promise import accumulation
+from gshard.unreduced import Unreduced
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
     plan: Plan,
     *,
+    sync: bool = True,
     has_aux: bool = False,
     mutable: str | Sequence[str] = (),
     micro_batches: int = 1,
@@ -31,31 +37,74 @@ def value_and_grad(
     Args:
       loss_fn: as in `make_train_step`.
       plan: of `shard_train_state`.
+      sync: `False` for accumulation over separate calls: the gradients come back `Unreduced`. Add
+        those of several batches, then `loss, grads = reduce_gradients(total, plan)`.
       has_aux: the loss returns `(loss, aux)`.
       mutable: Linen collections that the loss returns as updates.
       micro_batches: slices that each device takes its rows in, one after the other.
-      accumulate: as in `make_train_step`.
+      accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
+        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it.
       buffer_max_size: elements of one bucket.
 
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
-      what the loss changes in the model is written into it.
+      what the loss changes in the model is written into it. Without `sync` the loss is that of each
+        device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
     """
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
-    accumulation(plan, micro_batches, accumulate)  # refuses bad options now
+    if not isinstance(sync, bool):
+        raise GShardError(f"sync={shown(sync)} must be True or False.")
+    accumulation(plan, micro_batches, accumulate, sync)  # refuses bad options now
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
     names = names_of("mutable", mutable)
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
         loss = plan.kind.loss(loss_fn, names, parts.static)
-        result = gradients(loss, parts, batch, rng, plan, options)
-        updates = plan.kind.absorb(target, parts, result.updates)
-        more = [x for x, given in ((result.aux, has_aux), (updates, bool(names))) if given]
-        value = (
-            result.loss if not more else (result.loss, more[0] if len(more) == 1 else tuple(more))
-        )
-        return value, plan.kind.gradients(result.grads, target)
+        if sync:
+            result = gradients(loss, parts, batch, rng, plan, options)
+            updates = plan.kind.absorb(target, parts, result.updates)
+            value = _value(result.loss, (result.aux, has_aux), (updates, bool(names)))
+            return value, plan.kind.gradients(result.grads, target)
+        sums, updates = unreduced_gradients(loss, parts, batch, rng, plan, options)
+        updates = plan.kind.absorb(target, parts, updates)
+        value = _value(sums.loss / sums.weight, (updates, bool(names)))
+        return value, dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, target))
 
     return on_batch
+
+
+def reduce_gradients(
+    unreduced: Unreduced, plan: Plan, *, buffer_max_size: int = BUFFER_MAX_SIZE
+) -> tuple[Any, Any]:
+    """Ends gradients of `value_and_grad(sync=False)`, those of one call or the sum of several.
+
+    Call it inside your own `jax.jit`, before `state.apply_gradients` or `optimizer.update`.
+
+    Args:
+      unreduced: their sum.
+      plan: the one they were made with.
+      buffer_max_size: elements of one bucket.
+
+    Returns:
+      `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
+      as one call with the whole batch gives them.
+
+    Raises:
+      GShardError: for gradients that are reduced already, or another plan's.
+    """
+    if not isinstance(unreduced, Unreduced):
+        raise GShardError(
+            f"reduce_gradients was called with {shown(unreduced)}. Pass the gradients of "
+            "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
+        )
+    result = end_reduction(unreduced, plan, Options(buffer_max_size=buffer_max_size))
+    has_aux = bool(jax.tree.leaves(unreduced.aux))
+    return _value(result.loss, (result.aux, has_aux)), result.grads
+
+
+def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
+    """`loss`, `(loss, x)` or `(loss, (x, y))`, of what was asked for."""
+    asked = tuple(x for x, given in more if given)
+    return (loss, asked[0] if len(asked) == 1 else asked) if asked else loss

@@ -1,0 +1,138 @@
+"""The sums of a loss and its gradient on one device, one micro-batch after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.collectives import group_index
+from gshard.extras import all_gathered, apart, extra_uses
+from gshard.first_use import Use, with_divided
+from gshard.layout import Layout
+from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys
+from gshard.plan import Plan, all_whole
+from gshard.state import PureLoss
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Total:
+    """Sums over the rows seen so far on one device; `updates` are the latest."""
+
+    grads: list[jax.Array]
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    updates: dict[str, Any]
+
+
+class MicroBatch:
+    """The loss and gradient of one micro-batch on one device, as sums."""
+
+    def __init__(
+        self,
+        loss: PureLoss,
+        structure: Any,
+        stored: Sequence[Layout],
+        targets: Sequence[Layout],
+        plan: Plan,
+        has_aux: bool,
+    ):
+        self.form = LossForm(loss, structure, has_aux)
+        self.group = plan.group
+        self.axes = plan.group.axes
+        self.device = group_index(self.axes)
+        uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
+        self.uses = [None if use.pointless else use for use in uses]
+
+    def __call__(
+        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+    ) -> Total:
+        """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
+        rng, extras = fold_keys((rng, extras), self.device, i)
+        more, structure = jax.tree.flatten(extras)
+        uses = [*self.uses, *extra_uses(layouts)]
+        more_taps = [
+            x if u is None else u.tap() for x, u in zip(more, extra_uses(layouts), strict=True)
+        ]
+
+        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
+            extras = jax.tree.unflatten(structure, leaves[len(self.uses) :])
+            return self.form(leaves[: len(self.uses)], extras, batch, rng)
+
+        points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
+            leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
+        ]
+
+        def at(points: list[jax.Array]) -> Any:
+            given = [
+                point if use is None else leaf
+                for leaf, point, use in zip(leaves, points, self.uses, strict=True)
+            ]
+            taps = [*points, *more_taps]
+            return with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
+
+        (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
+        refuse_keys(updates)
+        return Total(grads, loss, weight, _as_sums(aux, weight), updates)
+
+
+def _as_sums(aux: Any, weight: jax.Array) -> Any:
+    """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
+
+    def total(x: Any) -> Any:
+        if is_weighted(x):
+            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
+        return x * weight
+
+    return jax.tree.map(total, aux, is_leaf=is_weighted)
+
+
+def over_micro_batches(
+    one: MicroBatch,
+    leaves: list[jax.Array],
+    extras: dict[str, Any],
+    layouts: dict[str, Any],
+    batch: Any,
+    rng: Any,
+    k: int,
+) -> Total:
+    """The sum of `one` over k slices of this device's rows, one after the other."""
+    if k == 1:
+        return one(leaves, extras, layouts, batch, rng, 0)
+    arrays, structure = jax.tree.flatten(batch)
+    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
+
+    def micro_batch(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
+
+    first = micro_batch([x[0] for x in rows])
+    shapes = jax.eval_shape(lambda: one(leaves, extras, layouts, first, rng, 0))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    changing = {name: all_gathered(extras[name], layouts[name]) for name in shapes.updates}
+    now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
+    layouts = {**layouts, **now_whole}
+    divided, extras_with = apart(extras, layouts)
+    start = Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
+
+    def body(total: Total, x: Any) -> tuple[Total, None]:
+        # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
+        leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
+        now = {**extras_with(parts_now), **total.updates}
+        new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
+        add = partial(jax.tree.map, jnp.add)
+        return Total(
+            add(total.grads, new.grads),
+            total.loss + new.loss,
+            total.weight + new.weight,
+            add(total.aux, new.aux),
+            new.updates,
+        ), None
+
+    return jax.lax.scan(body, start, (jnp.arange(k), rows))[0]

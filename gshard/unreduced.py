@@ -1,0 +1,70 @@
+"""Gradients that are not reduced yet: what accumulates between separate calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from gshard.arguments import shown
+from gshard.errors import GShardError
+from gshard.tree import flatten
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unreduced:
+    """Sums over the rows that each device has seen; they add up: `acc = acc + more`.
+
+    Every array has a leading axis over the devices of the data group, so that each device keeps its
+    own. `gshard.reduce_gradients(acc, plan)` ends them; an optimizer refuses them.
+
+    Attributes:
+      grads: a tree like the parameters: whole gradients, or with `accumulate="scatter"` the part
+        of the device, summed over the shard group.
+      loss: float32 `(devices,)`.
+      weight: float32 `(devices,)`, what the sums are divided by.
+      aux: sums of the loss's auxiliary output, or None.
+      accumulate: `local` or `scatter`.
+    """
+
+    grads: Any
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    accumulate: str = field(metadata={"static": True})
+
+    def __add__(self, other: Unreduced) -> Unreduced:
+        if not isinstance(other, Unreduced) or other.accumulate != self.accumulate:
+            raise GShardError(
+                f"Unreduced gradients ({self.accumulate}) were added to {shown(other)}"
+                f"{f' ({other.accumulate})' if isinstance(other, Unreduced) else ''}. Add those of "
+                "the same value_and_grad(sync=False)."
+            )
+        return jax.tree.map(jnp.add, self, other)
+
+    def __contains__(self, _: Any) -> NoReturn:
+        """Flax's `apply_gradients` asks whether a gradient contains fp8 statistics."""
+        raise GShardError(_REFUSAL)
+
+
+def refuse_unreduced(grads: Any, known: list[str]) -> None:
+    """Refuses gradients that are not reduced, also what NNX makes of them: a State with fields.
+
+    Raises:
+      GShardError: they are `Unreduced`; `known` are the paths of the parameters.
+    """
+    if isinstance(grads, Unreduced):
+        raise GShardError(_REFUSAL)
+    paths = flatten(grads)[0]
+    own = {path.removeprefix("grads/") for path in paths if path.startswith("grads/")}
+    if not set(known) <= set(paths) and set(known) <= own:
+        raise GShardError(_REFUSAL)
+
+
+_REFUSAL = (
+    "these gradients are Unreduced (value_and_grad(sync=False)): every device has its own. End "
+    "them first: loss, grads = gshard.reduce_gradients(grads, plan)."
+)

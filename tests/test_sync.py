@@ -1,0 +1,215 @@
+"""Gradients that accumulate over separate calls: `value_and_grad(sync=False)`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+
+LEVELS = ["dp", "os", "os_g", "p_g_os"]
+CALLS = 3
+
+
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"a": (7, 13), "b": (13, 5), "bias": (5,)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def rows(call: int, count: int = 12):
+    rng = np.random.default_rng(1 + call)
+    return {
+        "x": rng.normal(size=(count, 7)).astype(np.float32),
+        "y": rng.normal(size=(count, 5)).astype(np.float32),
+        "w": rng.integers(0, 4, count).astype(np.float32),
+    }
+
+
+def everything(count: int = 12):
+    calls = [rows(call, count) for call in range(CALLS)]
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *calls)
+
+
+def loss_fn(p, b):
+    """Uneven weights, so that a mean of means is another number; and an aux."""
+    out = jnp.tanh(b["x"] @ p["a"]) @ p["b"] + p["bias"]
+    errors = ((out - b["y"]) ** 2).mean(-1)
+    return gshard.Weighted((errors * b["w"]).sum(), b["w"].sum()), {"out": (out**2).mean()}
+
+
+@jax.jit
+def one_device(p, b):
+    def mean(p):
+        loss, _ = loss_fn(p, b)
+        return loss.sum / loss.weight
+
+    return jax.value_and_grad(mean)(p)
+
+
+def meshes():
+    devices = jax.devices()
+    return {
+        "3": gshard.make_mesh(devices=devices[:3]),
+        "replica 2x2": gshard.make_mesh(replica=2, devices=devices[:4]),
+    }
+
+
+def divided(level, mesh="3", tx=None):
+    return gshard.shard_train_state(
+        TrainState.create(apply_fn=None, params=params(), tx=tx or optax.adam(1e-2)),
+        meshes()[mesh],
+        level,
+        segment_size=16,
+    )
+
+
+@pytest.mark.parametrize("mesh", ["3", "replica 2x2"])
+@pytest.mark.parametrize("accumulate", ["local", "scatter"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_several_calls_are_one_with_all_rows(level, accumulate, mesh):
+    state, plan = divided(level, mesh)
+    call = gshard.value_and_grad(
+        loss_fn, plan, sync=False, has_aux=True, accumulate=accumulate, micro_batches=1
+    )
+
+    @jax.jit
+    def accumulated(p, batches):
+        losses, total = call(p, batches[0])
+        for b in batches[1:]:
+            _, more = call(p, b)
+            total = total + more
+        return losses, total
+
+    @jax.jit
+    def end(state, total):
+        (loss, aux), grads = gshard.reduce_gradients(total, plan)
+        return state.apply_gradients(grads=grads), loss, aux, grads
+
+    losses, total = accumulated(state.params, [rows(call) for call in range(CALLS)])
+    assert losses.shape == (plan.group.devices,)
+    new, loss, aux, grads = end(state, total)
+    expected_loss, expected = one_device(params(), everything())
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
+        want = expected[layout.path]
+        assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
+        np.testing.assert_allclose(
+            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
+        )
+    # One call with all rows gives the same, aux weighted likewise.
+    (once, whole_aux), _ = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True))(
+        state.params, everything()
+    )
+    np.testing.assert_allclose(loss, once, rtol=2e-6)
+    assert 0.5 < aux["out"] / whole_aux["out"] < 2
+    updates, _ = optax.adam(1e-2).update(expected, optax.adam(1e-2).init(params()), params())
+    for path, x in gshard.full_params(new).items():
+        np.testing.assert_allclose(x, params()[path] + updates[path], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_local_call_moves_nothing_of_a_gradient(level):
+    state, plan = divided(level)
+    call = jax.jit(
+        gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True, accumulate="local")
+    )
+    found = gshard.audit(call, state.params, gshard.shard_batch(rows(0), plan), plan=plan)
+    assert {row.purpose for row in found.collectives} == (
+        {"gather"} if level == "p_g_os" else set()
+    )
+    # The end moves what one synchronised step moves.
+    _, total = call(state.params, rows(0))
+    end = jax.jit(lambda total: gshard.reduce_gradients(total, plan))
+    ended = gshard.audit(end, total, plan=plan)
+    promised = gshard.promise(plan)
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert ended.elements(kind) == promised.elements(kind)
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_a_scattered_call_keeps_one_part(level):
+    state, plan = divided(level)
+    call = jax.jit(gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True))
+    _, total = call(state.params, rows(0))
+    assert total.accumulate == "scatter"
+    held = {
+        layout.path: x.addressable_shards[0].data.nbytes
+        for layout, x in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(total.grads), strict=True)
+    }
+    assert held == {layout.path: layout.bytes_per_device for layout in jax.tree.leaves(plan.grads)}
+    found = gshard.audit(call, state.params, gshard.shard_batch(rows(0), plan), plan=plan)
+    assert found.elements("reduce-scatter") == gshard.promise(plan).elements("reduce-scatter")
+    assert found.elements("all-reduce") == 0  # whole leaves wait for the end
+
+
+def test_nnx_in_the_users_own_loop():
+    def pair():
+        model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    def loss(model, b):
+        return ((model(b["x"]) - b["y"]) ** 2).mean()
+
+    (model, optimizer), plan = gshard.shard_train_state(
+        pair(), meshes()["3"], "p_g_os", segment_size=1
+    )
+    call = gshard.value_and_grad(loss, plan, sync=False)
+
+    @nnx.jit
+    def accumulate(model, b, total):
+        _, more = call(model, b)
+        return more if total is None else total + more
+
+    @nnx.jit
+    def end(model, optimizer, total):
+        value, grads = gshard.reduce_gradients(total, plan)
+        optimizer.update(model, grads)
+        return value
+
+    total = None
+    for i in range(CALLS):
+        total = accumulate(model, rows(i), total)
+    with pytest.raises(gshard.GShardError, match="reduce_gradients"):
+        optimizer.update(model, total)
+    value = end(model, optimizer, total)
+
+    alone, plain = pair()
+    expected, grads = nnx.value_and_grad(loss)(alone, everything())
+    plain.update(alone, grads)
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    found = gshard.full_params((model, optimizer))
+    for x, want in zip(jax.tree.leaves(found), jax.tree.leaves(nnx.state(alone)), strict=True):
+        np.testing.assert_allclose(x, want, rtol=0, atol=2e-6)
+
+
+def test_unreduced_gradients_are_refused_by_name():
+    state, plan = divided("os")
+    call = jax.jit(gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True))
+    _, total = call(state.params, rows(0))
+    for use in (
+        lambda: state.apply_gradients(grads=total),
+        lambda: state.tx.update(total, state.opt_state, state.params),
+    ):
+        with pytest.raises(gshard.GShardError, match="Unreduced.*reduce_gradients"):
+            use()
+    (_, _), grads = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True))(
+        state.params, rows(0)
+    )
+    with pytest.raises(gshard.GShardError, match="reduced already"):
+        gshard.reduce_gradients(grads, plan)
+    with pytest.raises(gshard.GShardError, match="added to a dict"):
+        total + grads
+    other = gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True, accumulate="scatter")
+    with pytest.raises(gshard.GShardError, match=r"\(local\) were added to .* \(scatter\)"):
+        total + jax.jit(other)(state.params, rows(0))[1]
+    _, elsewhere = divided("os", "replica 2x2")
+    with pytest.raises(gshard.GShardError, match="the plan that it was made with"):
+        gshard.reduce_gradients(total, elsewhere)
+    with pytest.raises(gshard.GShardError, match="sync=0"):
+        gshard.value_and_grad(loss_fn, plan, sync=0)
