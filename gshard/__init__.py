@@ -20,6 +20,7 @@ from gshard.mesh import make_mesh as make_mesh
 from gshard.mesh import virtual_devices as virtual_devices
 from gshard.optimizer import GShardState as GShardState
 from gshard.plan import Plan as Plan
+from gshard.precision import Precision as Precision
 from gshard.promise import Promise as Promise
 from gshard.promise import promise as promise
 from gshard.rules import Choice as Choice

@@ -60,6 +60,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
             flat, tree = jax.tree.flatten(out, is_leaf=is_weighted)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
+            flat = [(plan.output(x), is_mean) for x, is_mean in flat]
             return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
 
         rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)

@@ -11,6 +11,7 @@ the part, it receives the gradient scattered where it arises; shaped like the wh
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,11 +39,13 @@ class Use:
       stored: the layout at rest; gathered when it is divided.
       reduced: the layout of the gradient at the tap; scattered when it is divided.
       purpose: what the gather is counted as.
+      converts: the gradient is scattered in the dtype of `reduced`; else in the one it arises in.
     """
 
     stored: Layout
     reduced: Layout
     purpose: str = "gather"
+    converts: bool = False
 
     @property
     def pointless(self) -> bool:
@@ -56,7 +59,7 @@ class Use:
 
     def layer(self) -> Use:
         """The use of one layer of a stack."""
-        return Use(self.stored.layer(), self.reduced.layer(), self.purpose)
+        return dataclasses.replace(self, stored=self.stored.layer(), reduced=self.reduced.layer())
 
     def tap(self) -> jax.Array:
         """Zeros that receive the gradient."""
@@ -76,7 +79,8 @@ def _whole_forward(use: Use, stored: jax.Array, tap: jax.Array) -> tuple[jax.Arr
 def _whole_backward(use: Use, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     # The stored leaf is never differentiated; its cotangent is dead code.
     nothing = jnp.zeros(use.stored.part_shape, cotangent.dtype)
-    return nothing, scatter(cotangent, use.reduced)
+    summed = cotangent.astype(use.reduced.dtype) if use.converts else cotangent
+    return nothing, scatter(summed, use.reduced)
 
 
 _whole.defvjp(_whole_forward, _whole_backward)
@@ -96,7 +100,8 @@ class _Divided:
         return result
 
     def cast(self, dtype: Any) -> _Divided:
-        return _Divided(self.use, self.stored.astype(dtype), self.tap.astype(dtype))
+        tap = self.tap if self.use.converts else self.tap.astype(dtype)
+        return _Divided(self.use, self.stored.astype(dtype), tap)
 
 
 def with_divided(

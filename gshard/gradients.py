@@ -211,7 +211,7 @@ def _reduce(
     return (
         [(g / weight).astype(g.dtype) for g in grads],
         reduce_scalar(value, axes) / weight,
-        _mean_over_devices(aux, weight, axes),
+        plan.output(_mean_over_devices(aux, weight, axes)),
     )
 
 

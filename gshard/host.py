@@ -18,7 +18,8 @@ from gshard.state import FROZEN, Parts, kind_of
 def full_params(state: Any) -> Any:
     """The whole parameters, logical shapes, as NumPy arrays on every process.
 
-    Gathered leaf by leaf: no device ever holds more than one whole leaf beside its parts.
+    Gathered leaf by leaf: no device ever holds more than one whole leaf beside its parts. With a
+    `Precision` these are the master copies.
 
     Args:
       state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
@@ -39,7 +40,7 @@ def full_params(state: Any) -> Any:
     parts, layouts = plan.kind.split(state), plan.layouts
     frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
     whole = Parts(
-        to_host(parts.params, layouts.params),
+        to_host(*plan.precise(parts.params, parts.opt_state)),
         None,
         None,
         {name: to_host(tree, layouts.extras[name]) for name, tree in frozen.items()},

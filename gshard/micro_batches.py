@@ -47,7 +47,9 @@ class MicroBatch:
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
-        uses = [Use(s, t) for s, t in zip(stored, targets, strict=True)]
+        self.targets = targets
+        converts = plan.precision is not None and plan.precision.reduce_dtype is not None
+        uses = [Use(s, t, converts=converts) for s, t in zip(stored, targets, strict=True)]
         self.uses = [None if use.pointless else use for use in uses]
 
     def __call__(
@@ -79,6 +81,7 @@ class MicroBatch:
 
         (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)
+        grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, _as_sums(aux, weight), updates)
 
 

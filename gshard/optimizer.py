@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
 from gshard.errors import GShardError
 from gshard.layout import Layout
-from gshard.tree import same_leaves
+from gshard.tree import flatten, same_leaves
 from gshard.unreduced import refuse_unreduced
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ class GShardState(NamedTuple):
 
     Attributes:
       inner: the user's optimizer state, in the layouts of the plan.
+      master: master copies of parameters that are computed with in another dtype, by path.
     """
 
     inner: Any
+    master: dict[str, Any] = {}  # noqa: RUF012  (never written)
 
 
 class DividedTransformation(optax.GradientTransformationExtraArgs):
@@ -49,9 +52,9 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     """
 
     def init(params: Any) -> GShardState:
-        own, structure = _own_parts(plan.kind.trained(params), plan)
-        state = tx.init(jax.tree.unflatten(structure, own))
-        return GShardState(plan.pin(state, plan.opt_state))
+        own, structure = _own_parts(plan.kind.trained(params), {}, plan)
+        own = jax.tree.unflatten(structure, own)
+        return GShardState(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
 
     def update(
         updates: Any, state: GShardState, params: Any = None, **extra: Any
@@ -60,8 +63,17 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
-        new, state, _ = _update_own(tx, plan, grads, state, trained, extra)
-        return plan.kind.whole_update(_publish(new, plan, BUFFER_MAX_SIZE), params), state
+        changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
+        new, state = _apply(changes, state, own, plan)
+        # With a master copy the new value is what must be published: their sum would be rounded.
+        copied = jax.tree.map(lambda layout: layout.path in plan.master, plan.grads)
+        copied = jax.tree.unflatten(jax.tree.structure(changes), jax.tree.leaves(copied))
+        moved = jax.tree.map(lambda c, x, y: x if c else y, copied, new, changes)
+        moved = _publish(moved, plan, BUFFER_MAX_SIZE)
+        changes = jax.tree.map(
+            lambda c, x, old: _difference(x, old) if c else x, copied, moved, trained
+        )
+        return plan.kind.whole_update(changes, params), state
 
     made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     made.plan = plan
@@ -79,7 +91,30 @@ def update_and_publish(
     """
     extra = {"value": gradients.loss}
     updates, state, own = _update_own(plan.tx, plan, gradients.grads, state, params, extra)
-    return _publish(optax.apply_updates(own, updates), plan, buffer_max_size), state
+    new, state = _apply(updates, state, own, plan)
+    return _publish(new, plan, buffer_max_size), state
+
+
+def _apply(updates: Any, state: GShardState, own: Any, plan: Plan) -> tuple[Any, GShardState]:
+    """New own parts in the dtypes that are computed with, and the state with new master copies."""
+    new = optax.apply_updates(own, updates)
+    state = state._replace(master=_master(new, plan))
+    dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
+    leaves, structure = jax.tree.flatten(new)
+    leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+    return jax.tree.unflatten(structure, leaves), state
+
+
+def _master(own: Any, plan: Plan) -> dict[str, jax.Array]:
+    """Those own parts that are master copies, in storage."""
+    leaves = dict(zip(*flatten(own)[:2], strict=True))
+    return plan.pin({path: leaves[path] for path in plan.master}, plan.master)
+
+
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    """The update that makes `old` into `new`, in a dtype in which their sum is that again."""
+    wide = jnp.promote_types(new.dtype, jnp.float32)
+    return new.astype(wide) - old.astype(wide)
 
 
 def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +144,9 @@ def _update_own(
         layout.cut(layout.stored(g, "the gradients"))
         for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
     ]
-    own, params_structure = _own_parts(params, plan)
+    own, params_structure = _own_parts(params, state.master, plan)
+    if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
+        logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
     arguments = (jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own)
     try:
@@ -119,7 +156,7 @@ def _update_own(
         raise
     known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
     same_leaves(inner, known, "the state that the optimizer returns is")
-    return updates, GShardState(plan.pin(inner, plan.opt_state)), own
+    return updates, GShardState(plan.pin(inner, plan.opt_state), state.master), own
 
 
 def _explain(error: Exception) -> None:
@@ -138,8 +175,13 @@ def _explain(error: Exception) -> None:
         ) from error
 
 
-def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:
-    """The part of every parameter that a device updates: a global array of logical shape."""
+def _own_parts(
+    params: Any, master: dict[str, jax.Array], plan: Plan
+) -> tuple[list[jax.Array], Any]:
+    """What a device updates of every parameter: a global array of logical shape.
+
+    Its part of the master copy; without one its part of the parameter, in the master's dtype.
+    """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = [
@@ -151,6 +193,10 @@ def _own_parts(params: Any, plan: Plan) -> tuple[list[jax.Array], Any]:
         return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
 
     leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
+    for i, layout in enumerate(reduced):
+        if layout.path in plan.master:
+            copy = plan.master[layout.path]
+            leaves[i] = master.get(layout.path, leaves[i]).astype(copy.dtype)
     return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
 
 

@@ -22,6 +22,7 @@ from gshard.layout import Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.optimizer import DividedTransformation, GShardState, divide
+from gshard.precision import Precision
 from gshard.state import Kind, Parts, kind_of
 from gshard.tree import flatten
 
@@ -37,7 +38,9 @@ class Plan:
       params: a tree of `Layout`s, parameters at rest.
       grads: the same tree, reduced gradients; also the part of a parameter that a device updates.
       opt_state: layouts of the user's optimizer state.
+      master: layouts of the master copies that the optimizer updates, by path of the parameter.
       extras: layouts of everything else, by name.
+      precision: dtypes to compute and reduce in; None: those of the user's state.
       kind: how the train state splits into parts.
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
@@ -49,7 +52,9 @@ class Plan:
     params: Any
     grads: Any
     opt_state: Any
+    master: dict[str, Layout]
     extras: dict[str, Any]
+    precision: Precision | None
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
@@ -77,7 +82,8 @@ class Plan:
     def layouts(self) -> Parts:
         """Layouts of all parts, in the trees that the user's state has."""
         step = self.kind.split(self.template).step
-        return Parts(self.params, self.opt_state, all_whole(step, self.group), self.extras)
+        opt_state = GShardState(self.opt_state, self.master)
+        return Parts(self.params, opt_state, all_whole(step, self.group), self.extras)
 
     @property
     def shardings(self) -> Parts:
@@ -104,13 +110,30 @@ class Plan:
 
     def abstract_parts(self) -> Parts:
         """Every array of the state as stored, abstract, with its sharding."""
-        parts = jax.tree.map(
+        return jax.tree.map(
             lambda layout: jax.ShapeDtypeStruct(
                 layout.stored_shape, layout.dtype, sharding=self.sharding(layout)
             ),
             self.layouts,
         )
-        return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state))
+
+    def with_master(self, parts: Parts) -> Parts:
+        """Parts of a plain state as those of a divided one, logical and in the user's dtypes."""
+        leaves = dict(zip(*flatten(parts.params)[:2], strict=True))
+        master = {path: leaves[path] for path in self.master}
+        return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state, master))
+
+    def precise(self, params: Any, opt_state: GShardState) -> tuple[Any, Any]:
+        """Parameters in storage, the master copy of those that have one, and their layouts."""
+        paths, leaves, structure = flatten(params)
+        places = jax.tree.leaves(self.params)
+        leaves = [opt_state.master.get(p, x) for p, x in zip(paths, leaves, strict=True)]
+        places = [self.master.get(p, x) for p, x in zip(paths, places, strict=True)]
+        return jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, places)
+
+    def output(self, tree: Any) -> Any:
+        """Auxiliary and evaluation outputs in the dtype that they are to have."""
+        return tree if self.precision is None else self.precision.output(tree)
 
     def abstract_state(self) -> Any:
         """The divided train state, its arrays abstract: what a restore reads into."""
@@ -125,8 +148,8 @@ class Plan:
         if not isinstance(parts.opt_state, GShardState):
             raise GShardError("plan.unwrap(state): the state is plain already.")
         whole = Parts(
-            to_host(parts.params, layouts.params),
-            to_host(parts.opt_state.inner, layouts.opt_state),
+            to_host(*self.precise(parts.params, parts.opt_state)),
+            to_host(parts.opt_state.inner, self.opt_state),
             to_host(parts.step, layouts.step),
             to_host(parts.extras, layouts.extras),
             parts.static,

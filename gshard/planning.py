@@ -17,9 +17,10 @@ from gshard.layout import Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.plan import Plan
+from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.state import FROZEN, SCAN_NAMES, Kind
-from gshard.tree import flatten
+from gshard.tree import flatten, path_of
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
@@ -33,6 +34,7 @@ def make_plan(
     level: Level,
     rule: Rule,
     scan_axes: ScanAxes,
+    precision: Precision | None,
 ) -> Plan:
     """Decides every layout of an abstract train state.
 
@@ -47,6 +49,7 @@ def make_plan(
       scan_axes: which dimension a scan walks, beyond what Flax's metadata says: a mapping from path
         pattern to dimension, or the names that the metadata uses (default `layers`, `layer`,
         `scan`).
+      precision: dtypes to compute and reduce in, or None.
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
@@ -76,14 +79,30 @@ def make_plan(
         for name, tree in parts.extras.items()
         if name not in frozen
     }
-    stored = divided if level.divides_params else [layout.whole() for layout in divided]
+    master: dict[str, Layout] = {}
+    reduced = divided
+    opt_state = parts.opt_state
+    if precision is not None:
+        reduced = [_computed(layout, precision) for layout in divided]
+        master = {
+            x.path: dataclasses.replace(x, dtype=precision.param_dtype)
+            for x in reduced
+            if is_floating(x.dtype) and x.dtype != precision.param_dtype
+        }
+        masters = jax.tree.unflatten(structure, [master.get(x.path, x) for x in reduced])
+        opt_state = _in_dtypes_of(tx, masters, opt_state)
+    stored = reduced if level.divides_params else [layout.whole() for layout in reduced]
+    if precision is not None and precision.reduce_dtype is not None:
+        reduced = [dataclasses.replace(x, dtype=precision.reduce_dtype) for x in reduced]
     plan = Plan(
         level,
         mesh,
         group,
         params=jax.tree.unflatten(structure, stored),
-        grads=jax.tree.unflatten(structure, divided),
-        opt_state=beside(parts.opt_state, level.divides_state),
+        grads=jax.tree.unflatten(structure, reduced),
+        opt_state=beside(opt_state, level.divides_state),
+        master=master,
+        precision=precision,
         extras=extras,
         kind=kind,
         tx=tx,
@@ -119,6 +138,24 @@ def _like_a_parameter(path: str, leaf: Any, params: Mapping[str, Layout]) -> Lay
         if like is not None and like.shape == tuple(leaf.shape):
             return dataclasses.replace(like, path=path, dtype=leaf.dtype)
     return None
+
+
+def _computed(layout: Layout, precision: Precision) -> Layout:
+    """A parameter in the dtype that it is computed with; complex ones stay."""
+    if not is_floating(layout.dtype):
+        return layout
+    return dataclasses.replace(layout, dtype=precision.compute(layout.path))
+
+
+def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
+    """An optimizer state in the dtypes that `tx` gives it for these parameters."""
+    wanted = jax.eval_shape(
+        tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    )
+    dtypes = {path: x.dtype for path, x in zip(*flatten(wanted)[:2], strict=True)}
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(path_of(keys), x.dtype)), opt_state
+    )
 
 
 def _scan_dim(

@@ -16,9 +16,10 @@ from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
-from gshard.optimizer import DividedTransformation, GShardState
+from gshard.optimizer import DividedTransformation
 from gshard.plan import Plan
 from gshard.planning import ScanAxes, make_plan, warn_of_unused
+from gshard.precision import as_precision
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.tree import flatten, same_leaves
@@ -34,6 +35,7 @@ def shard_train_state(
     rules: Any = None,
     scan_axes: ScanAxes = None,
     frozen: Any = None,
+    precision: Any = None,
     indivisible: str = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
@@ -58,6 +60,8 @@ def shard_train_state(
         function of a `Leaf`, or a tree of True and False. They have no gradient and no optimizer
         state, and lie divided where parameters do. Integer parameters always are. For NNX the
         optimizer's `wrt=` says what is trained.
+      precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
+        `state.params` is in it, and the optimizer updates a divided master copy in float32.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
         left `"whole"`.
       shard_axes: mesh axes to divide over; by default all but the replica axes.
@@ -91,7 +95,9 @@ def shard_train_state(
         )
     kind = kind.freeze(template, frozen)
     given, template = kind.narrow(given), kind.narrow(template)
-    plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes)
+    plan = make_plan(
+        template, kind, tx, mesh, group, level, rule, scan_axes, as_precision(precision)
+    )
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):
@@ -99,9 +105,9 @@ def shard_train_state(
     elif isinstance(mesh, AbstractMesh) or _is_abstract(given):
         return plan.abstract_state(), plan
     else:
-        parts = _place_all(kind.split(given), plan)
+        parts = _place_all(plan.with_master(kind.split(given)), plan)
     static = kind.split(template).static
-    parts = dataclasses.replace(parts, opt_state=GShardState(parts.opt_state), static=static)
+    parts = dataclasses.replace(parts, static=static)
     return kind.merge(parts, given, plan.optimizer), plan
 
 
@@ -113,7 +119,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
     """The jitted init function, lowered: every array is made where it will lie."""
 
     def make() -> Parts:
-        parts = plan.kind.split(plan.kind.narrow(as_state(init(*init_args))))
+        parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
         same_leaves(parts, flatten(plan.layouts)[0], "what the init function makes is")
         padded = [
             layout.pad(jnp.asarray(x, layout.dtype))

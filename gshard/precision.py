@@ -1,0 +1,100 @@
+"""Precision: in which dtypes parameters rest, are computed with, and gradients are reduced.
+
+Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO (Rajbhandari et al.,
+2020), section 3.1: parameters and gradients in 2 bytes, a master copy beside the moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard import arguments
+from gshard.arguments import shown
+from gshard.errors import GShardError, did_you_mean
+
+_NAMES = ("bfloat16", "float16", "float32", "float64")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes, by their names (`bf16` and `fp16` are known) or as dtypes.
+
+    Attributes:
+      compute_dtype: of `state.params`, what the loss is given, and what gathers move.
+      param_dtype: of the master copy that the optimizer updates. It is divided like the optimizer
+        state; a parameter that is computed with in this dtype has none.
+      reduce_dtype: in which gradients are summed over micro-batches and devices. By default the
+        compute dtype of each parameter.
+      output_dtype: of floating aux and evaluation outputs. By default they stay as they are.
+      exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
+    """
+
+    compute_dtype: Any = "bfloat16"
+    param_dtype: Any = "float32"
+    reduce_dtype: Any = None
+    output_dtype: Any = None
+    exceptions: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
+            given = getattr(self, name)
+            optional = name in ("reduce_dtype", "output_dtype")
+            if not (given is None and optional):
+                object.__setattr__(self, name, _floating(given, name))
+        if not isinstance(self.exceptions, Mapping):
+            raise GShardError(
+                f"exceptions={shown(self.exceptions)} must map path patterns to dtypes, such as "
+                "{'LayerNorm': 'float32'}."
+            )
+        for text in self.exceptions:
+            arguments.pattern(text, "exceptions")
+        checked = {p: _floating(d, f"exceptions[{p!r}]") for p, d in self.exceptions.items()}
+        object.__setattr__(self, "exceptions", checked)
+
+    def compute(self, path: str) -> Any:
+        """The dtype that a parameter is computed with."""
+        for text, dtype in self.exceptions.items():
+            if arguments.pattern(text, "exceptions").search(path):
+                return dtype
+        return self.compute_dtype
+
+    def output(self, tree: Any) -> Any:
+        """Floating arrays in the output dtype, others as they are."""
+        if self.output_dtype is None:
+            return tree
+        return jax.tree.map(
+            lambda x: x.astype(self.output_dtype) if is_floating(x.dtype) else x, tree
+        )
+
+
+def as_precision(precision: Any) -> Precision | None:
+    """A user's `precision=`: a `Precision`, the name of a compute dtype, or None."""
+    if precision is None or isinstance(precision, Precision):
+        return precision
+    return Precision(compute_dtype=_floating(precision, "precision"))
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether this is a real floating dtype, which precision applies to."""
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _floating(value: Any, name: str) -> Any:
+    try:
+        dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)
+    except TypeError as error:
+        hint = did_you_mean(value, _NAMES)
+        raise GShardError(
+            f"{name}={shown(value)} is no dtype.{hint} Choose one of {', '.join(_NAMES)}."
+        ) from error
+    if not is_floating(dtype):
+        raise GShardError(f"{name}={dtype} is not floating. Choose one of {', '.join(_NAMES)}.")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise GShardError(f"{name}={dtype} needs jax.config.update('jax_enable_x64', True).")
+    return dtype
