@@ -13,6 +13,7 @@ from gshard.distributed import new_group as new_group
 from gshard.errors import DonatedStateError as DonatedStateError
 from gshard.errors import GShardError as GShardError
 from gshard.errors import GShardWarning as GShardWarning
+from gshard.errors import NonFiniteError as NonFiniteError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.host import full_params as full_params
 from gshard.loss import Weighted as Weighted
@@ -28,6 +29,8 @@ from gshard.rules import Leaf as Leaf
 from gshard.rules import by_path as by_path
 from gshard.rules import by_predicate as by_predicate
 from gshard.rules import by_shape as by_shape
+from gshard.scaler import GradScaler as GradScaler
+from gshard.scaler import ScalerState as ScalerState
 from gshard.shard import shard_train_state as shard_train_state
 from gshard.step import make_train_step as make_train_step
 from gshard.unreduced import Unreduced as Unreduced

@@ -24,6 +24,10 @@ class DonatedStateError(GShardError, RuntimeError):
     """A train state whose memory an earlier step has taken over."""
 
 
+class NonFiniteError(GShardError, FloatingPointError):
+    """Too many steps in a row whose gradient was not finite."""
+
+
 class GShardWarning(UserWarning):
     """Something that works, but probably not as meant."""
 

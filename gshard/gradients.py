@@ -56,17 +56,28 @@ class Gradients:
       grads: Divided: a tree like the parameters, in the layouts of `plan.grads`.
       loss: float32 scalar, of the global batch.
       aux: the loss's auxiliary output, averaged over the batch, or None.
+      weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
+        nothing to divide, and loss and gradient are 0.
+      finite: boolean scalar, whether every entry of every gradient is.
       updates: extras that the loss changed, by name.
     """
 
     grads: Any
     loss: jax.Array
     aux: Any
+    weight: jax.Array
+    finite: jax.Array
     updates: dict[str, Any]
 
 
 def gradients(
-    loss: PureLoss, parts: Parts, batch: Any, rng: Any, plan: Plan, options: Options
+    loss: PureLoss,
+    parts: Parts,
+    batch: Any,
+    rng: Any,
+    plan: Plan,
+    options: Options,
+    scale: jax.Array | None = None,
 ) -> Gradients:
     """The gradient of the mean loss over the rows of the global batch.
 
@@ -77,19 +88,20 @@ def gradients(
       rng: a typed key or None; folded with device and micro-batch.
       plan: where everything lies.
       options: how.
+      scale: float32 scalar; the loss is multiplied by it and the gradient divided again.
     """
     how = accumulation(plan, options.micro_batches, options.accumulate)
 
-    def reduced(total: Total) -> Any:
-        found = _reduce(total.grads, total.loss, total.weight, total.aux, plan, how, options)
-        return *found, agree(total.updates, plan.group)
+    def reduced(total: Total, scale: jax.Array | None) -> Any:
+        own = (total.grads, total.loss, total.weight, total.aux)
+        return *_reduce(own, plan, how, options, scale), agree(total.updates, plan.group)
 
     specs = (*_reduced_specs(plan), jax.P())
-    grads, value, aux, updates = _on_devices(
-        reduced, specs, loss, parts, batch, rng, plan, options, how
+    grads, value, aux, weight, finite, updates = _on_devices(
+        reduced, specs, loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-    return Gradients(grads, value, aux, updates)
+    return Gradients(grads, value, aux, weight, finite, updates)
 
 
 def unreduced_gradients(
@@ -101,7 +113,7 @@ def unreduced_gradients(
     """
     how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
-    def sums(total: Total) -> Any:
+    def sums(total: Total, _: None) -> Any:
         own = (total.grads, total.loss, total.weight, total.aux)
         return jax.tree.map(lambda x: x[None], own), agree(total.updates, plan.group)
 
@@ -126,17 +138,16 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
             )
 
     def on_device(own: Any) -> Any:
-        grads, value, weight, aux = jax.tree.map(lambda x: x[0], own)
-        return _reduce(grads, value, weight, aux, plan, sums.accumulate, options)
+        return _reduce(jax.tree.map(lambda x: x[0], own), plan, sums.accumulate, options)
 
-    grads, value, aux = jax.shard_map(
+    grads, value, aux, weight, finite = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(plan.batch_spec,),
         out_specs=_reduced_specs(plan),
         check_vma=False,
     )((leaves, sums.loss, sums.weight, sums.aux))
-    return Gradients(jax.tree.unflatten(structure, grads), value, aux, {})
+    return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, finite, {})
 
 
 def _targets(plan: Plan, accumulate: str) -> list[Layout]:
@@ -146,7 +157,7 @@ def _targets(plan: Plan, accumulate: str) -> list[Layout]:
 
 
 def _on_devices(
-    end: Callable[[Total], Any],
+    end: Callable[[Total, Any], Any],
     out_specs: Any,
     loss: PureLoss,
     parts: Parts,
@@ -155,19 +166,19 @@ def _on_devices(
     plan: Plan,
     options: Options,
     accumulate: str,
+    scale: jax.Array | None = None,
 ) -> Any:
-    """`end` of every device's sums; its last result is updates by name, which are stored."""
+    """`end(sums, scale)` on every device; its last result is updates by name, which are stored."""
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     layouts = extra_layouts(parts.extras, plan)
     check_rows(batch, plan.group.devices, options.micro_batches)
 
-    def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
+    def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
         targets = _targets(plan, accumulate)
-        one = MicroBatch(loss, structure, stored, targets, plan, options.has_aux)
-        return end(
-            over_micro_batches(one, leaves, extras, layouts, batch, rng, options.micro_batches)
-        )
+        one = MicroBatch(loss, structure, stored, targets, plan, options.has_aux, scale)
+        k = options.micro_batches
+        return end(over_micro_batches(one, leaves, extras, layouts, batch, rng, k), scale)
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     *found, updates = jax.shard_map(
@@ -178,10 +189,17 @@ def _on_devices(
             jax.tree.map(lambda layout: layout.spec, layouts),
             rows,
             jax.P(),
+            jax.P(),
         ),
         out_specs=out_specs,
         check_vma=False,
-    )(jax.tree.leaves(parts.params), in_storage(parts.extras, layouts), batch, typed_key(rng))
+    )(
+        jax.tree.leaves(parts.params),
+        in_storage(parts.extras, layouts),
+        batch,
+        typed_key(rng),
+        scale,
+    )
     updates = {
         name: plan.pin(tree, layouts[name]) if name in plan.extras else tree
         for name, tree in updates.items()
@@ -191,27 +209,40 @@ def _on_devices(
 
 def _reduced_specs(plan: Plan) -> tuple[Any, ...]:
     """Of what `_reduce` returns."""
-    return [layout.spec for layout in jax.tree.leaves(plan.grads)], jax.P(), jax.P()
+    specs = [layout.spec for layout in jax.tree.leaves(plan.grads)]
+    return specs, jax.P(), jax.P(), jax.P(), jax.P()
 
 
 def _reduce(
-    grads: list[jax.Array],
-    value: jax.Array,
-    weight: jax.Array,
-    aux: Any,
-    plan: Plan,
-    accumulate: str,
-    options: Options,
-) -> tuple[list[jax.Array], jax.Array, Any]:
-    """Sums over devices, divided once by the weight of the global batch: gradients, loss, aux."""
+    own: Any, plan: Plan, accumulate: str, options: Options, scale: jax.Array | None = None
+) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
+    """Sums over devices, divided once by the weight of the global batch.
+
+    Args:
+      own: one device's gradients, loss, weight and aux, as sums.
+      plan: where everything lies.
+      accumulate: how the gradients lie.
+      options: of the reduction.
+      scale: what the gradients were multiplied by.
+
+    Returns:
+      The fields of `Gradients`, but for the updates.
+    """
+    grads, value, weight, aux = own
     axes = plan.group.axes
     reduced, targets = jax.tree.leaves(plan.grads), _targets(plan, accumulate)
     weight = reduce_scalar(weight, axes)
+    divisor = jnp.where(weight == 0, 1, weight)
     grads = _sum_over_devices(grads, targets, reduced, plan, options.buffer_max_size)
+    bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
+    factor = divisor if scale is None else divisor * scale
+    wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     return (
-        [(g / weight).astype(g.dtype) for g in grads],
-        reduce_scalar(value, axes) / weight,
-        plan.output(_mean_over_devices(aux, weight, axes)),
+        [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
+        reduce_scalar(value, axes) / divisor,
+        plan.output(_mean_over_devices(aux, divisor, axes)),
+        weight,
+        reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
     )
 
 

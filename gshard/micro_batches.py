@@ -42,12 +42,14 @@ class MicroBatch:
         targets: Sequence[Layout],
         plan: Plan,
         has_aux: bool,
+        scale: jax.Array | None,
     ):
         self.form = LossForm(loss, structure, has_aux)
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
         self.targets = targets
+        self.scale = scale
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
         uses = [Use(s, t, converts=converts) for s, t in zip(stored, targets, strict=True)]
         self.uses = [None if use.pointless else use for use in uses]
@@ -77,9 +79,10 @@ class MicroBatch:
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
             taps = [*points, *more_taps]
-            return with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
+            loss, rest = with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
+            return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
-        (loss, (weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
+        (_, (loss, weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, _as_sums(aux, weight), updates)

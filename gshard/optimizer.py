@@ -17,7 +17,9 @@ import optax
 
 from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
 from gshard.errors import GShardError
+from gshard.guard import Guard
 from gshard.layout import Layout
+from gshard.scaler import ScalerState
 from gshard.tree import flatten, same_leaves
 from gshard.unreduced import refuse_unreduced
 
@@ -32,10 +34,19 @@ class GShardState(NamedTuple):
     Attributes:
       inner: the user's optimizer state, in the layouts of the plan.
       master: master copies of parameters that are computed with in another dtype, by path.
+      scaler: of the loss.
+      guard: counts of steps that were skipped.
     """
 
     inner: Any
-    master: dict[str, Any] = {}  # noqa: RUF012  (never written)
+    master: dict[str, Any]
+    scaler: ScalerState
+    guard: Guard
+
+    @classmethod
+    def new(cls, inner: Any, master: dict[str, Any]) -> GShardState:
+        """Of a fresh state."""
+        return cls(inner, master, ScalerState.unused(), Guard.new())
 
 
 class DividedTransformation(optax.GradientTransformationExtraArgs):
@@ -54,7 +65,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     def init(params: Any) -> GShardState:
         own, structure = _own_parts(plan.kind.trained(params), {}, plan)
         own = jax.tree.unflatten(structure, own)
-        return GShardState(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
+        return GShardState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
 
     def update(
         updates: Any, state: GShardState, params: Any = None, **extra: Any
@@ -64,7 +75,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
         changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
-        new, state = _apply(changes, state, own, plan)
+        new, state = _computed(optax.apply_updates(own, changes), state, plan)
         # With a master copy the new value is what must be published: their sum would be rounded.
         copied = jax.tree.map(lambda layout: layout.path in plan.master, plan.grads)
         copied = jax.tree.unflatten(jax.tree.structure(changes), jax.tree.leaves(copied))
@@ -81,23 +92,36 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
 
 
 def update_and_publish(
-    plan: Plan, gradients: Gradients, state: GShardState, params: Any, buffer_max_size: int
+    plan: Plan,
+    gradients: Gradients,
+    state: GShardState,
+    params: Any,
+    updates: jax.Array,
+    buffer_max_size: int,
 ) -> tuple[Any, GShardState]:
     """The update and publish stages: new parameters and optimizer state.
+
+    Where `updates` is false both stay what they were.
 
     The loss is handed to transformations that want it (`value=`, as `reduce_on_plateau` does).
     Publishes the new parameters and not the update, which would be whole on every device for a
     while, beside them.
     """
     extra = {"value": gradients.loss}
-    updates, state, own = _update_own(plan.tx, plan, gradients.grads, state, params, extra)
-    new, state = _apply(updates, state, own, plan)
-    return _publish(new, plan, buffer_max_size), state
+    changes, after, own = _update_own(plan.tx, plan, gradients.grads, state, params, extra)
+    new = keep_unless(updates, optax.apply_updates(own, changes), own)
+    after = after._replace(inner=keep_unless(updates, after.inner, state.inner))
+    new, after = _computed(new, after, plan)
+    return _publish(new, plan, buffer_max_size), after
 
 
-def _apply(updates: Any, state: GShardState, own: Any, plan: Plan) -> tuple[Any, GShardState]:
+def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
+    """The new values where a step updates, else the old ones."""
+    return jax.tree.map(lambda x, y: jnp.where(updates, x, y), new, old)
+
+
+def _computed(new: Any, state: GShardState, plan: Plan) -> tuple[Any, GShardState]:
     """New own parts in the dtypes that are computed with, and the state with new master copies."""
-    new = optax.apply_updates(own, updates)
     state = state._replace(master=_master(new, plan))
     dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
     leaves, structure = jax.tree.flatten(new)
@@ -156,7 +180,7 @@ def _update_own(
         raise
     known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
     same_leaves(inner, known, "the state that the optimizer returns is")
-    return updates, GShardState(plan.pin(inner, plan.opt_state), state.master), own
+    return updates, state._replace(inner=plan.pin(inner, plan.opt_state)), own
 
 
 def _explain(error: Exception) -> None:

@@ -82,7 +82,13 @@ class Plan:
     def layouts(self) -> Parts:
         """Layouts of all parts, in the trees that the user's state has."""
         step = self.kind.split(self.template).step
-        opt_state = GShardState(self.opt_state, self.master)
+        rest = GShardState.new(None, {})
+        opt_state = GShardState(
+            self.opt_state,
+            self.master,
+            all_whole(rest.scaler, self.group),
+            all_whole(rest.guard, self.group),
+        )
         return Parts(self.params, opt_state, all_whole(step, self.group), self.extras)
 
     @property
@@ -121,7 +127,7 @@ class Plan:
         """Parts of a plain state as those of a divided one, logical and in the user's dtypes."""
         leaves = dict(zip(*flatten(parts.params)[:2], strict=True))
         master = {path: leaves[path] for path in self.master}
-        return dataclasses.replace(parts, opt_state=GShardState(parts.opt_state, master))
+        return dataclasses.replace(parts, opt_state=GShardState.new(parts.opt_state, master))
 
     def precise(self, params: Any, opt_state: GShardState) -> tuple[Any, Any]:
         """Parameters in storage, the master copy of those that have one, and their layouts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,13 +64,19 @@ def make_plan(
     def beside(tree: Any, divides: bool) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
         paths, leaves, structure = flatten(tree)
+        alike = _like_parameters(paths, leaves, by_path if divides else {})
         found = [
-            _like_a_parameter(path, leaf, by_path if divides else {})
-            or by_rule(path, leaf, divides)
-            for path, leaf in zip(paths, leaves, strict=True)
+            like or by_rule(path, leaf, divides)
+            for path, leaf, like in zip(paths, leaves, alike, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
 
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise GShardError(
+            f"two parameters have the same path: {some(twice)}. Rename one of them (a key that "
+            "contains '/' does that)."
+        )
     divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
     extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
@@ -126,18 +133,29 @@ def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
             )
 
 
-def _like_a_parameter(path: str, leaf: Any, params: Mapping[str, Layout]) -> Layout | None:
-    """The layout of a leaf whose path ends in a parameter's, and that has its shape.
+def _like_parameters(
+    paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Layout]
+) -> list[Layout | None]:
+    """Layouts of leaves whose path ends in a parameter's, and that have its shape.
 
-    A moment, a master copy or an average. Not found by jitting `tx.init`, which put every moment on
-    one device.
+    Moments, master copies, averages. Not found by jitting `tx.init`, which put every moment on one
+    device. Where two endings fit (a parameter `mu/w` beside `w`), the one whose beginning holds
+    more parameters is meant, then the longer one.
     """
-    keys = path.split("/")
-    for start in range(len(keys) + 1):  # the longest suffix first
-        like = params.get("/".join(keys[start:]))
-        if like is not None and like.shape == tuple(leaf.shape):
-            return dataclasses.replace(like, path=path, dtype=leaf.dtype)
-    return None
+
+    def endings(path: str, leaf: Any) -> list[tuple[str, Layout]]:
+        keys = path.split("/")
+        ends = [("/".join(keys[:i]), "/".join(keys[i:])) for i in range(len(keys) + 1)]
+        shape = tuple(leaf.shape)
+        return [(b, params[e]) for b, e in ends if e in params and params[e].shape == shape]
+
+    found = [endings(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    held = Counter(beginning for ends in found for beginning, _ in ends)
+    best = [max(ends, key=lambda end: held[end[0]], default=None) for ends in found]
+    return [
+        end and dataclasses.replace(end[1], path=path, dtype=leaf.dtype)
+        for end, path, leaf in zip(best, paths, leaves, strict=True)
+    ]
 
 
 def _computed(layout: Layout, precision: Precision) -> Layout:

@@ -128,6 +128,11 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
             f"{reason} gives {shown(dim)} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
             f"{len(leaf.shape) - 1}, or 'whole'."
         )
+    if not leaf.shape[chosen]:
+        raise GShardError(
+            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
+            "another dimension, or say 'whole'."
+        )
     if chosen == leaf.scan_dim:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "

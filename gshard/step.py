@@ -10,16 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard.arguments import names_of
+from gshard.arguments import names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, gradients
+from gshard.guard import Guard, Watch
 from gshard.loss import fold_keys, typed_key
-from gshard.optimizer import update_and_publish
+from gshard.optimizer import GShardState, keep_unless, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.promise import Promise, accumulation, promise
+from gshard.scaler import GradScaler
 from gshard.state import Parts
 
 
@@ -30,6 +32,8 @@ def make_train_step(
     has_aux: bool = False,
     mutable: str | Sequence[str] = (),
     rng: jax.Array | None = None,
+    scaler: GradScaler | None = None,
+    max_bad_steps: int | None = 10,
     micro_batches: int = 1,
     accumulate: str = "level",
     buffer_max_size: int = BUFFER_MAX_SIZE,
@@ -39,7 +43,11 @@ def make_train_step(
 
     Linen: `state, metrics = step(state, batch)`. NNX: `metrics = step(model, optimizer, batch)`, in
     place. `metrics` holds device arrays: `loss` and `grad_norm` (float32 scalars, of the global
-    batch) and, with `has_aux`, `aux`.
+    batch), `skipped_steps` (int32 scalar), with `has_aux` `aux`, and with a scaler `loss_scale`
+    (float32 scalar, of this step).
+
+    A step whose gradient is not finite, on any device, changes nothing of the state but its count
+    of skipped steps. So does one whose global weight is 0 (`gshard.Weighted`).
 
     Args:
       loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows,
@@ -53,6 +61,9 @@ def make_train_step(
         `(loss, (aux, {name: value}))`. Floating ones become their mean over devices.
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
         and micro-batch. So are typed keys that the state holds in further fields.
+      scaler: a `gshard.GradScaler`, for float16.
+      max_bad_steps: after so many steps in a row that were not finite the step raises a
+        `NonFiniteError`, at most two steps late; None for never.
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
         scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
@@ -66,7 +77,14 @@ def make_train_step(
     plan.kind.check_step(plan.template)
     options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
     accumulation(plan, micro_batches, accumulate)  # refuses bad options now
-    return TrainStep(loss_fn, plan, names_of("mutable", mutable), typed_key(rng), options, donate)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
+    if max_bad_steps is not None:
+        whole_number("max_bad_steps", max_bad_steps, 1, " (None: never)")
+    if scaler is not None and not scaler.enable:
+        scaler = None
+    names, key = names_of("mutable", mutable), typed_key(rng)
+    return TrainStep(loss_fn, plan, names, key, scaler, max_bad_steps, options, donate)
 
 
 class TrainStep:
@@ -78,18 +96,21 @@ class TrainStep:
         plan: Plan,
         mutable: tuple[str, ...],
         rng: jax.Array | None,
+        scaler: GradScaler | None,
+        max_bad_steps: int | None,
         options: Options,
         donate: bool,
     ):
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
+        self._scaler, self._watch = scaler, Watch(max_bad_steps)
         wanted = plan.abstract_parts()
         self._check = Fit(wanted, "the state is", donated=donate)
         shardings = jax.tree.map(lambda x: x.sharding, wanted)
         self.jitted = jax.jit(
             self._run,
             donate_argnums=(0,) if donate else (),
-            out_shardings=(shardings, plan.sharding()),
+            out_shardings=(shardings, plan.sharding(), plan.sharding()),
         )
 
     @property
@@ -104,7 +125,9 @@ class TrainStep:
     def __call__(self, *args: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, batch = self._take(args)
-        new, metrics = self.jitted(parts, self._place(batch), self._rng)
+        self._watch.look()
+        new, metrics, guard = self.jitted(parts, self._place(batch), self._rng)
+        self._watch.add(guard)
         state = self.plan.kind.update(state, dataclasses.replace(new, static=parts.static))
         return metrics if state is None else (state, metrics)
 
@@ -121,27 +144,41 @@ class TrainStep:
         check_rows(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
-    def _run(self, parts: Parts, batch: Any, rng: Any) -> tuple[Parts, dict[str, Any]]:
-        """The stages: gradients, update (which publishes)."""
+    def _run(self, parts: Parts, batch: Any, rng: Any) -> tuple[Parts, dict[str, Any], Guard]:
+        """The stages: gradients, update (which publishes); the counts of the guard come apart."""
         loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
         now = dataclasses.replace(parts, extras=fold_keys(parts.extras, parts.step))
-        result = gradients(loss, now, batch, rng, self.plan, self.options)
+        before: GShardState = parts.opt_state
+        scale = None if self._scaler is None else self._scaler.scale(before.scaler)
+        result = gradients(loss, now, batch, rng, self.plan, self.options, scale)
+        updates = result.finite & (result.weight != 0)
         params, opt_state = update_and_publish(
-            self.plan, result, parts.opt_state, parts.params, self.options.buffer_max_size
+            self.plan, result, before, parts.params, updates, self.options.buffer_max_size
         )
+        guard = before.guard.after(result.finite, updates, parts.step)
+        opt_state = opt_state._replace(guard=guard)
+        if self._scaler is not None:
+            scaled = self._scaler.after(before.scaler, result.finite)
+            opt_state = opt_state._replace(
+                scaler=keep_unless(result.weight != 0, scaled, before.scaler)
+            )
+        extras = {name: parts.extras[name] for name in result.updates}
         norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), result.grads))
-        metrics = {"loss": result.loss, "grad_norm": norm}
+        metrics = {"loss": result.loss, "grad_norm": norm, "skipped_steps": guard.skipped}
+        if scale is not None:
+            metrics["loss_scale"] = scale
         if self.options.has_aux:
             metrics["aux"] = result.aux
-        return Parts(
+        new = Parts(
             params,
             opt_state,
-            parts.step + 1,
-            {**parts.extras, **result.updates},
-        ), metrics
+            parts.step + updates.astype(parts.step.dtype),
+            {**parts.extras, **keep_unless(updates, result.updates, extras)},
+        )
+        return new, metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Parts, Any]:
         """The state, its parts and the batch, checked before anything is compiled."""

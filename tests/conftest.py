@@ -6,9 +6,14 @@ import os
 from pathlib import Path
 
 DEVICES = 8
-FLAG = f"--xla_force_host_platform_device_count={DEVICES}"
+FLAGS = (
+    f"--xla_force_host_platform_device_count={DEVICES}",
+    # Eight devices share few cores with other work: one of them may be late by more than the 40 s
+    # after which XLA's collectives end the whole process.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+)
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_ENABLE_X64", None)
 

@@ -61,7 +61,9 @@ def as_state(state: Any) -> Any:
         and isinstance(state[1], optax.GradientTransformation)
         and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
     ):
-        return TrainState.create(apply_fn=None, params=state[0], tx=state[1])
+        params, tx = state  # not by create, which fails for a list of NumPy arrays
+        fields: dict[str, Any] = {"apply_fn": None, "opt_state": tx.init(params)}
+        return TrainState(step=0, params=params, tx=tx, **fields)
     return state
 
 

@@ -1,0 +1,274 @@
+"""Steps that change nothing: gradients that are not finite, no weight. The scale of a loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gshard
+
+LEVELS = ["dp", "os", "os_g", "p_g_os"]
+DEVICES, ROWS = 3, 12
+
+
+class WithCount(TrainState):
+    seen: Any
+
+
+def params():
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in (("a", (7, 13)), ("b", (13, 5)))}
+
+
+def batch(seed: int = 0, bad: float | None = None):
+    """Rows of one step; `bad` is put into one entry of one row, which one device sees."""
+    rng = np.random.default_rng(seed)
+    rows = {k: rng.normal(size=(ROWS, n)).astype(np.float32) for k, n in (("x", 7), ("y", 5))}
+    if bad is not None:
+        rows["x"][5, 2] = bad
+    return rows
+
+
+def loss_fn(p, b, *, seen):
+    out = jnp.tanh(b["x"].astype(p["a"].dtype) @ p["a"]) @ p["b"]
+    loss = ((out.astype(jnp.float32) - b["y"]) ** 2).mean() + b["x"].sum()
+    return loss, {"seen": seen + b["x"].mean()}
+
+
+def mesh():
+    return gshard.make_mesh(devices=jax.devices()[:DEVICES])
+
+
+def divided(level, tx=None, **options):
+    tx = tx or optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+    state = WithCount.create(apply_fn=None, params=params(), tx=tx, seen=jnp.zeros(3))
+    return gshard.shard_train_state(state, mesh(), level, segment_size=8, **options)
+
+
+def values(state):
+    """Everything of a state but its counts."""
+    kept = (state.params, state.opt_state.inner, state.opt_state.master, state.step, state.seen)
+    return [np.asarray(x) for x in jax.tree.leaves(kept)]
+
+
+def assert_same(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("precision", [None, "float16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_bad_entry_on_one_device_skips_the_step_on_all(level, precision):
+    scaler = gshard.GradScaler(init_loss_scaling=8.0) if precision else None
+    state, plan = divided(level, precision=precision)
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", scaler=scaler, donate=False)
+    start, _ = step(state, batch(0))
+    after, metrics = step(start, batch(1, bad=np.inf))
+    assert_same(values(after), values(start))
+    assert int(metrics["skipped_steps"]) == 1
+    if scaler:
+        assert float(metrics["loss_scale"]) == 8
+        assert float(after.opt_state.scaler.scale) == 4
+    # What comes next is what would have come without it, at the other scale.
+    found, metrics = step(after, batch(2))
+    assert int(metrics["skipped_steps"]) == 1 and int(found.opt_state.guard.row) == 0
+    expected, _ = step(start, batch(2))
+    for x, y in zip(values(found), values(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-3 if precision else 0)
+    assert float(np.abs(values(found)[0] - values(start)[0]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_scale_does_not_change_the_numbers(level):
+    """Powers of two: the same bits with and without, clipping after the scale is taken out."""
+    found = []
+    for scaler in (None, gshard.GradScaler(init_loss_scaling=2.0**10)):
+        state, plan = divided(level)
+        step = gshard.make_train_step(loss_fn, plan, mutable="seen", scaler=scaler, micro_batches=2)
+        for i in range(3):
+            state, metrics = step(state, batch(i))
+        found.append(
+            [*values(state), np.asarray(metrics["loss"]), np.asarray(metrics["grad_norm"])]
+        )
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_small_gradients_of_float16_need_the_scale(level):
+    """2^-26 is below the smallest float16; scaled by 2^16 it is not."""
+
+    def loss(p, b):
+        return (p["w"] * b["x"].astype(p["w"].dtype)).sum().astype(jnp.float32) * 2.0**-26
+
+    found = {}
+    for scaler in (None, gshard.GradScaler()):
+        state, plan = gshard.shard_train_state(
+            ({"w": np.ones((6, 16), np.float32)}, optax.sgd(2.0**20)),
+            mesh(),
+            level,
+            segment_size=4,
+            precision="float16",
+        )
+        step = gshard.make_train_step(loss, plan, scaler=scaler)
+        state, _ = step(state, {"x": np.ones((DEVICES, 1), np.float32)})
+        found[scaler is None] = gshard.full_params(state)["w"]
+    np.testing.assert_array_equal(found[True], 1)
+    np.testing.assert_array_equal(found[False], 1 - 2.0**-6)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_too_many_bad_steps_end_the_run_and_lose_nothing(donate):
+    state, plan = divided("p_g_os")
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=3, donate=donate)
+    for i in range(2):
+        state, _ = step(state, batch(i))
+    before, calls = values(state), 0
+    with pytest.raises(gshard.NonFiniteError, match="3 steps in a row .* from step 2 on"):
+        for _ in range(6):
+            state, _ = step(state, batch(3, bad=np.nan))
+            calls += 1
+    assert 3 <= calls <= 3 + 2
+    assert_same(values(state), before)
+    state, metrics = step(state, batch(4))  # good data: it goes on
+    assert np.isfinite(metrics["loss"]) and int(state.step) == 3
+    assert isinstance(gshard.NonFiniteError("x"), FloatingPointError)
+
+
+def test_bad_steps_between_good_ones_do_not_end_the_run():
+    state, plan = divided("os")
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=2)
+    for i in range(8):
+        state, metrics = step(state, batch(i, bad=np.nan if i % 2 else None))
+    assert int(metrics["skipped_steps"]) == 4 and int(state.step) == 4
+    forever = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=None)
+    for _ in range(6):
+        state, metrics = forever(state, batch(0, bad=np.nan))
+    assert int(metrics["skipped_steps"]) == 10
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_batch_without_weight_is_a_reported_no_op(level):
+    def loss(p, b, *, seen):
+        out = jnp.tanh(b["x"] @ p["a"]) @ p["b"]
+        errors = ((out - b["y"]) ** 2).mean(-1)
+        return gshard.Weighted((errors * b["w"]).sum(), b["w"].sum()), {"seen": seen + 1}
+
+    state, plan = divided(level, optax.adamw(1e-2))
+    scaler = gshard.GradScaler(incr_every_n_steps=1)
+    step = gshard.make_train_step(
+        loss, plan, mutable="seen", donate=False, max_bad_steps=1, scaler=scaler
+    )
+    start, _ = step(state, batch() | {"w": np.ones(ROWS, np.float32)})
+    after = start
+    for _ in range(3):
+        after, metrics = step(after, batch() | {"w": np.zeros(ROWS, np.float32)})
+    assert_same(values(after), values(start))
+    assert float(metrics["loss"]) == 0 and float(metrics["grad_norm"]) == 0
+    assert int(metrics["skipped_steps"]) == 3
+    assert float(after.opt_state.scaler.scale) == float(start.opt_state.scaler.scale)
+
+
+def test_nnx_skips_in_place():
+    model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
+    pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    (model, optimizer), plan = gshard.shard_train_state(pair, mesh(), "os", segment_size=1)
+
+    def loss(model, b):
+        return ((model(b["x"]) - b["y"]) ** 2).mean()
+
+    step = gshard.make_train_step(loss, plan, max_bad_steps=2)
+    step(model, optimizer, batch())
+    before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+    metrics = step(model, optimizer, batch(bad=np.inf))
+    assert int(metrics["skipped_steps"]) == 1
+    assert_same([np.asarray(x) for x in jax.tree.leaves(nnx.state(model))], before)
+    with pytest.raises(gshard.NonFiniteError):
+        for _ in range(4):
+            step(model, optimizer, batch(bad=np.inf))
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.booleans(), max_size=24),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([(2.0, 0.5), (3.0, 0.25)]),
+)
+def test_dynamics_are_paddles(finite, every_good, every_bad, ratios):
+    """Against the rules in plain Python: counts of good and bad steps reset one another."""
+    scaler = gshard.GradScaler(
+        init_loss_scaling=2.0**15,
+        incr_ratio=ratios[0],
+        decr_ratio=ratios[1],
+        incr_every_n_steps=every_good,
+        decr_every_n_nan_or_inf=every_bad,
+    )
+    state, scale, good, bad = gshard.ScalerState.unused(), 2.0**15, 0, 0
+    for is_finite in finite:
+        state = scaler.after(state, jnp.asarray(is_finite))
+        if is_finite:
+            good, bad = good + 1, 0
+            if good == every_good:
+                scale, good = scale * ratios[0], 0
+        else:
+            good, bad = 0, bad + 1
+            if bad == every_bad:
+                scale, bad = scale * ratios[1], 0
+    saved = scaler.state_dict(state)
+    assert saved["scale"] == pytest.approx(scale, rel=1e-6)
+    assert (saved["incr_count"], saved["decr_count"]) == (good, bad)
+    again, restored = gshard.GradScaler.from_state_dict(saved)
+    assert again.state_dict(restored) == saved
+
+
+def test_a_scaler_that_is_off_or_fixed():
+    assert gshard.GradScaler(enable=False).state_dict(gshard.ScalerState.unused()) == {}
+    assert gshard.GradScaler.from_state_dict({})[0] == gshard.GradScaler(enable=False)
+    state, plan = divided("os")
+    off = gshard.make_train_step(
+        loss_fn, plan, mutable="seen", scaler=gshard.GradScaler(enable=False), donate=False
+    )
+    assert "loss_scale" not in off(state, batch())[1]
+    fixed = gshard.GradScaler(init_loss_scaling=4.0, use_dynamic_loss_scaling=False)
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", scaler=fixed)
+    for _ in range(2):
+        state, metrics = step(state, batch(bad=np.inf))
+    assert float(metrics["loss_scale"]) == 4
+
+
+BAD = {
+    "incr_ratio": (lambda: gshard.GradScaler(incr_ratio=1.0), ("incr_ratio=1.0", "above 1")),
+    "decr_ratio": (lambda: gshard.GradScaler(decr_ratio=1), ("decr_ratio=1", "between 0 and 1")),
+    "init": (lambda: gshard.GradScaler(init_loss_scaling=0), ("init_loss_scaling=0", "positive")),
+    "every": (lambda: gshard.GradScaler(incr_every_n_steps=0), ("incr_every_n_steps=0",)),
+    "no scaler": (
+        lambda: gshard.make_train_step(loss_fn, divided("os")[1], scaler=2.0**16),
+        ("scaler=65536.0", "gshard.GradScaler"),
+    ),
+    "max_bad_steps": (
+        lambda: gshard.make_train_step(loss_fn, divided("os")[1], max_bad_steps=0),
+        ("max_bad_steps=0", "None"),
+    ),
+    "keys": (
+        lambda: gshard.GradScaler.from_state_dict({"scale": 1.0}),
+        ("incr_ratio", "['scale']"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_in_words(name):
+    make, words = BAD[name]
+    with pytest.raises(gshard.GShardError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
