@@ -57,16 +57,16 @@ def make_plan(
     names = kind.scan_names(state)
     frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
 
-    def by_rule(path: str, leaf: Any, divides: bool) -> Layout:
-        scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes)
+    def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
+        scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
         return lay_out(path, leaf, scan_dim, group, rule if divides else None)
 
-    def beside(tree: Any, divides: bool) -> Any:
+    def beside(tree: Any, divides: bool, walked: bool = False) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
         paths, leaves, structure = flatten(tree)
         alike = _like_parameters(paths, leaves, by_path if divides else {})
         found = [
-            like or by_rule(path, leaf, divides)
+            like or by_rule(path, leaf, divides, walked)
             for path, leaf, like in zip(paths, leaves, alike, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
@@ -79,10 +79,10 @@ def make_plan(
         )
     divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
-    extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
+    extras = {name: beside(tree, level.divides_params, True) for name, tree in frozen.items()}
     by_path |= {layout.path: layout for layout in jax.tree.leaves(extras)}
     extras |= {
-        name: beside({name: tree}, level.divides_params)[name]
+        name: beside({name: tree}, level.divides_params, kind.extras_are_walked)[name]
         for name, tree in parts.extras.items()
         if name not in frozen
     }

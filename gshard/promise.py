@@ -48,7 +48,7 @@ class Promise:
       level: name of the level.
       group_size: devices in the shard group (N).
       resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
-        of the `optimizer` state with its master copies, and of `extras` (frozen parameters, batch
+        of the `optimizer` state with master copies and counts, and of `extras` (frozen parameters, batch
         statistics, an average).
       moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
         communicates are not in it.
@@ -96,9 +96,7 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
         {
             "params": sum(layout.bytes_per_device for layout in stored),
             "gradients": sum(layout.bytes_per_device for layout in carried),
-            "optimizer": sum(
-                x.bytes_per_device for x in jax.tree.leaves((plan.opt_state, plan.master))
-            ),
+            "optimizer": plan.bytes_per_device["opt_state"],
             "extras": sum(x.bytes_per_device for x in extras),
         },
         tuple(Movement(k, p, n, at_most) for (k, p, at_most), n in totals.items() if n),

@@ -10,7 +10,7 @@ FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     # Eight devices share few cores with other work: one of them may be late by more than the 40 s
     # after which XLA's collectives end the whole process.
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=200",
 )
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()

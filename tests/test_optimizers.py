@@ -20,7 +20,7 @@ STEPS = 5
 ROWS = 24
 
 # Second moments of entries whose gradient is nearly zero make much of rounding.
-LOOSE = {"acprop": 5e-5, "scale_by_acprop": 5e-5}
+LOOSE = {"acprop": 2e-4, "scale_by_acprop": 2e-4}
 
 
 @functools.cache
@@ -88,7 +88,13 @@ def divided(names: tuple[str, ...], level: str, devices: int, **options: Any) ->
 
     @jax.jit
     def step(states, rows):
-        return {name: steps[name](states[name], rows)[0] for name in names}
+        new = {}
+        for name in names:
+            new[name], metrics = steps[name](states[name], rows)
+            # One after the other: XLA on CPU starts independent collectives in any order, and with
+            # very many of them its devices can wait for one another for ever.
+            rows = {**rows, "x": rows["x"] + 0 * metrics["grad_norm"]}
+        return new
 
     for i in range(STEPS):
         states = step(states, batch(i))

@@ -132,11 +132,11 @@ def test_what_lies_and_moves_in_which_dtype(level):
     ) == {"bfloat16"}
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
     assert promised["optimizer"] == held
-    if level == "dp":  # 2 + 2 + 12 bytes for each parameter (and Adam's count)
+    if level == "dp":  # 2 + 2 + 12 bytes for each parameter; counts and the scale
         assert promised == {
             "params": 2 * size,
             "gradients": 2 * size,
-            "optimizer": 12 * size + 4,
+            "optimizer": 12 * size + 4 + 24,
             "extras": 0,
         }
     new, _ = step(state, batch())
