@@ -61,7 +61,7 @@ def make_plan(
         scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
         return lay_out(path, leaf, scan_dim, group, rule if divides else None)
 
-    def beside(tree: Any, divides: bool, walked: bool = False) -> Any:
+    def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
         paths, leaves, structure = flatten(tree)
         alike = _like_parameters(paths, leaves, by_path if divides else {})
@@ -77,12 +77,13 @@ def make_plan(
             f"two parameters have the same path: {some(twice)}. Rename one of them (a key that "
             "contains '/' does that)."
         )
+    _check_scan_axes(scan_axes, dict(zip(paths, leaves, strict=True)))
     divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
-    extras = {name: beside(tree, level.divides_params, True) for name, tree in frozen.items()}
+    extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
     by_path |= {layout.path: layout for layout in jax.tree.leaves(extras)}
     extras |= {
-        name: beside({name: tree}, level.divides_params, kind.extras_are_walked)[name]
+        name: beside({name: tree}, level.divides_params)[name]
         for name, tree in parts.extras.items()
         if name not in frozen
     }
@@ -107,7 +108,7 @@ def make_plan(
         group,
         params=jax.tree.unflatten(structure, stored),
         grads=jax.tree.unflatten(structure, reduced),
-        opt_state=beside(opt_state, level.divides_state),
+        opt_state=beside(opt_state, level.divides_state, walked=False),
         master=master,
         precision=precision,
         extras=extras,
@@ -176,29 +177,39 @@ def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any)
     )
 
 
-def _scan_dim(
-    path: str, leaf: Any, names: Sequence[str | None] | None, scan_axes: ScanAxes
-) -> int | None:
-    rank = len(leaf.shape)
-    if isinstance(scan_axes, Mapping):
-        for pattern, dim in scan_axes.items():
-            if arguments.pattern(pattern, "scan_axes").search(path):
-                found = dimension(dim, rank)
-                if found is None:
-                    raise GShardError(
-                        f"scan_axes[{pattern!r}]={shown(dim)} is no dimension of {path} "
-                        f"{leaf.shape}."
-                    )
-                return found
+def _check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
+    """Refuses `scan_axes` that are no names and no dimensions of the parameters they match."""
     if scan_axes is not None and not isinstance(scan_axes, (Mapping, Sequence)):
         raise GShardError(
             f"scan_axes={shown(scan_axes)} must map path patterns to dimensions, such as "
             "{'^layers/': 0}, or be the names that Flax's metadata uses."
         )
-    known = SCAN_NAMES if scan_axes is None or isinstance(scan_axes, Mapping) else scan_axes
-    if isinstance(known, str):
-        known = (known,)
+    for path, leaf in params.items() if isinstance(scan_axes, Mapping) else ():
+        found = _pattern_for(path, scan_axes)
+        if found is not None and dimension(scan_axes[found], len(leaf.shape)) is None:
+            raise GShardError(
+                f"scan_axes[{found!r}]={shown(scan_axes[found])} is no dimension of {path} "
+                f"{leaf.shape}."
+            )
+
+
+def _scan_dim(
+    path: str, leaf: Any, names: Sequence[str | None] | None, scan_axes: ScanAxes
+) -> int | None:
+    """The dimension that a scan walks; a pattern that fits a field by chance does not count."""
+    known = SCAN_NAMES if scan_axes is None else scan_axes
+    if isinstance(scan_axes, Mapping):
+        found = _pattern_for(path, scan_axes)
+        if found is not None:
+            return dimension(scan_axes[found], len(leaf.shape))
+        known = SCAN_NAMES
+    known = (known,) if isinstance(known, str) else known
     return next((d for d, name in enumerate(names or ()) if name in known), None)
+
+
+def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
+    matches = (p for p in scan_axes if arguments.pattern(p, "scan_axes").search(path))
+    return next(matches, None)
 
 
 def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:

@@ -48,8 +48,8 @@ class Promise:
       level: name of the level.
       group_size: devices in the shard group (N).
       resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
-        of the `optimizer` state with master copies and counts, and of `extras` (frozen parameters, batch
-        statistics, an average).
+        of the `optimizer` state with master copies and counts, and of `extras` (frozen parameters,
+        batch statistics, an average).
       moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
         communicates are not in it.
     """

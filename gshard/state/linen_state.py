@@ -40,7 +40,6 @@ class Linen:
 
     frozen: frozenset[str] = frozenset()
     arguments: ClassVar = ("state",)  # of a train step, before the batch
-    extras_are_walked: ClassVar = False  # by a scan: fields beside the parameters
 
     def freeze(self, state: Any, frozen: Any) -> Linen:
         """The kind of states whose parameters are trained but for `frozen` and for integers."""

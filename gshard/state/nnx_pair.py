@@ -37,7 +37,6 @@ class Nnx:
 
     wrt: Any
     arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
-    extras_are_walked: ClassVar = True  # by a scan: Variables of a layer that are not trained
 
     def freeze(self, state: Any, frozen: Any) -> Nnx:
         """Refuses `frozen=`, which the optimizer's filter says."""
