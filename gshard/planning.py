@@ -184,7 +184,9 @@ def _check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
             f"scan_axes={shown(scan_axes)} must map path patterns to dimensions, such as "
             "{'^layers/': 0}, or be the names that Flax's metadata uses."
         )
-    for path, leaf in params.items() if isinstance(scan_axes, Mapping) else ():
+    if not isinstance(scan_axes, Mapping):
+        return
+    for path, leaf in params.items():
         found = _pattern_for(path, scan_axes)
         if found is not None and dimension(scan_axes[found], len(leaf.shape)) is None:
             raise GShardError(
