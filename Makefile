@@ -30,7 +30,7 @@ demo: setup-test  ## train a small GPT at every level on 8 virtual devices (3 mi
 test: setup-test  ## the quick tier of the tests (under 10 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test  ## every test, and the record in docs/test-record.md
+test-all: setup-test  ## every test, or every one of ARGS=tests/..., and docs/test-record.md
 	$(PYTEST) -p tests.record $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright

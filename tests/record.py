@@ -1,63 +1,74 @@
-"""Pytest plugin (`pytest -p tests.record`): write what a full run saw to docs/test-record.md."""
+"""Pytest plugin (`pytest -p tests.record`): write what full runs saw to docs/test-record.md.
+
+One row for each test file, of the last time that all of it ran: the whole takes an hour, and may be
+run file by file.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import time
+import subprocess
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
 RECORD = Path(__file__).parents[1] / "docs" / "test-record.md"
-SLOWEST = 15
-START = time.monotonic()
+OUTCOMES = ("passed", "failed", "error", "skipped")
+COLUMNS = ("file", *OUTCOMES, "seconds of tests", "date", "commit", "Python", "JAX")
+HEAD = f"""# Record of full test runs
+
+Written by `make test-all`, on {os.cpu_count()} cores; a file that is run alone
+(`make test-all ARGS=tests/test_numbers.py`) replaces its row. Seconds are those of all its tests
+together; several run at a time.
+
+| {" | ".join(COLUMNS)} |
+{"|---" * len(COLUMNS)}|
+"""
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Write the record; a run that was narrowed (-k, -m, a path) leaves the old one."""
-    if config.option.keyword or config.option.markexpr or config.args_source.name == "ARGS":
-        terminalreporter.write_line(f"{RECORD.name} not written: this was not the whole run")
+    """Replace the rows of the files that ran; a narrowed run (-k, -m, one test) writes nothing."""
+    narrowed = config.option.keyword or config.option.markexpr or exitstatus not in (0, 1)
+    if narrowed or any("::" in argument for argument in config.args):
+        terminalreporter.write_line(f"{RECORD.name} not written: this was not a whole run")
         return
-    seconds = time.monotonic() - START
-    counts = {
-        outcome: len(terminalreporter.stats.get(outcome, []))
-        for outcome in ("passed", "failed", "error", "skipped", "xfailed")
+    counts: dict[str, Counter[str]] = {}
+    for outcome in OUTCOMES:
+        for report in terminalreporter.stats.get(outcome, []):
+            count = counts.setdefault(report.nodeid.split("::")[0], Counter())
+            count[outcome] += 1
+            count["seconds"] += report.duration
+    where = (
+        date.today().isoformat(),
+        commit(),
+        platform.python_version(),
+        importlib.metadata.version("jax"),
+    )
+    rows = {
+        file: (file, *(count[outcome] for outcome in OUTCOMES), f"{count['seconds']:.0f}", *where)
+        for file, count in counts.items()
     }
-    slowest = sorted(
-        (report for report in terminalreporter.stats.get("passed", []) if report.when == "call"),
-        key=lambda report: -report.duration,
-    )[:SLOWEST]
-    skips = sorted(
-        {f"`{r.nodeid}`: {r.longrepr[2]}" for r in terminalreporter.stats.get("skipped", [])}
-    )
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("gshard", "jax", "jaxlib", "flax", "optax", "numpy", "pytest")
-    )
-    lines = [
-        "# Record of the last full test run",
-        "",
-        "Written by `make test-all`.",
-        "",
-        "| what | value |",
-        "|---|---|",
-        f"| date | {date.today().isoformat()} |",
-        f"| result | {'passed' if exitstatus == 0 else 'FAILED'} |",
-        *(f"| tests {outcome} | {count} |" for outcome, count in counts.items()),
-        f"| seconds | {seconds:.0f} |",
-        f"| cores | {os.cpu_count()} |",
-        f"| Python | {platform.python_version()} |",
-        f"| packages | {versions} |",
-        "",
-        "Slowest tests:",
-        "",
-        "| seconds | test |",
-        "|---|---|",
-        *(f"| {report.duration:.1f} | `{report.nodeid}` |" for report in slowest),
-    ]
-    if skips:
-        lines += ["", "Skipped:", "", *(f"- {skip}" for skip in skips)]
-    RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text("\n".join(lines) + "\n")
+    kept = {file: row for file, row in old_rows().items() if (RECORD.parents[1] / file).exists()}
+    lines = {**kept, **{file: f"| {' | '.join(map(str, row))} |" for file, row in rows.items()}}
+    RECORD.write_text(HEAD + "".join(f"{lines[file]}\n" for file in sorted(lines)))
     terminalreporter.write_line(f"wrote {RECORD.relative_to(RECORD.parents[1])}")
+
+
+def old_rows() -> dict[str, str]:
+    """The rows of the record by file."""
+    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| tests/")}
+
+
+def commit() -> str:
+    """The commit that ran, with a `+` when the tree had other changes."""
+    root = str(RECORD.parents[1])
+
+    def git(*arguments: str) -> str:
+        run = ["git", "-C", root, *arguments]
+        return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(root)}")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
