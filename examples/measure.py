@@ -10,6 +10,7 @@ import numpy as np
 from gshard.hlo.text import read_arrays, read_module
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+PARTS = ("params", "gradients", "optimizer")
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from examples.measure import KINDS, Run
+from examples.measure import KINDS, PARTS, Run
 
 TABLE_WIDTH = 112  # columns
 SECONDS_BETWEEN_LINES = 5.0  # where the output is not a terminal
@@ -102,7 +102,7 @@ def table(reference: Run, runs: list[Run], micro_batches: int) -> Table:
     for run in (reference, *runs):
         found.add_row(
             run.name,
-            *(size(run.bytes.get(part)) for part in ("params", "gradients", "optimizer")),
+            *(size(run.bytes.get(part)) for part in PARTS),
             *(count(run.moved.get(kind)) for kind in KINDS),
             f"{run.losses[-1]:.5f}",
             "" if run is reference else f"{run.off_by(reference):.1e}",
@@ -112,7 +112,7 @@ def table(reference: Run, runs: list[Run], micro_batches: int) -> Table:
             continue
         found.add_row(
             " promised",
-            *(size(run.promised_bytes[part]) for part in ("params", "gradients", "optimizer")),
+            *(size(run.promised_bytes[part]) for part in PARTS),
             *(("<= " if k in run.at_most else "") + count(run.promised_moved[k]) for k in KINDS),
             style="dim",
         )

@@ -25,7 +25,13 @@ from rich.text import Text
 import gshard
 from examples import gpt, text
 from examples.config import Config, ConfigError, parse
-from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
+from examples.measure import (
+    KINDS,
+    PARTS,
+    Run,
+    bytes_on_first_device,
+    carried_by_micro_batch_loop,
+)
 from examples.report import TABLE_WIDTH, Meter, RunMeter, table, write_picture
 
 
@@ -106,7 +112,7 @@ def measured(level: str, step, state, batch) -> Run:
     return Run(
         level,
         bytes={"gradients": carried_by_micro_batch_loop(step.lower(state, batch).compile())},
-        promised_bytes=dict(promise.resident),
+        promised_bytes={part: promise.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},
         promised_moved={kind: promise.elements(kind) for kind in KINDS},
         at_most=tuple(moved.kind for moved in promise.moved if moved.at_most),

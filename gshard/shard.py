@@ -85,8 +85,8 @@ def shard_train_state(
     if made_by is None and init_args:
         raise GShardError("init_args= goes with an init function; state is not a function.")
     given = abstract(made_by, *init_args) if made_by else as_state(state)
-    template = abstract_like(given)
     kind = kind_of(given)
+    template = abstract_like(given)
     kind.check(template)
     tx = kind.tx(template)
     if isinstance(tx, DividedTransformation):

@@ -133,7 +133,7 @@ def test_a_plan_needs_no_devices():
     assert plan.params["w"].part_shape in {(32, 8, 8192), (32, 8192, 8)}
     assert state.params["w"].shape == (32, 8192, 8192)
     assert plan.bytes_per_device["opt_state"] == pytest.approx(
-        2 * 32 * 8192 * 8192 * 4 / 1024, abs=8
+        2 * 32 * 8192 * 8192 * 4 / 1024, abs=40
     )
     assert "a', 'b" in str(plan) or "dim" in str(plan)
 

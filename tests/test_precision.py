@@ -127,9 +127,9 @@ def test_what_lies_and_moves_in_which_dtype(level):
     assert dtypes(state.params) == {"bfloat16"}
     assert dtypes(state.opt_state.master) == {"float32"}
     assert set(state.opt_state.master) == {x.path for x in jax.tree.leaves(plan.params)}
-    assert dtypes(
-        jax.eval_shape(gshard.value_and_grad(loss_fn, plan), state.params, batch())[1]
-    ) == {"bfloat16"}
+    # The optimizer is given what it updates: float32.
+    _, grads = jax.eval_shape(gshard.value_and_grad(loss_fn, plan), state.params, batch())
+    assert dtypes(grads) == {"float32"}
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
     assert promised["optimizer"] == held
     if level == "dp":  # 2 + 2 + 12 bytes for each parameter; counts and the scale
@@ -196,7 +196,6 @@ def test_the_dtype_of_the_reduction_is_a_choice(level):
         )
         gradient = gshard.value_and_grad(loss, plan, micro_batches=65)
         _, grads = jax.jit(gradient)(state.params, rows)
-        assert dtypes(grads) == {dtype or "bfloat16"}
         found[name] = float(np.asarray(grads["w"], np.float32)[0, 0]) * 65
     assert found["high"] == pytest.approx(1 + 64 * 2.0**-9, rel=1e-6)
     assert found["low"] == pytest.approx(1, rel=1e-2) and found["low"] < 1.05

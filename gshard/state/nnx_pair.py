@@ -163,7 +163,11 @@ class Nnx:
         variables, _ = jax.tree_util.tree_flatten_with_path(
             nnx.state(state[0]), is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
-        data = {path_of(keys): variable.get_metadata() for keys, variable in variables}
+        data = {
+            path_of(keys): variable.get_metadata()
+            for keys, variable in variables
+            if isinstance(variable, nnx.Variable)  # a module may hold a plain array too
+        }
         names = {path: d.get("out_sharding") or d.get("sharding_names") for path, d in data.items()}
         return {path: found for path, found in names.items() if found}
 
