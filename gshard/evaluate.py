@@ -44,7 +44,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
         layouts = extra_layouts(parts.extras, plan)
-        extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts))
+        extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts, plan))
         places = [*stored, *jax.tree.leaves(layouts)]
         all_uses = [*uses, *extra_uses(layouts)]
         form: list[Any] = []  # what fn returned: structure, and which leaves are means

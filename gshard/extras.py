@@ -13,6 +13,8 @@ import jax
 from gshard.collectives import gather
 from gshard.first_use import Use
 from gshard.plan import Plan, all_whole
+from gshard.precision import is_floating
+from gshard.state import FROZEN
 from gshard.tree import flatten, same_leaves
 
 PURPOSE = "extras"  # what their gathers are counted as
@@ -33,13 +35,19 @@ def extra_layouts(extras: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def in_storage(extras: dict[str, Any], layouts: dict[str, Any]) -> dict[str, Any]:
-    """Extras in storage shapes."""
+def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Extras in storage shapes; frozen parameters in the dtype that they are computed with."""
     leaves = [
         layout.stored(x, "the state") if layout.dim is not None else x
         for x, layout in zip(jax.tree.leaves(extras), jax.tree.leaves(layouts), strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(extras), leaves)
+    stored = jax.tree.unflatten(jax.tree.structure(extras), leaves)
+    if FROZEN in stored and plan.precision is not None:
+        stored[FROZEN] = {
+            path: x.astype(plan.precision.compute(path)) if is_floating(x.dtype) else x
+            for path, x in stored[FROZEN].items()
+        }
+    return stored
 
 
 def extra_uses(layouts: dict[str, Any]) -> list[Use | None]:

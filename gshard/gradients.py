@@ -37,12 +37,16 @@ from gshard.unreduced import Unreduced
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients are made; the same names as in `make_train_step`."""
+    """How gradients are made; the same names as in `make_train_step`.
+
+    `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
+    """
 
     has_aux: bool = False
     micro_batches: int = 1
     accumulate: str = "level"
     buffer_max_size: int = BUFFER_MAX_SIZE
+    by_rows: bool = False
 
     def __post_init__(self) -> None:
         whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
@@ -173,10 +177,12 @@ def _on_devices(
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     layouts = extra_layouts(parts.extras, plan)
     check_rows(batch, plan.group.devices, options.micro_batches)
+    _check_dtypes(parts.params, plan)
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
         targets = _targets(plan, accumulate)
-        one = MicroBatch(loss, structure, stored, targets, plan, options.has_aux, scale)
+        how = (options.has_aux, options.by_rows, scale)
+        one = MicroBatch(loss, structure, stored, targets, plan, *how)
         k = options.micro_batches
         return end(over_micro_batches(one, leaves, extras, layouts, batch, rng, k), scale)
 
@@ -195,7 +201,7 @@ def _on_devices(
         check_vma=False,
     )(
         jax.tree.leaves(parts.params),
-        in_storage(parts.extras, layouts),
+        in_storage(parts.extras, layouts, plan),
         batch,
         typed_key(rng),
         scale,
@@ -205,6 +211,16 @@ def _on_devices(
         for name, tree in updates.items()
     }
     return *found, updates
+
+
+def _check_dtypes(params: Any, plan: Plan) -> None:
+    """With a `Precision` the parameters are those of the state, in the dtype that it says."""
+    for x, layout in zip(jax.tree.leaves(params), jax.tree.leaves(plan.params), strict=True):
+        if plan.precision is not None and x.dtype != layout.dtype:
+            raise GShardError(
+                f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
+                f"{layout.dtype}. Pass state.params, which precision= made so."
+            )
 
 
 def _reduced_specs(plan: Plan) -> tuple[Any, ...]:

@@ -34,9 +34,13 @@ class Guard(NamedTuple):
         return cls(np.int32(0), np.int32(0), np.int32(0))
 
     def after(self, finite: jax.Array, updates: jax.Array, step: jax.Array) -> Guard:
-        """The counts after step number `step`, whose gradient was finite, and which updates."""
+        """The counts after step number `step`, whose gradient was finite, and which updates.
+
+        A finite step that does not update had no weight, and says nothing about a row of bad ones.
+        """
         first = jnp.where(finite | (self.row > 0), self.first, jnp.asarray(step, jnp.int32))
-        return Guard(jnp.where(finite, 0, self.row + 1), first, self.skipped + ~updates)
+        row = jnp.where(updates, 0, self.row + ~finite)
+        return Guard(row, first, self.skipped + ~updates)
 
 
 class Watch:
@@ -49,29 +53,39 @@ class Watch:
     def __init__(self, most: int | None):
         self._most = most
         self._seen: deque[Guard] = deque()
+        self._last: Any = None  # of the state that the last step returned
 
-    def add(self, guard: Guard) -> None:
-        """Remembers the guard that a step returned; it must not be donated later."""
+    def add(self, guard: Guard, after: Guard) -> None:
+        """Remembers the guard of a step, and the same in the state that it returned.
+
+        The first must not be donated later.
+        """
         if self._most is not None and not isinstance(guard.row, core.Tracer):
             self._seen.append(guard)
+            self._last = after.row
 
-    def look(self) -> None:
-        """Before a step is started.
+    def look(self, before: Guard) -> None:
+        """Before a step with a state of this guard is started.
+
+        Another state than the last step returned has its own history: a new start.
 
         Raises:
           NonFiniteError: after `most` bad steps in a row.
         """
+        if before.row is not self._last:
+            self._seen.clear()
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0])):
             guard = self._seen.popleft()
             row = int(guard.row)
             if self._most is not None and row >= self._most:
                 self._seen.clear()
                 raise NonFiniteError(
-                    f"{row} steps in a row had a gradient that is not finite, from step "
-                    f"{int(guard.first)} on. They changed nothing: the state is that before "
-                    "them. Look at the batches and the loss of that step (jax_debug_nans finds "
-                    "the operation), lower the learning rate, or with float16 pass "
-                    "scaler=gshard.GradScaler(). max_bad_steps= says how many are too many."
+                    f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
+                    f"finite, from step {int(guard.first)} on. They changed nothing: the state is "
+                    "that before them. Look at the batches and the loss of that step "
+                    "(jax_debug_nans finds the operation), lower the learning rate, or with "
+                    "float16 pass scaler=gshard.GradScaler(). max_bad_steps= says how many are too "
+                    "many."
                 )
 
     def _has_ended(self, guard: Guard) -> bool:

@@ -35,6 +35,7 @@ class LossForm:
     loss: PureLoss
     structure: Any
     has_aux: bool
+    by_rows: bool  # a plain loss weighs as much as the rows it is the mean of, else 1
 
     def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
         """Takes whole parameter leaves and one device's rows; the loss comes back as float32."""
@@ -49,7 +50,8 @@ class LossForm:
                     f"{type(out).__name__}."
                 )
             out, aux = out
-        if not isinstance(out, Weighted):
+        plain = not isinstance(out, Weighted)
+        if plain:
             if isinstance(out, tuple):
                 raise GShardError(
                     "the loss returned a tuple: pass has_aux=True for (loss, aux), or mutable= for "
@@ -69,6 +71,9 @@ class LossForm:
         if not jnp.issubdtype(jnp.result_type(out.sum), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(out.sum)}.")
         _check_aux(aux, batch)
+        if plain and self.by_rows:
+            rows = _rows(batch)
+            out = Weighted(jnp.asarray(out.sum, jnp.float32) * rows, rows)
         weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
         return jnp.asarray(out.sum, jnp.float32), (weight, aux, updates)
 
@@ -127,9 +132,13 @@ def typed_key(rng: Any) -> Any:
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 
 
+def _rows(batch: Any) -> int:
+    return next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+
+
 def _check_aux(aux: Any, batch: Any) -> None:
     """Aux is averaged over devices and micro-batches: that must mean something."""
-    rows = next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+    rows = _rows(batch)
     pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
     for keys, x in pairs:
         path = path_of(keys)

@@ -42,9 +42,10 @@ class MicroBatch:
         targets: Sequence[Layout],
         plan: Plan,
         has_aux: bool,
+        by_rows: bool,
         scale: jax.Array | None,
     ):
-        self.form = LossForm(loss, structure, has_aux)
+        self.form = LossForm(loss, structure, has_aux, by_rows)
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)

@@ -204,7 +204,8 @@ def _own_parts(
 ) -> tuple[list[jax.Array], Any]:
     """What a device updates of every parameter: a global array of logical shape.
 
-    Its part of the master copy; without one its part of the parameter, in the master's dtype.
+    Its part of the master copy; where there is none, or it is not what the parameter was rounded
+    from, its part of the parameter, in the master's dtype.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
@@ -219,8 +220,11 @@ def _own_parts(
     leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
         if layout.path in plan.master:
-            copy = plan.master[layout.path]
-            leaves[i] = master.get(layout.path, leaves[i]).astype(copy.dtype)
+            low = leaves[i]
+            leaves[i] = low.astype(plan.master[layout.path].dtype)
+            if layout.path in master:  # where the parameter was replaced, it counts
+                copy = master[layout.path]
+                leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
     return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
 
 

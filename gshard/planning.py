@@ -21,7 +21,7 @@ from gshard.plan import Plan
 from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.state import FROZEN, SCAN_NAMES, Kind
-from gshard.tree import flatten, path_of
+from gshard.tree import flatten, path_of, refuse_twice
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
@@ -71,13 +71,9 @@ def make_plan(
         ]
         return jax.tree.unflatten(structure, found)
 
-    twice = sorted({path for path in paths if paths.count(path) > 1})
-    if twice:
-        raise GShardError(
-            f"two parameters have the same path: {some(twice)}. Rename one of them (a key that "
-            "contains '/' does that)."
-        )
-    _check_scan_axes(scan_axes, dict(zip(paths, leaves, strict=True)))
+    refuse_twice(paths, "parameters")
+    not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
+    _check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
     divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
     extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
@@ -118,6 +114,8 @@ def make_plan(
     )
     _warn_of_whole_leaves(divided, level)
     warn_of_unused("scan_axes", scan_axes, list(by_path))
+    if precision is not None:
+        warn_of_unused("exceptions", precision.exceptions, list(by_path))
     return plan
 
 

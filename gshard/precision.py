@@ -39,7 +39,7 @@ class Precision:
     param_dtype: Any = "float32"
     reduce_dtype: Any = None
     output_dtype: Any = None
-    exceptions: Mapping[str, Any] = field(default_factory=dict)
+    exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
@@ -88,7 +88,7 @@ def is_floating(dtype: Any) -> bool:
 def _floating(value: Any, name: str) -> Any:
     try:
         dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         hint = did_you_mean(value, _NAMES)
         raise GShardError(
             f"{name}={shown(value)} is no dtype.{hint} Choose one of {', '.join(_NAMES)}."

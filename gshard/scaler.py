@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -47,10 +48,11 @@ class GradScaler:
 
     Attributes:
       enable: False makes it do nothing.
-      init_loss_scaling: the first scale.
+      init_loss_scaling: the first scale, of a state that no scaler has seen.
       incr_ratio: above 1, what the scale is multiplied by after `incr_every_n_steps` good steps.
-      decr_ratio: below 1, after `decr_every_n_nan_or_inf` bad steps in a row.
-      use_dynamic_loss_scaling: False keeps the first scale.
+      decr_ratio: below 1, after `decr_every_n_nan_or_inf` bad steps in a row; not below a scale
+        of 1.
+      use_dynamic_loss_scaling: False is `init_loss_scaling` at every step.
     """
 
     enable: bool = True
@@ -68,15 +70,19 @@ class GradScaler:
             ("decr_ratio", lambda x: 0 < x < 1, "a number between 0 and 1"),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value):
+            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise GShardError(f"{name}={shown(value)} must be {meaning}.")
+        for name in ("enable", "use_dynamic_loss_scaling"):
+            if not isinstance(getattr(self, name), bool):
+                raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
             whole_number(name, getattr(self, name), 1)
 
     def scale(self, state: ScalerState) -> jax.Array:
         """The scale of the next step, float32."""
         first = jnp.float32(self.init_loss_scaling)
-        return jnp.where(state.scale > 0, state.scale, first)
+        kept = jnp.asarray(state.scale)
+        return jnp.where(kept > 0, kept, first) if self.use_dynamic_loss_scaling else first
 
     def after(self, state: ScalerState, finite: jax.Array) -> ScalerState:
         """The state after a step whose gradient was finite, or was not."""
@@ -88,14 +94,15 @@ class GradScaler:
         grows, shrinks = good >= self.incr_every_n_steps, bad >= self.decr_every_n_nan_or_inf
         grown = scale * self.incr_ratio
         scale = jnp.where(grows & jnp.isfinite(grown), grown, scale)
-        scale = jnp.where(shrinks, scale * self.decr_ratio, scale)
+        least = jnp.minimum(scale, 1.0)  # Paddle's floor
+        scale = jnp.where(shrinks, jnp.maximum(scale * self.decr_ratio, least), scale)
         return ScalerState(scale, jnp.where(grows, 0, good), jnp.where(shrinks, 0, bad))
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
         """Parameters and counts by Paddle's names; empty when not enabled.
 
         Args:
-          state: `state.opt_state.scaler` of a divided train state.
+          state: `state.opt_state.scaler` of a divided train state; NNX: of the optimizer.
         """
         if not self.enable:
             return {}
@@ -103,7 +110,7 @@ class GradScaler:
         return {
             "scale": float(self.scale(state)),
             **{name: getattr(self, name) for name in names},
-            **{name: int(getattr(state, field)) for name, field in _COUNTS.items()},
+            **{name: int(jnp.asarray(getattr(state, f))) for name, f in _COUNTS.items()},
             "use_dynamic_loss_scaling": self.use_dynamic_loss_scaling,
         }
 
@@ -114,6 +121,8 @@ class GradScaler:
         Raises:
           GShardError: keys are missing or unknown.
         """
+        if not isinstance(saved, Mapping):
+            raise GShardError(f"{shown(saved)} is not what GradScaler.state_dict returned.")
         known = {*cls().state_dict(ScalerState.unused())}
         if not saved:
             return cls(enable=False), ScalerState.unused()

@@ -95,6 +95,7 @@ def shard_train_state(
         )
     kind = kind.freeze(template, frozen)
     given, template = kind.narrow(given), kind.narrow(template)
+    tx = kind.tx(template)
     plan = make_plan(
         template, kind, tx, mesh, group, level, rule, scan_axes, as_precision(precision)
     )

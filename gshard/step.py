@@ -63,7 +63,8 @@ def make_train_step(
         and micro-batch. So are typed keys that the state holds in further fields.
       scaler: a `gshard.GradScaler`, for float16.
       max_bad_steps: after so many steps in a row that were not finite the step raises a
-        `NonFiniteError`, at most two steps late; None for never.
+        `NonFiniteError`, at most two steps late (so the host is never further ahead than that);
+        None for never.
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
         scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
@@ -125,9 +126,9 @@ class TrainStep:
     def __call__(self, *args: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, batch = self._take(args)
-        self._watch.look()
+        self._watch.look(parts.opt_state.guard)
         new, metrics, guard = self.jitted(parts, self._place(batch), self._rng)
-        self._watch.add(guard)
+        self._watch.add(guard, new.opt_state.guard)
         state = self.plan.kind.update(state, dataclasses.replace(new, static=parts.static))
         return metrics if state is None else (state, metrics)
 
@@ -166,7 +167,7 @@ class TrainStep:
                 scaler=keep_unless(result.weight != 0, scaled, before.scaler)
             )
         extras = {name: parts.extras[name] for name in result.updates}
-        norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), result.grads))
+        norm = optax.tree.norm(jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), result.grads))
         metrics = {"loss": result.loss, "grad_norm": norm, "skipped_steps": guard.skipped}
         if scale is not None:
             metrics["loss_scale"] = scale

@@ -23,6 +23,16 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
+def refuse_twice(paths: list[str], what: str) -> None:
+    """Raises a `GShardError` when two leaves have the same path."""
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise GShardError(
+            f"two {what} have the same path: {some(twice)}. Rename one of them (a key that "
+            "contains '/' does that)."
+        )
+
+
 def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     """The structure of `tree`, after checking that its leaves have the paths `known`, in order.
 

@@ -37,13 +37,23 @@ class Unreduced:
     accumulate: str = field(metadata={"static": True})
 
     def __add__(self, other: Unreduced) -> Unreduced:
-        if not isinstance(other, Unreduced) or other.accumulate != self.accumulate:
-            raise GShardError(
-                f"Unreduced gradients ({self.accumulate}) were added to {shown(other)}"
-                f"{f' ({other.accumulate})' if isinstance(other, Unreduced) else ''}. Add those of "
-                "the same value_and_grad(sync=False)."
-            )
+        if not isinstance(other, Unreduced):
+            self._refuse(shown(other))
+        if jax.tree.structure(other) != jax.tree.structure(self):
+            self._refuse(f"others ({other.accumulate})")
         return jax.tree.map(jnp.add, self, other)
+
+    def __radd__(self, other: Any) -> Unreduced:
+        """`sum([...])` begins with 0."""
+        if not isinstance(other, int) or other:
+            self._refuse(shown(other))
+        return self
+
+    def _refuse(self, other: str) -> NoReturn:
+        raise GShardError(
+            f"Unreduced gradients ({self.accumulate}) were added to {other}. Add those of one "
+            "value_and_grad(sync=False): of the same tree, aux and accumulation."
+        )
 
     def __contains__(self, _: Any) -> NoReturn:
         """Flax's `apply_gradients` asks whether a gradient contains fp8 statistics."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard.arguments import names_of, shown
 from gshard.collectives import BUFFER_MAX_SIZE
@@ -50,13 +51,13 @@ def value_and_grad(
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it. Without `sync` the loss is that of each
-        device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
+      device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
     """
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
     if not isinstance(sync, bool):
         raise GShardError(f"sync={shown(sync)} must be True or False.")
     accumulation(plan, micro_batches, accumulate, sync)  # refuses bad options now
-    options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
+    options = Options(has_aux, micro_batches, accumulate, buffer_max_size, by_rows=not sync)
     names = names_of("mutable", mutable)
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
@@ -69,7 +70,8 @@ def value_and_grad(
             return value, plan.kind.gradients(result.grads, target)
         sums, updates = unreduced_gradients(loss, parts, batch, rng, plan, options)
         updates = plan.kind.absorb(target, parts, updates)
-        value = _value(sums.loss / sums.weight, (updates, bool(names)))
+        losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
+        value = _value(losses, (updates, bool(names)))
         return value, dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, target))
 
     return on_batch
@@ -89,7 +91,7 @@ def reduce_gradients(
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
-      as one call with the whole batch gives them.
+      whatever the calls had each. Aux is weighted as the loss is.
 
     Raises:
       GShardError: for gradients that are reduced already, or another plan's.
@@ -100,8 +102,7 @@ def reduce_gradients(
             "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
         )
     result = end_reduction(unreduced, plan, Options(buffer_max_size=buffer_max_size))
-    has_aux = bool(jax.tree.leaves(unreduced.aux))
-    return _value(result.loss, (result.aux, has_aux)), result.grads
+    return _value(result.loss, (result.aux, unreduced.aux is not None)), result.grads
 
 
 def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:

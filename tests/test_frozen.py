@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -208,6 +209,36 @@ def test_an_init_function_and_the_plain_state_back(expected):
             np.testing.assert_array_equal(x, FLAT[path], err_msg=path)
 
 
+def test_thawing_needs_an_optimizer_state():
+    state, plan = gshard.shard_train_state(fresh(), mesh(), "os", frozen="base$", **OPTIONS)
+    plain = plan.unwrap(state)
+    for frozen in (None, "Lora_0/base"):
+        with pytest.raises(gshard.GShardError, match=r"Lora_1/base.*tx\.init\(state\.params\)"):
+            gshard.shard_train_state(plain, mesh(), "os", frozen=frozen, **OPTIONS)
+    more, plan = gshard.shard_train_state(
+        plain, mesh(), "os", frozen=["base$", "lora_a$"], **OPTIONS
+    )
+    more, _ = gshard.make_train_step(loss_fn, plan)(more, batch())
+    assert {x.path for x in jax.tree.leaves(plan.grads)} == {f"Lora_{i}/lora_b" for i in range(3)}
+    thawed = plain.replace(tx=OPTIMIZER, opt_state=OPTIMIZER.init(plain.params))
+    _, plan = gshard.shard_train_state(thawed, mesh(), "os", **OPTIONS)
+    assert "Lora_1/base" in {x.path for x in jax.tree.leaves(plan.grads)}
+
+
+def test_frozen_parameters_travel_in_the_dtype_of_the_computation():
+    state, plan = gshard.shard_train_state(
+        fresh(), mesh(), "p_g_os", frozen="base$", precision="bfloat16", **OPTIONS
+    )
+    assert state.params["Lora_1"]["base"].dtype == jnp.float32
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    text = step.lower(state, batch()).as_text()
+    moved = re.findall(r'"stablehlo.all_gather".*?[)>] : \(tensor<(?:\d+x)*(\w+)>', text, re.DOTALL)
+    assert moved and set(moved) <= {"bf16", "i32"}
+    state, metrics = step(state, batch())
+    assert np.isfinite(metrics["loss"])
+    np.testing.assert_array_equal(gshard.full_params(state)["Lora_1"]["base"], FLAT["Lora_1/base"])
+
+
 def test_integers_are_carried_without_being_named(expected):
     state, plan = gshard.shard_train_state(fresh(), mesh(), "p_g_os", **OPTIONS)
     assert state.params["Lora_1"]["order"].sharding.spec == jax.P(None, "shard")
@@ -332,5 +363,14 @@ def test_bad_frozen_for_nnx_and_a_pattern_without_a_match():
     pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     with pytest.raises(gshard.GShardError, match=r"wrt=nnx\.All"):
         gshard.shard_train_state(pair, mesh(), "os", frozen="kernel")
+    twice = {"a/b": jnp.ones((7, 5)), "a": {"b": jnp.ones((7, 5))}, "c": jnp.ones((7, 5))}
+    with pytest.raises(gshard.GShardError, match="two parameters have the same path: a/b"):
+        gshard.shard_train_state((twice, optax.sgd(0.1)), mesh(), "os", frozen="^a")
+    with pytest.raises(gshard.GShardError, match="no dimension of Lora_0/base"):
+        gshard.shard_train_state(
+            fresh(), mesh(), "os", frozen="base$", segment_size=8, scan_axes={"base": 5}
+        )
+    _, plan = gshard.shard_train_state(fresh(), mesh(), "os", frozen=[], **OPTIONS)
+    assert "Lora_0/base" in {x.path for x in jax.tree.leaves(plan.grads)}
     with pytest.warns(gshard.GShardWarning, match=r"'bass\$' matches no path"):
         gshard.shard_train_state(fresh(), mesh(), "os", frozen="bass$", **OPTIONS)

@@ -180,6 +180,49 @@ def test_a_batch_without_weight_is_a_reported_no_op(level):
     assert float(after.opt_state.scaler.scale) == float(start.opt_state.scaler.scale)
 
 
+def test_a_step_without_weight_does_not_hide_a_row_of_bad_ones():
+    def loss(p, b, *, seen):
+        return gshard.Weighted((b["x"] @ p["a"] * b["w"][:, None]).sum(), b["w"].sum()), {
+            "seen": seen
+        }
+
+    state, plan = divided("os")
+    step = gshard.make_train_step(loss, plan, mutable="seen", max_bad_steps=3)
+    one, none = np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
+    with pytest.raises(gshard.NonFiniteError, match="3 steps in a row"):
+        for i in range(12):
+            bad = batch(bad=np.nan) | {"w": one} if i % 2 else batch() | {"w": none}
+            state, _ = step(state, bad)
+
+
+def test_a_state_of_before_has_no_history():
+    """After a bad step the run goes on from an older state: nothing is wrong with that one."""
+    state, plan = divided("os")
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=1, donate=False)
+    spoiled, metrics = step(state, batch(bad=np.nan))
+    jax.block_until_ready((spoiled, metrics))
+    state, _ = step(state, batch())
+    assert int(state.step) == 1
+    spoiled, _ = step(state, batch(bad=np.nan))
+    with pytest.raises(gshard.NonFiniteError, match="1 step had"):
+        for _ in range(3):
+            spoiled, _ = step(spoiled, batch())
+
+
+def test_the_reported_norm_of_complex_gradients():
+    rng = np.random.default_rng(0)
+    w = (rng.normal(size=(16, 8)) + 1j * rng.normal(size=(16, 8))).astype(np.complex64)
+
+    def loss(p, b):
+        return (jnp.abs(b["x"] @ p["w"]) ** 2).mean()
+
+    rows = {"x": rng.normal(size=(ROWS, 16)).astype(np.float32)}
+    state, plan = gshard.shard_train_state(({"w": w}, optax.sgd(0.1)), mesh(), "os", segment_size=4)
+    _, metrics = gshard.make_train_step(loss, plan)(state, rows)
+    expected = optax.tree.norm(jax.grad(loss)({"w": w}, rows))
+    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
+
+
 def test_nnx_skips_in_place():
     model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
     pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -190,6 +233,8 @@ def test_nnx_skips_in_place():
 
     step = gshard.make_train_step(loss, plan, max_bad_steps=2)
     step(model, optimizer, batch())
+    saved = gshard.GradScaler().state_dict(optimizer.opt_state.scaler)
+    assert saved["scale"] == 2.0**16
     before = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
     metrics = step(model, optimizer, batch(bad=np.inf))
     assert int(metrics["skipped_steps"]) == 1
@@ -201,7 +246,7 @@ def test_nnx_skips_in_place():
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    st.lists(st.booleans(), max_size=24),
+    st.lists(st.booleans(), max_size=24) | st.lists(st.just(False), min_size=12, max_size=24),
     st.integers(1, 4),
     st.integers(1, 3),
     st.sampled_from([(2.0, 0.5), (3.0, 0.25)]),
@@ -225,7 +270,7 @@ def test_dynamics_are_paddles(finite, every_good, every_bad, ratios):
         else:
             good, bad = 0, bad + 1
             if bad == every_bad:
-                scale, bad = scale * ratios[1], 0
+                scale, bad = max(scale * ratios[1], 1.0), 0
     saved = scaler.state_dict(state)
     assert saved["scale"] == pytest.approx(scale, rel=1e-6)
     assert (saved["incr_count"], saved["decr_count"]) == (good, bad)
@@ -246,6 +291,10 @@ def test_a_scaler_that_is_off_or_fixed():
     for _ in range(2):
         state, metrics = step(state, batch(bad=np.inf))
     assert float(metrics["loss_scale"]) == 4
+    again = gshard.make_train_step(loss_fn, plan, mutable="seen", scaler=gshard.GradScaler())
+    state, _ = again(state, batch())
+    assert float(state.opt_state.scaler.scale) == 4  # it goes on from there
+    assert float(step(state, batch())[1]["loss_scale"]) == 4
 
 
 BAD = {
@@ -253,6 +302,8 @@ BAD = {
     "decr_ratio": (lambda: gshard.GradScaler(decr_ratio=1), ("decr_ratio=1", "between 0 and 1")),
     "init": (lambda: gshard.GradScaler(init_loss_scaling=0), ("init_loss_scaling=0", "positive")),
     "every": (lambda: gshard.GradScaler(incr_every_n_steps=0), ("incr_every_n_steps=0",)),
+    "enable": (lambda: gshard.GradScaler(enable="no"), ("enable='no'", "True or False")),
+    "saved": (lambda: gshard.GradScaler.from_state_dict(5), ("5 is not", "state_dict")),
     "no scaler": (
         lambda: gshard.make_train_step(loss_fn, divided("os")[1], scaler=2.0**16),
         ("scaler=65536.0", "gshard.GradScaler"),

@@ -218,6 +218,17 @@ def test_exceptions_stay_and_need_no_copy():
         np.testing.assert_allclose(x, want, rtol=0, atol=BF16 * far)
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_parameters_that_are_replaced_count(level):
+    """Loaded weights, a clipped norm: not undone by the copy."""
+    state, plan = divided(level)
+    state = state.replace(params=jax.tree.map(lambda x: jnp.full_like(x, 2), state.params))
+    state, _ = gshard.make_train_step(loss_fn, plan)(state, batch())
+    for x in jax.tree.leaves(gshard.full_params(state)):
+        assert np.abs(x - 2).max() < 1.5
+    assert moved(state) > 0.5
+
+
 def test_init_function_abstract_state_and_the_plain_state_back():
     def init():
         return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-2))
@@ -294,7 +305,17 @@ def test_nnx_and_output_dtype():
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-6)
 
 
+def test_patterns_without_a_match_and_other_dtypes_are_reported():
+    with pytest.warns(gshard.GShardWarning, match="exceptions: the pattern 'LayrNorm'"):
+        divided("os", precision=gshard.Precision(exceptions={"LayrNorm": "float32"}))
+    _, plan = divided("os")
+    with pytest.raises(gshard.GShardError, match="is float32, and the plan computes with bfloat16"):
+        jax.jit(gshard.value_and_grad(loss_fn, plan))(PARAMS, batch())
+    assert hash(gshard.Precision()) == hash(gshard.Precision())
+
+
 BAD = {
+    "a dict": (lambda: divided("os", precision={"a": "b"}), ("precision=", "is no dtype")),
     "unknown": (lambda: divided("os", precision="b16"), ("precision='b16'", "bfloat16")),
     "near": (lambda: gshard.Precision(reduce_dtype="flaot32"), ("'flaot32'", "'float32'?")),
     "integer": (lambda: gshard.Precision(param_dtype="int32"), ("param_dtype=int32", "floating")),

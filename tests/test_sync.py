@@ -148,6 +148,28 @@ def test_a_scattered_call_keeps_one_part(level):
     assert found.elements("all-reduce") == 0  # whole leaves wait for the end
 
 
+def test_calls_with_different_numbers_of_rows():
+    """A plain mean weighs by its rows: a mean of means would be another number."""
+
+    def mean(p, b):
+        loss, _ = loss_fn(p, b | {"w": jnp.ones_like(b["w"])})
+        return loss.sum / loss.weight
+
+    batches = [rows(0, 6), rows(1, 24), rows(2, 12)]
+    state, plan = divided("os_g")
+    call = jax.jit(gshard.value_and_grad(mean, plan, sync=False, micro_batches=2))
+    total = sum(call(state.params, b)[1] for b in batches)
+    loss, grads = jax.jit(lambda total: gshard.reduce_gradients(total, plan))(total)
+    everything = jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
+    expected, wanted = jax.value_and_grad(mean)(params(), everything)
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
+        want = wanted[layout.path]
+        np.testing.assert_allclose(
+            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
+        )
+
+
 def test_nnx_in_the_users_own_loop():
     def pair():
         model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
@@ -206,6 +228,11 @@ def test_unreduced_gradients_are_refused_by_name():
     with pytest.raises(gshard.GShardError, match="added to a dict"):
         total + grads
     other = gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True, accumulate="scatter")
+    with pytest.raises(gshard.GShardError, match="added to 1"):
+        1 + total
+    plain = gshard.value_and_grad(lambda p, b: loss_fn(p, b)[0], plan, sync=False)
+    with pytest.raises(gshard.GShardError, match="same tree, aux and accumulation"):
+        total + jax.jit(plain)(state.params, rows(0))[1]
     with pytest.raises(gshard.GShardError, match=r"\(local\) were added to .* \(scatter\)"):
         total + jax.jit(other)(state.params, rows(0))[1]
     _, elsewhere = divided("os", "replica 2x2")

@@ -18,7 +18,7 @@ from gshard import arguments
 from gshard.arguments import shown
 from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.rules import Leaf
-from gshard.tree import flatten, path_of
+from gshard.tree import flatten, path_of, refuse_twice
 
 FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
 
@@ -35,6 +35,7 @@ def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
       GShardError: `frozen` is none of these, a tree of another structure, or leaves nothing.
     """
     paths, leaves, _ = flatten(params)
+    refuse_twice(paths, "parameters")
     chosen = _chosen(paths, leaves, frozen)
     fixed = {
         p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)
@@ -96,6 +97,37 @@ def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state:
     return jax.tree.unflatten(structure, [have[path] for path in paths])
 
 
+class Frozen(optax.GradientTransformationExtraArgs):
+    """An optimizer of a whole tree that leaves the parameters of `paths` as they are.
+
+    Attributes:
+      tx: of the others.
+      paths: of the frozen ones.
+    """
+
+    tx: optax.GradientTransformation
+    paths: Set[str]
+
+
+def thawed(tx: optax.GradientTransformation, frozen: Set[str]) -> optax.GradientTransformation:
+    """The optimizer that `without_frozen` wrapped, for a state that freezes `frozen`.
+
+    Raises:
+      GShardError: it has no state for parameters that are to be trained from now on.
+    """
+    if not isinstance(tx, Frozen):
+        return tx
+    fresh = sorted(tx.paths - frozen)
+    if fresh:
+        raise GShardError(
+            f"the optimizer of this state was made with {some(fresh)} frozen, and has no state for "
+            "them. To train them from here, give it one: "
+            "state.replace(tx=tx, opt_state=tx.init(state.params)) with your own tx; to keep them "
+            "frozen, name them in frozen= again."
+        )
+    return tx.tx
+
+
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Set[str]
 ) -> optax.GradientTransformation:
@@ -114,7 +146,9 @@ def without_frozen(
         new, state = inner.update(take_out(updates, frozen)[0], state, trained, **extra)
         return put_back(new, no_change(others)), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    made = Frozen(init, update)  # pyright: ignore[reportArgumentType]
+    made.tx, made.paths = tx, frozen
+    return made
 
 
 def no_change(params: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +168,7 @@ def _chosen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
         return set()
     if isinstance(frozen, str):
         return _matching(paths, [frozen])
-    if isinstance(frozen, Sequence) and frozen and all(isinstance(x, str) for x in frozen):
+    if isinstance(frozen, (list, tuple)) and all(isinstance(x, str) for x in frozen):
         return _matching(paths, frozen)
     if callable(frozen):
         return _accepted(paths, leaves, frozen)

@@ -21,6 +21,7 @@ from gshard.state.frozen import (
     no_change,
     put_back,
     take_out,
+    thawed,
     trained_opt_state,
     without_frozen,
 )
@@ -47,10 +48,11 @@ class Linen:
 
     def narrow(self, state: Any) -> Any:
         """A state as its optimizer makes it, its optimizer state without the frozen parameters."""
+        tx = thawed(state.tx, self.frozen)
         if not self.frozen:
             return state
-        trained = self.trained(state.params)
-        return state.replace(opt_state=trained_opt_state(state.tx, trained, state.opt_state))
+        opt_state = trained_opt_state(tx, self.trained(state.params), state.opt_state)
+        return state.replace(tx=tx, opt_state=opt_state)
 
     def split(self, state: Any) -> Parts:
         """The parts of a state."""

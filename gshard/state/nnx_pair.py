@@ -16,7 +16,7 @@ from gshard.arguments import shown
 from gshard.errors import GShardError, some, warn
 from gshard.passthrough import sources
 from gshard.state.parts import Parts, PureLoss
-from gshard.tree import flatten, path_of
+from gshard.tree import flatten, path_of, refuse_twice
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,7 @@ class Nnx:
         """The model alone, without an optimizer."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         paths, leaves, structure = flatten(rest)
-        if len(set(paths)) < len(paths):
-            raise GShardError(
-                f"two Variables of the model have the same path: {some(_twice(paths))}. Rename one "
-                "of them (a key that contains '/' does that)."
-            )
+        refuse_twice(paths, "Variables of the model")
         extras = dict(zip(paths, leaves, strict=True))
         static = _NnxStatic(graph, structure, tuple(paths))
         return Parts(nnx.as_pure(params), None, None, extras, static)
@@ -233,7 +229,3 @@ def _changed(before: Any, after: Any, run: Callable[..., Any]) -> tuple[list[str
         [path for path, yes in zip(paths[0], changed[:count], strict=True) if yes],
         [path for path, yes in zip(paths[1], changed[count:], strict=True) if yes],
     )
-
-
-def _twice(items: list[str]) -> list[str]:
-    return sorted({item for item in items if items.count(item) > 1})
