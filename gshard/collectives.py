@@ -117,18 +117,31 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
         return lax.psum(x, tuple(axes))
 
 
-def agree(tree: Any, group: Group) -> Any:
-    """One value of arrays that differ by device: inexact ones their mean, others the largest."""
+def agree(tree: Any, group: Group, first: bool = False) -> Any:
+    """One value of arrays that differ by device: inexact ones their mean, others the largest.
+
+    With `first` the value of the first device.
+    """
     leaves, structure = jax.tree.flatten(tree)
     if group.devices == 1 or not leaves:
         return tree
     with jax.named_scope("gshard/agree"):
+        if first:
+            leaves = [jnp.where(group_index(group.axes) == 0, x, _nothing(x)) for x in leaves]
+        share = 1 if first else group.devices
         means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE)
         for i, x in zip(means, sums, strict=True):
-            leaves[i] = (x / group.devices).astype(x.dtype)
+            leaves[i] = (x / share).astype(x.dtype)
         leaves = [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
     return jax.tree.unflatten(structure, leaves)
+
+
+def _nothing(x: jax.Array) -> Any:
+    """What changes neither a sum nor a maximum with `x`, by which of them its dtype is reduced."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return 0
+    return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:

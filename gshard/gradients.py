@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import whole_number
+from gshard.arguments import shown, whole_number
 from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
@@ -46,9 +46,13 @@ class Options:
     micro_batches: int = 1
     accumulate: str = "level"
     buffer_max_size: int = BUFFER_MAX_SIZE
+    sync_buffers: bool = False
     by_rows: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("has_aux", "sync_buffers"):
+            if not isinstance(getattr(self, name), bool):
+                raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
         whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
 
 
@@ -98,7 +102,9 @@ def gradients(
 
     def reduced(total: Total, scale: jax.Array | None) -> Any:
         own = (total.grads, total.loss, total.weight, total.aux)
-        return *_reduce(own, plan, how, options, scale), agree(total.updates, plan.group)
+        return *_reduce(own, plan, how, options, scale), agree(
+            total.updates, plan.group, options.sync_buffers
+        )
 
     specs = (*_reduced_specs(plan), jax.P())
     grads, value, aux, weight, finite, updates = _on_devices(
@@ -119,7 +125,9 @@ def unreduced_gradients(
 
     def sums(total: Total, _: None) -> Any:
         own = (total.grads, total.loss, total.weight, total.aux)
-        return jax.tree.map(lambda x: x[None], own), agree(total.updates, plan.group)
+        return jax.tree.map(lambda x: x[None], own), agree(
+            total.updates, plan.group, options.sync_buffers
+        )
 
     (grads, value, weight, aux), updates = _on_devices(
         sums, (plan.batch_spec, jax.P()), loss, parts, batch, rng, plan, options, how

@@ -36,6 +36,7 @@ def make_train_step(
     max_bad_steps: int | None = 10,
     micro_batches: int = 1,
     accumulate: str = "level",
+    sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
     donate: bool = True,
 ) -> TrainStep:
@@ -58,7 +59,8 @@ def make_train_step(
       has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch, or
         `Weighted`.
       mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
-        `(loss, (aux, {name: value}))`. Floating ones become their mean over devices.
+        `(loss, (aux, {name: value}))`. Floating ones become their mean over devices, others
+        the largest (see `sync_buffers`).
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
         and micro-batch. So are typed keys that the state holds in further fields.
       scaler: a `gshard.GradScaler`, for float16.
@@ -68,6 +70,7 @@ def make_train_step(
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
         scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
+      sync_buffers: what the loss returns anew is that of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
       donate: the step takes over the memory of the state it is given.
 
@@ -76,7 +79,7 @@ def make_train_step(
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
     plan.kind.check_step(plan.template)
-    options = Options(has_aux, micro_batches, accumulate, buffer_max_size)
+    options = Options(has_aux, micro_batches, accumulate, buffer_max_size, sync_buffers)
     accumulation(plan, micro_batches, accumulate)  # refuses bad options now
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")

@@ -27,6 +27,7 @@ def value_and_grad(
     mutable: str | Sequence[str] = (),
     micro_batches: int = 1,
     accumulate: str = "level",
+    sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
 ) -> Callable[..., Any]:
     """The loss over the global batch, and its Divided gradient.
@@ -45,6 +46,7 @@ def value_and_grad(
       micro_batches: slices that each device takes its rows in, one after the other.
       accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
         moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it.
+      sync_buffers: as in `make_train_step`.
       buffer_max_size: elements of one bucket.
 
     Returns:
@@ -57,7 +59,9 @@ def value_and_grad(
     if not isinstance(sync, bool):
         raise GShardError(f"sync={shown(sync)} must be True or False.")
     accumulation(plan, micro_batches, accumulate, sync)  # refuses bad options now
-    options = Options(has_aux, micro_batches, accumulate, buffer_max_size, by_rows=not sync)
+    options = Options(
+        has_aux, micro_batches, accumulate, buffer_max_size, sync_buffers, by_rows=not sync
+    )
     names = names_of("mutable", mutable)
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:

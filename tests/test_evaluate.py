@@ -181,6 +181,39 @@ def test_batch_stats_come_back_as_one_value(level, micro_batches):
     np.testing.assert_allclose(mean, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_with_sync_buffers_those_of_the_first_device_count(level):
+    class State(TrainState):
+        seen: Any
+
+    seen = {"sum": jnp.zeros(26), "count": jnp.array([-7, 3]), "any": jnp.array([False, True])}
+    start = params(Net())["params"]
+    state = State.create(apply_fn=None, params=start, tx=optax.sgd(0.1), seen=seen)
+    mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+
+    def loss(p, b, *, seen):
+        low = b["y"].min()
+        new = {
+            "sum": seen["sum"] + b["x"].sum(),
+            "count": seen["count"] - low - 1,
+            "any": seen["any"] & (low < 0),
+        }
+        return loss_fn(p, b), {"seen": new}
+
+    step = gshard.make_train_step(loss, plan, mutable="seen", sync_buffers=True)
+    rows = batch()
+    rows["y"][:6] = np.maximum(rows["y"][:6], 1)
+    state, _ = step(state, rows)
+    found = plan.unwrap(state).seen
+    first = {k: x[:6] for k, x in rows.items()}
+    np.testing.assert_allclose(found["sum"], np.full(26, first["x"].sum()), rtol=1e-5)
+    np.testing.assert_array_equal(found["count"], np.array([-7, 3]) - first["y"].min() - 1)
+    np.testing.assert_array_equal(found["any"], [False, False])
+    with pytest.raises(gshard.GShardError, match="sync_buffers=1 must be True or False"):
+        gshard.make_train_step(loss, plan, sync_buffers=1)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_batch_norm_over_the_data_axes_is_one_device(level):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
