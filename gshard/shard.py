@@ -151,7 +151,11 @@ def _place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
         return jax.random.wrap_key_data(_place(data, whole, plan), impl=jax.random.key_impl(x))
     sharding = plan.sharding(layout)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(lambda x: layout.pad(jnp.copy(x)), out_shardings=sharding)(x)
+
+        def copy(x: jax.Array) -> jax.Array:
+            return layout.pad(jnp.copy(x).astype(layout.dtype))
+
+        return jax.jit(copy, out_shardings=sharding)(x)
     host = layout.pad(np.asarray(x, dtype=layout.dtype))
     return jax.make_array_from_callback(
         layout.stored_shape, sharding, lambda index: np.array(host[index])
