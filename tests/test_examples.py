@@ -282,6 +282,7 @@ def test_demo_refuses_in_one_line_and_at_once(arguments, said):
     assert "compiling" not in ran.stdout
 
 
+@pytest.mark.slow
 def test_unrolled_model_too():
     """The other form of the model: layers one by one, rematerialised."""
     model = gpt.GPT(width=32, layers=2, heads=2, scan=False, remat=True)

@@ -172,8 +172,16 @@ def parts_of(names: Any, size: int = 12) -> list[tuple[str, ...]]:
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
-@pytest.mark.parametrize("names", parts_of(OPTIMIZERS), ids=lambda names: names[0])
+@pytest.mark.parametrize(
+    ("names", "level"),
+    [
+        # In the quick tier the two levels take turns.
+        pytest.param(names, level, marks=[] if i % 2 == j else pytest.mark.slow)
+        for i, names in enumerate(parts_of(OPTIMIZERS))
+        for j, level in enumerate(["os", "p_g_os"])
+    ],
+    ids=lambda x: x if isinstance(x, str) else x[0],
+)
 def test_every_optimizer_updates_as_on_one_device(names, level):
     assert_same(updated(names, level, 4), updated_on_one_device(names))
 

@@ -81,7 +81,7 @@ def check_round_trip(case: Case) -> None:
         assert_same_bits(mine, before)
 
 
-@tiers(quick=120, slow=2500)
+@tiers(quick=80, slow=2500)
 def test_a_state_comes_back_bit_by_bit(examples):
     explore(check_round_trip, states(), examples)
 
@@ -163,7 +163,7 @@ def check_bytes(case: Case) -> None:
         assert (plan.bytes_per_device[name] - beside) * case.parts == expected
 
 
-@tiers(quick=120, slow=2500)
+@tiers(quick=80, slow=2500)
 def test_bytes_on_a_device(examples):
     explore(check_bytes, states(), examples)
 
@@ -229,7 +229,7 @@ def check_step(drawn: tuple[Case, int, int]) -> None:
     assert_same_bits(params, before)  # alive, though the step took over the state
 
 
-@tiers(quick=8, slow=100)
+@tiers(quick=6, slow=100)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_is_that_of_one_device(level, examples):
     explore(check_step, steps(level), examples)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +71,13 @@ def divided(level, mesh="3", tx=None):
     )
 
 
-@pytest.mark.parametrize("mesh", ["3", "replica 2x2"])
-@pytest.mark.parametrize("accumulate", ["local", "scatter"])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "accumulate", "mesh"),
+    [
+        *itertools.product(LEVELS, ["local", "scatter"], ["3"]),
+        *itertools.product(["os_g", "p_g_os"], ["local", "scatter"], ["replica 2x2"]),
+    ],
+)
 def test_several_calls_are_one_with_all_rows(level, accumulate, mesh):
     state, plan = divided(level, mesh)
     call = gshard.value_and_grad(
