@@ -124,8 +124,8 @@ def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         yield best
 
 
-# The other variants of the GPT differ from these where parameters are gathered, at p_g_os. Their NNX
-# twins are in the full product.
+# The other variants of the GPT differ from these where parameters are gathered, at p_g_os. Their
+# NNX twins are in the full product.
 MAIN = ("linen_mlp", "nnx_mlp", "linen_conv", "nnx_conv", "linen_gpt", "nnx_gpt_scan_remat")
 QUICK = [
     *(Case(*row) for row in pairwise(MAIN, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
