@@ -205,7 +205,7 @@ def test_gradients_on_several_axes(mesh, level):
     ("name", "mesh", "level"),
     [
         *itertools.product(["linen_mlp"], ["2x4", "replica-2x2"], LEVELS[1:]),
-        ("nnx_gpt_scan", "2x4", "p_g_os"),
+        pytest.param("nnx_gpt_scan", "2x4", "p_g_os", marks=pytest.mark.slow),
     ],
 )
 def test_training_on_several_axes(name, mesh, level):

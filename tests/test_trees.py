@@ -88,7 +88,7 @@ def loss_of(model):
     return loss
 
 
-@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+@pytest.mark.parametrize("level", ["os", pytest.param("os_g", marks=pytest.mark.slow), "p_g_os"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_tree_trains_as_on_one_device(name, level):
     model = MODELS[name]
