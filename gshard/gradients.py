@@ -27,7 +27,7 @@ from gshard.errors import GShardError
 from gshard.extras import extra_layouts, in_storage
 from gshard.layout import Layout
 from gshard.loss import is_weighted, typed_key
-from gshard.micro_batches import MicroBatch, Total, over_micro_batches
+from gshard.micro_batches import MicroBatch, over_micro_batches
 from gshard.plan import Plan
 from gshard.promise import accumulation
 from gshard.state import Parts, PureLoss
@@ -100,15 +100,11 @@ def gradients(
     """
     how = accumulation(plan, options.micro_batches, options.accumulate)
 
-    def reduced(total: Total, scale: jax.Array | None) -> Any:
-        own = (total.grads, total.loss, total.weight, total.aux)
-        return *_reduce(own, plan, how, options, scale), agree(
-            total.updates, plan.group, options.sync_buffers
-        )
+    def reduced(own: Any, scale: jax.Array | None) -> Any:
+        return _reduce(own, plan, how, options, scale)
 
-    specs = (*_reduced_specs(plan), jax.P())
-    grads, value, aux, weight, finite, updates = _on_devices(
-        reduced, specs, loss, parts, batch, rng, plan, options, how, scale
+    (grads, value, aux, weight, finite), updates = _on_devices(
+        reduced, _reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Gradients(grads, value, aux, weight, finite, updates)
@@ -123,14 +119,11 @@ def unreduced_gradients(
     """
     how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
-    def sums(total: Total, _: None) -> Any:
-        own = (total.grads, total.loss, total.weight, total.aux)
-        return jax.tree.map(lambda x: x[None], own), agree(
-            total.updates, plan.group, options.sync_buffers
-        )
+    def sums(own: Any, _: None) -> Any:
+        return jax.tree.map(lambda x: x[None], own)
 
     (grads, value, weight, aux), updates = _on_devices(
-        sums, (plan.batch_spec, jax.P()), loss, parts, batch, rng, plan, options, how
+        sums, plan.batch_spec, loss, parts, batch, rng, plan, options, how
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Unreduced(grads, value, weight, aux, how), updates
@@ -169,7 +162,7 @@ def _targets(plan: Plan, accumulate: str) -> list[Layout]:
 
 
 def _on_devices(
-    end: Callable[[Total, Any], Any],
+    end: Callable[[Any, Any], Any],
     out_specs: Any,
     loss: PureLoss,
     parts: Parts,
@@ -180,7 +173,11 @@ def _on_devices(
     accumulate: str,
     scale: jax.Array | None = None,
 ) -> Any:
-    """`end(sums, scale)` on every device; its last result is updates by name, which are stored."""
+    """`end(own, scale)` on every device, and what the loss changed, by name and in storage.
+
+    `own` are the gradients, loss, weight and aux of a device, as sums; `out_specs` are those of
+    what `end` returns.
+    """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     layouts = extra_layouts(parts.extras, plan)
@@ -192,10 +189,12 @@ def _on_devices(
         how = (options.has_aux, options.by_rows, scale)
         one = MicroBatch(loss, structure, stored, targets, plan, *how)
         k = options.micro_batches
-        return end(over_micro_batches(one, leaves, extras, layouts, batch, rng, k), scale)
+        total = over_micro_batches(one, leaves, extras, layouts, batch, rng, k)
+        own = (total.grads, total.loss, total.weight, total.aux)
+        return end(own, scale), agree(total.updates, plan.group, options.sync_buffers)
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-    *found, updates = jax.shard_map(
+    found, updates = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(
@@ -205,7 +204,7 @@ def _on_devices(
             jax.P(),
             jax.P(),
         ),
-        out_specs=out_specs,
+        out_specs=(out_specs, jax.P()),
         check_vma=False,
     )(
         jax.tree.leaves(parts.params),
@@ -218,13 +217,15 @@ def _on_devices(
         name: plan.pin(tree, layouts[name]) if name in plan.extras else tree
         for name, tree in updates.items()
     }
-    return *found, updates
+    return found, updates
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:
     """With a `Precision` the parameters are those of the state, in the dtype that it says."""
+    if plan.precision is None:
+        return
     for x, layout in zip(jax.tree.leaves(params), jax.tree.leaves(plan.params), strict=True):
-        if plan.precision is not None and x.dtype != layout.dtype:
+        if x.dtype != layout.dtype:
             raise GShardError(
                 f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
                 f"{layout.dtype}. Pass state.params, which precision= made so."
