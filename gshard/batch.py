@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
@@ -39,7 +39,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
         raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
-    devices = len(mesh.local_devices)
+    devices = _local_places(mesh, plan)
     rows = NamedSharding(mesh, plan.batch_spec)
     whole = NamedSharding(mesh, jax.P())
     if not any(_is_global(x, rows) for x in jax.tree.leaves(batch)):
@@ -49,11 +49,17 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
         if _is_global(x, rows):
             return x
         sharding = rows if np.ndim(x) else whole
-        if devices == mesh.size:
+        if len(mesh.local_devices) == mesh.size:
             return jax.device_put(x, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     return jax.tree.map(place, batch)
+
+
+def _local_places(mesh: Mesh, plan: Plan) -> int:
+    """Places of the data group that this process has a device of: each takes its own rows."""
+    at = NamedSharding(mesh, plan.batch_spec).devices_indices_map((plan.group.devices,))
+    return len({str(at[device]) for device in mesh.local_devices})
 
 
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:

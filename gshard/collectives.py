@@ -2,7 +2,8 @@
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
-other order would permute the parts silently.
+other order would permute the parts silently. A leaf that lies over the user's own axes too moves
+with these manual as well (`on_user_axes`): else XLA would first gather it over them.
 """
 
 from __future__ import annotations
@@ -25,16 +26,51 @@ def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Arra
     """All-gathers one leaf: this device's part to the logical whole."""
     if layout.dim is None:
         return part
+
+    def whole(parts: list[jax.Array]) -> list[jax.Array]:
+        return [_all_gather(x, layout.group, layout.dim) for x in parts]
+
     with jax.named_scope(f"gshard/{purpose}"):
-        return layout.cut(_all_gather(part, layout.group, layout.dim))
+        return layout.cut(on_user_axes(whole, [part], [layout.user_spec], layout.group)[0])
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
     """Reduce-scatters one leaf: the logical whole to this device's part of the sum."""
     if layout.dim is None:
         return whole
+
+    def sums(wholes: list[jax.Array]) -> list[jax.Array]:
+        return [_psum_scatter(x, layout.group, layout.dim) for x in wholes]
+
     with jax.named_scope("gshard/scatter"):
-        return _psum_scatter(layout.pad(whole), layout.group, layout.dim)
+        stored = layout.pad(whole)
+        return on_user_axes(sums, [stored], [layout.user_spec], layout.group)[0]
+
+
+def on_user_axes(
+    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    specs: Sequence[jax.P],
+    group: Group,
+) -> list[jax.Array]:
+    """`fun(leaves)` with the user's own axes manual too, each leaf as it lies over them.
+
+    Args:
+      fun: from leaves to as many leaves, which lie over these axes as those given; it sees the
+        shapes of `Layout.local`.
+      leaves: on one device of the data group.
+      specs: how each lies over the user's axes.
+      group: the axes of the mesh.
+    """
+    if not group.user or not leaves:
+        return fun(list(leaves))
+    return jax.shard_map(
+        fun,
+        in_specs=(list(specs),),
+        out_specs=list(specs),
+        axis_names={name for name, _ in group.user},
+        check_vma=False,
+    )(list(leaves))
 
 
 def own_part(whole: jax.Array, layout: Layout) -> jax.Array:
@@ -129,11 +165,15 @@ def agree(tree: Any, group: Group, first: bool = False) -> Any:
         if first:
             leaves = [jnp.where(group_index(group.axes) == 0, x, _nothing(x)) for x in leaves]
         share = 1 if first else group.devices
-        means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE)
-        for i, x in zip(means, sums, strict=True):
-            leaves[i] = (x / share).astype(x.dtype)
-        leaves = [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
+
+        def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
+            means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE)
+            for i, x in zip(means, sums, strict=True):
+                leaves[i] = (x / share).astype(x.dtype)
+            return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
+
+        leaves = on_user_axes(agreed, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -67,8 +67,9 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         means, arrays = jax.shard_map(
             on_device,
             mesh=plan.mesh,
-            in_specs=([x.spec for x in places], rows),
+            in_specs=([x.data_spec for x in places], rows),
             out_specs=(jax.P(), plan.batch_spec),
+            axis_names=set(plan.data_axes),
             check_vma=False,
         )([*jax.tree.leaves(parts.params), *extras], batch)
         tree, are_means = form

@@ -55,7 +55,8 @@ class Use:
     @property
     def scannable(self) -> bool:
         """A scan over dimension 0 can take the leaf divided."""
-        return self.stored.dim != 0 and self.reduced.dim != 0
+        others = self.stored.user and self.stored.user[0]
+        return self.stored.dim != 0 and self.reduced.dim != 0 and not others
 
     def layer(self) -> Use:
         """The use of one layer of a stack."""

@@ -19,6 +19,7 @@ from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
     agree,
+    on_user_axes,
     reduce_leaves,
     reduce_scalar,
     scatter_leaves,
@@ -150,6 +151,7 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
         mesh=plan.mesh,
         in_specs=(plan.batch_spec,),
         out_specs=_reduced_specs(plan),
+        axis_names=set(plan.data_axes),
         check_vma=False,
     )((leaves, sums.loss, sums.weight, sums.aux))
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, finite, {})
@@ -198,13 +200,14 @@ def _on_devices(
         on_device,
         mesh=plan.mesh,
         in_specs=(
-            [layout.spec for layout in stored],
-            jax.tree.map(lambda layout: layout.spec, layouts),
+            [layout.data_spec for layout in stored],
+            jax.tree.map(lambda layout: layout.data_spec, layouts),
             rows,
             jax.P(),
             jax.P(),
         ),
         out_specs=(out_specs, jax.P()),
+        axis_names=set(plan.data_axes),
         check_vma=False,
     )(
         jax.tree.leaves(parts.params),
@@ -234,7 +237,7 @@ def _check_dtypes(params: Any, plan: Plan) -> None:
 
 def _reduced_specs(plan: Plan) -> tuple[Any, ...]:
     """Of what `_reduce` returns."""
-    specs = [layout.spec for layout in jax.tree.leaves(plan.grads)]
+    specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
     return specs, jax.P(), jax.P(), jax.P(), jax.P()
 
 
@@ -288,10 +291,14 @@ def _sum_over_devices(
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
-    grads = scatter_leaves(grads, late, buffer_max_size)
-    for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
-        chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
-        sums = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
-        for i, total in zip(chosen, sums, strict=True):
-            grads[i] = total
-    return grads
+
+    def sums(grads: list[jax.Array]) -> list[jax.Array]:
+        grads = scatter_leaves(grads, [layout.local() for layout in late], buffer_max_size)
+        for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
+            chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
+            totals = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
+            for i, total in zip(chosen, totals, strict=True):
+                grads[i] = total
+        return grads
+
+    return on_user_axes(sums, grads, [layout.user_spec for layout in reduced], plan.group)

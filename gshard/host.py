@@ -63,6 +63,6 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.is_fully_addressable:
         return layout.cut(np.array(x))
-    if layout.dim is None:
+    if x.is_fully_replicated:
         return np.array(x.addressable_data(0))
     return layout.cut(np.asarray(multihost_utils.process_allgather(x, tiled=True)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import lax
 
 from gshard.errors import GShardError
 from gshard.mesh import Group
-from gshard.rules import Leaf, Rule
+from gshard.rules import Choice, Leaf, Rule
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Layout:
       group: the data axes; the dimension is divided over `group.shard`, major to minor.
       scan_dim: the dimension that a scan over layers walks, or None.
       reason: why, in a few words.
+      user: for every dimension the mesh axes of the user's own that it lies over; () for none.
     """
 
     path: str
@@ -38,6 +40,7 @@ class Layout:
     group: Group
     scan_dim: int | None
     reason: str
+    user: tuple[tuple[str, ...], ...] = ()
 
     @property
     def padding(self) -> int:
@@ -51,7 +54,7 @@ class Layout:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Shape on one device."""
+        """Shape on one device of the data group, the user's own axes aside."""
         return self._with_dim(lambda size: (size + self.padding) // self.group.size)
 
     @property
@@ -67,15 +70,38 @@ class Layout:
     @property
     def bytes_per_device(self) -> int:
         """Bytes on one device, padding included."""
-        return math.prod(self.part_shape) * self.dtype.itemsize
+        return math.prod(self.local().part_shape) * self.dtype.itemsize
 
     @property
     def spec(self) -> jax.P:
-        """How it is stored."""
-        if self.dim is None:
-            return jax.P()
-        axes = self.group.shard
-        return jax.P(*[None] * self.dim, axes if axes[1:] else axes[0])
+        """How it is stored, over all axes."""
+        if not self.user:
+            return self.data_spec
+        return _spec([self.group.shard if d == self.dim else x for d, x in enumerate(self.user)])
+
+    @property
+    def data_spec(self) -> jax.P:
+        """How it is stored over the data axes: what a `shard_map` over these is told."""
+        return jax.P() if self.dim is None else _spec([()] * self.dim + [self.group.shard])
+
+    @property
+    def user_spec(self) -> jax.P:
+        """How it lies over the user's own axes."""
+        return _spec(self.user)
+
+    def local(self) -> Layout:
+        """The same leaf as one place of the user's axes sees it: its own part is all there is."""
+        if not self.group.user:
+            return self
+        sizes = dict(self.group.user)
+        shape = self.shape
+        if self.user:
+            shape = tuple(
+                size // math.prod(sizes[name] for name in names)
+                for size, names in zip(shape, self.user, strict=True)
+            )
+        group = dataclasses.replace(self.group, user=())
+        return dataclasses.replace(self, shape=shape, group=group, user=())
 
     def whole(self) -> Layout:
         """The same leaf, whole on every device."""
@@ -86,7 +112,9 @@ class Layout:
         if self.dim == 0:
             raise GShardError(f"{self.path}: the scanned dimension 0 is divided.")
         dim = None if self.dim is None else self.dim - 1
-        return dataclasses.replace(self, shape=self.shape[1:], dim=dim, scan_dim=None)
+        return dataclasses.replace(
+            self, shape=self.shape[1:], dim=dim, scan_dim=None, user=self.user[1:]
+        )
 
     def pad(self, x: Any) -> Any:
         """Logical to stored: zeros at the end of the divided dimension."""
@@ -122,15 +150,26 @@ class Layout:
         return tuple(size_of(s) if d == self.dim else s for d, s in enumerate(self.shape))
 
 
-def lay_out(path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None) -> Layout:
+def lay_out(
+    path: str,
+    leaf: Any,
+    scan_dim: int | None,
+    group: Group,
+    rule: Rule | None,
+    user: tuple[tuple[str, ...], ...] = (),
+) -> Layout:
     """The layout that `rule` gives to an array, concrete or abstract; whole without a rule."""
     shape = tuple(leaf.shape)
-    if rule is not None and group.size == 1:
-        return Layout(
-            path, shape, leaf.dtype, None, group, scan_dim, "one device in the shard group"
-        )
     choice = None
-    if rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
-        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size))
+    if rule is not None and group.size == 1:
+        choice = Choice(None, "one device in the shard group")
+    elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
+        taken = frozenset(d for d, names in enumerate(user) if names)
+        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, taken))
     dim, reason = (choice.dim, choice.reason) if choice else (None, "not divided at this level")
-    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason)
+    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, user)
+
+
+def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:
+    """Axes by dimension as a spec."""
+    return jax.P(*[names if names[1:] else names[0] if names else None for names in axes])

@@ -28,15 +28,18 @@ def make_mesh(
     shape: Mapping[str, int] | None = None,
     *,
     replica: int = 1,
+    extra: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
     """A mesh over which a train state is divided.
 
     Args:
       shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
-        one axis, `"shard"`, over all devices that `replica` leaves.
+        one axis, `"shard"`, over all devices that `replica` and `extra` leave.
       replica: copies of the divided state (hybrid sharding). A `"replica"` axis of this size comes
         first: state is divided inside a copy, and gradients are summed over the copies.
+      extra: sizes of axes of your own by name, such as `{"model": 2}` for tensor parallelism. They
+        come last, so that their devices are neighbours; gshard divides nothing over them.
       devices: the devices, in order. By default all of `jax.devices()`.
 
     Returns:
@@ -47,21 +50,21 @@ def make_mesh(
     """
     given = list(jax.devices()) if devices is None else _devices(devices)
     replica = whole_number("replica", replica, 1)
+    own = {} if extra is None else _axis_sizes("extra", extra, "extra={'model': 2}")
     if shape is None:
-        if len(given) % replica:
+        taken = replica * math.prod(own.values())
+        if len(given) % taken:
+            what = f"replica={replica}" + (f" and extra={own} take {taken}, which" if own else "")
             raise GShardError(
-                f"replica={replica} does not divide the {len(given)} devices. Use a divisor of "
-                f"{len(given)}, or pass devices= with a multiple of {replica}."
+                f"{what} does not divide the {len(given)} devices. Use a divisor of "
+                f"{len(given)}, or pass devices= with a multiple of {taken}."
             )
-        shape = {SHARD: len(given) // replica}
-    if not isinstance(shape, Mapping) or not shape or not all(isinstance(a, str) for a in shape):
-        raise GShardError(
-            f"shape={shown(shape)} must give axes their sizes by name, such as "
-            f"gshard.make_mesh({{{SHARD!r}: {len(given)}}})."
-        )
-    shape = {axis: whole_number(f"shape[{axis!r}]", size, 1) for axis, size in shape.items()}
-    if REPLICA in shape:
-        raise GShardError(f"shape= has an axis {REPLICA!r}; say replica={shape[REPLICA]} instead.")
+        shape = {SHARD: len(given) // taken}
+    shape = _axis_sizes("shape", shape, str({SHARD: len(given)}))
+    twice = sorted(shape.keys() & own.keys())
+    if twice:
+        raise GShardError(f"shape= and extra= both have an axis {twice[0]!r}. Rename one.")
+    shape |= own
     sizes = {REPLICA: replica, **shape} if replica > 1 else dict(shape)
     wanted = math.prod(sizes.values())
     if wanted > len(given):
@@ -81,6 +84,20 @@ def make_mesh(
         )
     array = np.array(given[:wanted]).reshape(tuple(sizes.values()))
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _axis_sizes(argument: str, given: Any, example: str) -> dict[str, int]:
+    if not isinstance(given, Mapping) or not given or not all(isinstance(a, str) for a in given):
+        raise GShardError(
+            f"{argument}={shown(given)} must give axes their sizes by name, such as "
+            f"gshard.make_mesh({example})."
+        )
+    sizes = {a: whole_number(f"{argument}[{a!r}]", size, 1) for a, size in given.items()}
+    if REPLICA in sizes:
+        raise GShardError(
+            f"{argument}= has an axis {REPLICA!r}; say replica={sizes[REPLICA]} instead."
+        )
+    return sizes
 
 
 def virtual_devices(count: int) -> None:
@@ -111,19 +128,21 @@ def virtual_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """The data axes of a mesh: state is divided over `shard` and copied over `replica`.
+    """The axes of a mesh: state is divided over `shard` and copied over `replica`, the data axes.
 
     Attributes:
       shard: names of the shard axes, major to minor.
       replica: names of the replica axes.
       sizes: devices along each shard axis.
       copies: number of shard groups.
+      user: axes of the user's own (tensor parallelism), names and sizes.
     """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     sizes: tuple[int, ...]
     copies: int
+    user: tuple[tuple[str, int], ...] = ()
 
     @property
     def size(self) -> int:
@@ -148,16 +167,18 @@ def data_group(
 ) -> Group:
     """Checks a mesh and says which of its axes are the shard axes and which the replica axes.
 
-    By default the axis named `"replica"` is a replica axis and all others are shard axes.
+    By default the axis named `"replica"` is a replica axis, and the one named `"shard"` the shard
+    axis; without it all others are shard axes. Axes left over are the user's own.
 
     Raises:
-      GShardError: for an axis that is not in the mesh, for Explicit axes, or for axes left over.
+      GShardError: for an axis that is not in the mesh, or for Explicit axes.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
     names = tuple(str(name) for name in mesh.axis_names)
     replica = _axes("replica_axes", replica_axes, tuple(n for n in names if n == REPLICA))
-    shard = _axes("shard_axes", shard_axes, tuple(n for n in names if n not in replica))
+    rest = tuple(n for n in names if n not in replica)
+    shard = _axes("shard_axes", shard_axes, (SHARD,) if SHARD in rest else rest)
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
         for axis in axes:
             if axis not in names:
@@ -173,12 +194,6 @@ def data_group(
             f"shard_axes={shard} and replica_axes={replica} must name different axes, and at least "
             "one shard axis."
         )
-    left = [n for n in names if n not in shard + replica]
-    if left:
-        raise GShardError(
-            f"the mesh axes {left} are neither in shard_axes={shard} nor in "
-            f"replica_axes={replica}. Axes beside the data axes are not supported yet."
-        )
     explicit = [n for n, t in zip(names, mesh.axis_types, strict=True) if t != AxisType.Auto]
     if explicit:
         raise GShardError(
@@ -187,7 +202,9 @@ def data_group(
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}."
         )
     sizes = tuple(mesh.shape[a] for a in shard)
-    return Group(shard, replica, sizes, mesh.size // math.prod(sizes))
+    copies = math.prod(mesh.shape[a] for a in replica)
+    user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
+    return Group(shard, replica, sizes, copies, user)
 
 
 def _axes(

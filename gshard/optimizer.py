@@ -252,7 +252,7 @@ def _where_layouts_differ(
     moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
     if moved:
         results = jax.shard_map(
-            lambda xs: fun(xs, [places[i] for i in moved]),
+            lambda xs: fun(xs, [places[i].local() for i in moved]),
             mesh=plan.mesh,
             in_specs=([before[i].spec for i in moved],),
             out_specs=[after[i].spec for i in moved],

@@ -196,6 +196,7 @@ class Plan:
         console.print(
             f"level {self.level.name}: {self.group.size} devices {self.group.shard} x "
             f"{self.group.copies} copies"
+            + "".join(f", your own axis {name!r} of {size}" for name, size in self.group.user)
         )
         console.print(table)
         console.print(f"per device at rest: {sizes}")
@@ -203,10 +204,10 @@ class Plan:
 
 
 def _describe(layout: Layout) -> str:
-    if layout.dim is None:
-        return "whole"
     pad = f" + {layout.padding} padded" if layout.padding else ""
-    return f"dim {layout.dim} / {layout.group.size}{pad}"
+    own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
+    over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
+    return ", ".join([*own, *over]) or "whole"
 
 
 def all_whole(tree: Any, group: Group) -> Any:

@@ -22,6 +22,7 @@ from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.state import FROZEN, SCAN_NAMES, Kind
 from gshard.tree import flatten, path_of, refuse_twice
+from gshard.user_axes import user_names, warn_of_idle_axes
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
@@ -59,12 +60,14 @@ def make_plan(
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
-        return lay_out(path, leaf, scan_dim, group, rule if divides else None)
+        user = user_names(path, leaf, names.get(path), group)
+        return lay_out(path, leaf, scan_dim, group, rule if divides else None, user)
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
         paths, leaves, structure = flatten(tree)
-        alike = _like_parameters(paths, leaves, by_path if divides else {})
+        same = by_path if divides else {p: x.whole() for p, x in by_path.items() if x.user}
+        alike = _like_parameters(paths, leaves, same)
         found = [
             like or by_rule(path, leaf, divides, walked)
             for path, leaf, like in zip(paths, leaves, alike, strict=True)
@@ -113,6 +116,7 @@ def make_plan(
         template=state,
     )
     _warn_of_whole_leaves(divided, level)
+    warn_of_idle_axes(list(by_path.values()), group)
     warn_of_unused("scan_axes", scan_axes, list(by_path))
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(by_path))
@@ -216,8 +220,9 @@ def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
     """One warning when more than 5 % of the parameters stay whole although the level divides."""
     if not level.divides_state or not layouts or layouts[0].group.size == 1:
         return
-    total = sum(layout.size for layout in layouts)
-    whole = sorted((x for x in layouts if x.dim is None), key=lambda x: -x.size)
+    total = sum(layout.local().size for layout in layouts)
+    could = [x for x in layouts if not x.user or not all(x.user)]  # else all lies over other axes
+    whole = sorted((x.local() for x in could if x.dim is None), key=lambda x: -x.size)
     share = sum(x.size for x in whole) / total if total else 0
     if share > 0.05:
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in whole], most=3)

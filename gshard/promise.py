@@ -77,9 +77,11 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
     if not hasattr(plan, "grads"):
         raise GShardError(f"promise(plan) was called with {shown(plan)}.")
     accumulate = accumulation(plan, micro_batches, accumulate)
-    stored = jax.tree.leaves(plan.params)
-    reduced = jax.tree.leaves(plan.grads)
-    extras = jax.tree.leaves(plan.extras)
+    # What a device sees: over the user's own axes its part is all there is.
+    stored, reduced, extras = (
+        [layout.local() for layout in jax.tree.leaves(tree)]
+        for tree in (plan.params, plan.grads, plan.extras)
+    )
     carried = [r if accumulate == "scatter" else r.whole() for r in reduced]
     totals: dict[tuple[str, str, bool], int] = {}
     for s, r in zip(stored, reduced, strict=True):

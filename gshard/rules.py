@@ -28,6 +28,7 @@ class Leaf:
       dtype: NumPy or JAX dtype.
       scan_dim: the dimension that a scan over layers walks, never divided; None if there is none.
       parts: devices in the shard group (N).
+      taken: dimensions that lie over the user's own mesh axes, never divided.
     """
 
     path: str
@@ -35,6 +36,7 @@ class Leaf:
     dtype: Any
     scan_dim: int | None
     parts: int
+    taken: frozenset[int] = frozenset()
 
     @property
     def layer_size(self) -> int:
@@ -72,7 +74,8 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
     def rule(leaf: Leaf) -> Choice:
         if leaf.layer_size <= segment_size:
             return Choice(None, f"{leaf.layer_size} elements <= segment_size {segment_size}")
-        dims = [d for d, size in enumerate(leaf.shape) if d != leaf.scan_dim and size > 0]
+        fixed = leaf.taken | {leaf.scan_dim}
+        dims = [d for d, size in enumerate(leaf.shape) if d not in fixed and size > 0]
         divisible = [d for d in dims if leaf.shape[d] % leaf.parts == 0]
 
         def fit(d: int) -> tuple[bool, bool, int]:
@@ -86,7 +89,8 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
         if divisible:
             return Choice(max(divisible, key=fit), "divides")
         if not dims:
-            return Choice(None, "no dimension to divide")
+            others = " beside your own mesh axes" if leaf.taken else ""
+            return Choice(None, f"no dimension to divide{others}")
         if indivisible == WHOLE:
             return Choice(None, f"no dimension divides by {leaf.parts} (indivisible='whole')")
         return Choice(min(dims, key=waste), f"padded: no dimension divides by {leaf.parts}")
@@ -137,6 +141,11 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
             "scan walks over its layers. Divide another dimension."
+        )
+    if chosen in leaf.taken:
+        raise GShardError(
+            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which lies over your "
+            "own mesh axis already. Divide another dimension, or say 'whole'."
         )
     return Choice(chosen, reason)
 

@@ -15,6 +15,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
@@ -89,11 +90,11 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
 
 
 def abstract_like(state: Any) -> Any:
-    """The same state with abstract arrays."""
+    """The same state with abstract arrays; those that lie over a mesh say how."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         try:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=_named(x))
         except (TypeError, ValueError) as error:
             raise GShardError(
                 f"the state holds {shown(x)} where an array is expected. Take it out, or mark its "
@@ -109,3 +110,8 @@ def abstract_like(state: Any) -> Any:
     return nnx.merge(
         graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
     )
+
+
+def _named(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
