@@ -282,6 +282,23 @@ class WithKey(TrainState):
     key: Any
 
 
+@pytest.mark.parametrize("devices, k", [(3, 2), pytest.param(8, 3, marks=pytest.mark.slow)])
+def test_a_key_for_each_row_draws_the_same_on_any_number_of_devices(devices, k):
+    rows = 24
+    params = {"w": np.random.default_rng(0).normal(size=(7, 26)).astype(np.float32)}
+    x = np.random.default_rng(1).normal(size=(rows, 7)).astype(np.float32)
+    given = {"x": x, "key": jax.random.split(jax.random.key(2), rows)}
+
+    def loss(p, b):
+        drawn = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (26,)))(b["key"])
+        return jnp.mean(jnp.where(drawn, b["x"] @ p["w"], 0) ** 2)
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=4)
+    _, metrics = gshard.make_train_step(loss, plan, micro_batches=k)(state, given)
+    np.testing.assert_allclose(metrics["loss"], loss(params, given), rtol=1e-6)
+
+
 @pytest.mark.parametrize("source", ["typed", "old style", "field"])
 def test_every_kind_of_key_differs_by_step_device_and_micro_batch(source):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
