@@ -36,7 +36,7 @@ class Row:
       axes: the mesh axes that communicate; None when no set of axes makes these groups.
       dtype: XLA's name. On CPU XLA moves bf16 as f32.
       purpose: `gather`, `scatter`, `publish`, `reduce`, `extras` (what is not trained, made whole),
-        `agree` (what the loss returns anew), `scalar`: what gshard wrote it for;
+        `agree` (what the loss returns anew, fp8 statistics), `scalar`: what gshard wrote it for;
         `compiler` for what XLA put in, such as what an optimizer must communicate.
       scalar: all operands have one element.
       count: collectives in the program's text.

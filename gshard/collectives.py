@@ -125,15 +125,19 @@ def publish_leaves(
 
 
 def reduce_leaves(
-    leaves: Sequence[jax.Array], axes: Sequence[str], buffer_max_size: int
+    leaves: Sequence[jax.Array],
+    axes: Sequence[str],
+    buffer_max_size: int,
+    purpose: str = "reduce",
+    reduce: Callable[..., Any] = lax.psum,
 ) -> list[jax.Array]:
     """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
     if not axes:
         return list(leaves)
 
     def total(x: jax.Array) -> jax.Array:
-        with jax.named_scope("gshard/reduce"):
-            return lax.psum(x, tuple(axes))
+        with jax.named_scope(f"gshard/{purpose}"):
+            return reduce(x, tuple(axes))
 
     out = list(leaves)
     for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], buffer_max_size):
@@ -168,12 +172,24 @@ def agree(tree: Any, group: Group, first: bool = False) -> Any:
 
         def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
             means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE)
+            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE, "agree")
             for i, x in zip(means, sums, strict=True):
                 leaves[i] = (x / share).astype(x.dtype)
             return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
 
         leaves = on_user_axes(agreed, leaves, [jax.P()] * len(leaves), group)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def largest(tree: Any, group: Group) -> Any:
+    """The largest over the devices, entry by entry."""
+    leaves, structure = jax.tree.flatten(tree)
+    if group.devices > 1:
+
+        def over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
+            return reduce_leaves(leaves, group.axes, BUFFER_MAX_SIZE, "agree", lax.pmax)
+
+        leaves = on_user_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
     agree,
+    largest,
     on_user_axes,
     reduce_leaves,
     reduce_scalar,
@@ -28,10 +30,10 @@ from gshard.errors import GShardError
 from gshard.extras import extra_layouts, in_storage
 from gshard.layout import Layout
 from gshard.loss import is_weighted, typed_key
-from gshard.micro_batches import MicroBatch, over_micro_batches
+from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan
 from gshard.promise import accumulation
-from gshard.state import Parts, PureLoss
+from gshard.state import OVERWRITTEN, Parts, PureLoss
 from gshard.tree import same_leaves
 from gshard.unreduced import Unreduced
 
@@ -68,7 +70,7 @@ class Gradients:
       weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
         nothing to divide, and loss and gradient are 0.
       finite: boolean scalar, whether every entry of every gradient is.
-      updates: extras that the loss changed, by name.
+      updates: extras that the loss changed, by name, and those that their gradient replaces.
     """
 
     grads: Any
@@ -188,12 +190,16 @@ def _on_devices(
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
         targets = _targets(plan, accumulate)
-        how = (options.has_aux, options.by_rows, scale)
-        one = MicroBatch(loss, structure, stored, targets, plan, *how)
-        k = options.micro_batches
-        total = over_micro_batches(one, leaves, extras, layouts, batch, rng, k)
+        how = (options.has_aux, options.by_rows)
+        make = partial(MicroBatch, loss, structure, stored, targets, plan, *how)
+        given = (leaves, extras, layouts, batch, rng, options.micro_batches)
+        if OVERWRITTEN in extras:  # statistics of gradients: those need the size of one device's
+            weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
+            scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
+        total = over_micro_batches(make(scale), *given)
         own = (total.grads, total.loss, total.weight, total.aux)
-        return end(own, scale), agree(total.updates, plan.group, options.sync_buffers)
+        updates = agree(total.updates, plan.group, options.sync_buffers)
+        return end(own, scale), {**updates, **largest(total.overwritten, plan.group)}
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     found, updates = jax.shard_map(

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.layout import Layout
-from gshard.state import FROZEN, Parts, kind_of
+from gshard.state import PARAMETERS, Parts, kind_of
 
 
 def full_params(state: Any) -> Any:
@@ -38,12 +38,12 @@ def full_params(state: Any) -> Any:
             "Its parameters are whole already."
         )
     parts, layouts = plan.kind.split(state), plan.layouts
-    frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
+    others = {name: tree for name, tree in parts.extras.items() if name in PARAMETERS}
     whole = Parts(
         to_host(*plan.precise(parts.params, parts.opt_state)),
         None,
         None,
-        {name: to_host(tree, layouts.extras[name]) for name, tree in frozen.items()},
+        {name: to_host(tree, layouts.extras[name]) for name, tree in others.items()},
     )
     return plan.kind.params_of(whole, plan.template)
 

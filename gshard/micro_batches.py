@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,19 +16,23 @@ from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys
 from gshard.plan import Plan, all_whole
-from gshard.state import PureLoss
+from gshard.state import OVERWRITTEN, PureLoss
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Total:
-    """Sums over the rows seen so far on one device; `updates` are the latest."""
+    """Sums over the rows seen so far on one device.
+
+    `updates` are the latest; `overwritten` are the largest.
+    """
 
     grads: list[jax.Array]
     loss: jax.Array
     weight: jax.Array
     aux: Any
     updates: dict[str, Any]
+    overwritten: dict[str, Any]
 
 
 class MicroBatch:
@@ -59,6 +63,24 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
+        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i)
+        run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
+        (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
+        refuse_keys(updates)
+        grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
+        return Total(grads, loss, weight, _as_sums(aux, weight), updates, new)
+
+    def weight(
+        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+    ) -> jax.Array:
+        """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
+        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i)
+        return at(points, overwritten)[1][1]
+
+    def _at(
+        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+    ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
+        """The loss as a function of where gradients are taken, and these places."""
         rng, extras = fold_keys((rng, extras), self.device, i)
         more, structure = jax.tree.flatten(extras)
         uses = [*self.uses, *extra_uses(layouts)]
@@ -74,19 +96,19 @@ class MicroBatch:
             leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
         ]
 
-        def at(points: list[jax.Array]) -> Any:
+        overwritten = {name: tree for name, tree in extras.items() if name == OVERWRITTEN}
+
+        def at(points: list[jax.Array], overwritten: dict[str, Any]) -> Any:
             given = [
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
             taps = [*points, *more_taps]
+            more = jax.tree.leaves({**extras, **overwritten})
             loss, rest = with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
-        (_, (loss, weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
-        refuse_keys(updates)
-        grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
-        return Total(grads, loss, weight, _as_sums(aux, weight), updates)
+        return at, points, overwritten
 
 
 def _as_sums(aux: Any, weight: jax.Array) -> Any:
@@ -112,13 +134,7 @@ def over_micro_batches(
     """The sum of `one` over k slices of this device's rows, one after the other."""
     if k == 1:
         return one(leaves, extras, layouts, batch, rng, 0)
-    arrays, structure = jax.tree.flatten(batch)
-    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
-
-    def micro_batch(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
-
+    rows, micro_batch = _slices(batch, k)
     first = micro_batch([x[0] for x in rows])
     shapes = jax.eval_shape(lambda: one(leaves, extras, layouts, first, rng, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -126,7 +142,8 @@ def over_micro_batches(
     now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
     layouts = {**layouts, **now_whole}
     divided, extras_with = apart(extras, layouts)
-    start = Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
+    least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
+    start = Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing, least)
 
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
@@ -140,6 +157,38 @@ def over_micro_batches(
             total.weight + new.weight,
             add(total.aux, new.aux),
             new.updates,
+            jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None
 
     return jax.lax.scan(body, start, (jnp.arange(k), rows))[0]
+
+
+def total_weight(
+    one: MicroBatch,
+    leaves: list[jax.Array],
+    extras: dict[str, Any],
+    layouts: dict[str, Any],
+    batch: Any,
+    rng: Any,
+    k: int,
+) -> jax.Array:
+    """What the loss of all k slices of this device's rows weighs, before any gradient is taken."""
+    rows, micro_batch = _slices(batch, k)
+
+    def body(total: jax.Array, x: Any) -> tuple[jax.Array, None]:
+        i, slices = x
+        return total + one.weight(leaves, extras, layouts, micro_batch(slices), rng, i), None
+
+    return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
+
+
+def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
+    """The rows of a device in k slices, and what makes a batch of one slice of each array."""
+    arrays, structure = jax.tree.flatten(batch)
+    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
+
+    def micro_batch(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
+
+    return rows, micro_batch

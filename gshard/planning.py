@@ -17,10 +17,10 @@ from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.layout import Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
-from gshard.plan import Plan
+from gshard.plan import Plan, all_whole
 from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
-from gshard.state import FROZEN, SCAN_NAMES, Kind
+from gshard.state import FROZEN, OVERWRITTEN, SCAN_NAMES, Kind
 from gshard.tree import flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_idle_axes
 
@@ -84,8 +84,10 @@ def make_plan(
     extras |= {
         name: beside({name: tree}, level.divides_params)[name]
         for name, tree in parts.extras.items()
-        if name not in frozen
+        if name not in (FROZEN, OVERWRITTEN)
     }
+    if OVERWRITTEN in parts.extras:
+        extras[OVERWRITTEN] = all_whole(parts.extras[OVERWRITTEN], group)
     master: dict[str, Layout] = {}
     reduced = divided
     opt_state = parts.opt_state

@@ -15,6 +15,7 @@ from gshard.errors import GShardError
 from gshard.gradients import Options, end_reduction, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
 from gshard.promise import accumulation
+from gshard.state import OVERWRITTEN
 from gshard.unreduced import Unreduced
 
 
@@ -59,6 +60,12 @@ def value_and_grad(
     if not isinstance(sync, bool):
         raise GShardError(f"sync={shown(sync)} must be True or False.")
     accumulation(plan, micro_batches, accumulate, sync)  # refuses bad options now
+    if not sync and OVERWRITTEN in plan.extras:
+        raise GShardError(
+            "sync=False: gradients over separate calls add up, and those that replace their "
+            "parameter (params['_overwrite_with_gradient'], fp8 statistics) do not. Take the "
+            "batches of one step in one call, with micro_batches=."
+        )
     options = Options(
         has_aux, micro_batches, accumulate, buffer_max_size, sync_buffers, by_rows=not sync
     )
@@ -69,14 +76,14 @@ def value_and_grad(
         loss = plan.kind.loss(loss_fn, names, parts.static)
         if sync:
             result = gradients(loss, parts, batch, rng, plan, options)
+            grads = plan.kind.gradients(result.grads, target, result.updates)
             updates = plan.kind.absorb(target, parts, result.updates)
-            value = _value(result.loss, (result.aux, has_aux), (updates, bool(names)))
-            return value, plan.kind.gradients(result.grads, target)
+            return _value(result.loss, (result.aux, has_aux), (updates, bool(names))), grads
         sums, updates = unreduced_gradients(loss, parts, batch, rng, plan, options)
         updates = plan.kind.absorb(target, parts, updates)
         losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
         value = _value(losses, (updates, bool(names)))
-        return value, dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, target))
+        return value, dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, target, {}))
 
     return on_batch
 

@@ -25,6 +25,21 @@ def bare(make: Factory) -> optax.GradientTransformation:
     return then_descend(make())
 
 
+def fast_alone(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
+    """As `docs/your-own-loop.md` has it: the slow parameters are optimizer state."""
+
+    def init(params):
+        return lookahead.init(optax.LookaheadParams.init_synced(params)), params
+
+    def update(grads, state, params):
+        state, slow = state
+        pair = optax.LookaheadParams(fast=params, slow=slow)
+        updates, state = lookahead.update(grads, state, pair)
+        return updates.fast, (state, optax.apply_updates(slow, updates.slow))
+
+    return optax.GradientTransformation(init, update)
+
+
 def matrices(params):
     """Whether a leaf is a matrix."""
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
@@ -133,6 +148,9 @@ OPTIMIZERS: dict[str, Factory] = {
     ),
     "factored adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4),
     "lamb, masked decay": lambda: optax.lamb(RATE, weight_decay=0.1, mask=matrices),
+    "lookahead": lambda: fast_alone(
+        optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
+    ),
     "apply_if_finite(MultiSteps(lamb))": lambda: optax.apply_if_finite(
         optax.MultiSteps(optax.lamb(RATE), 2).gradient_transformation(), 3
     ),
@@ -158,7 +176,6 @@ UNSUPPORTED: dict[str, tuple[Factory, tuple[str, ...]]] = {
 
 # Parts of others, which take what an optimizer does not: they run inside those named.
 NOT_OPTIMIZERS = {
-    "lookahead": "its gradients have another tree than its parameters: refused",
     "dpsgd": "differentially_private_aggregate",
     "optimistic_adam": "optimistic_adam_v2, whose old form it is",
     "inject_stateful_hyperparams": "inject_hyperparams, whose old name it is",

@@ -129,7 +129,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     ),
     "fp8 statistics": (
         lambda: {"state": plain().replace(params={"_overwrite_with_gradient": {"s": jnp.ones(3)}})},
-        ("_overwrite_with_gradient", "not supported yet"),
+        ("_overwrite_with_gradient", "fields of their own"),
     ),
     "level and mesh swapped": (
         lambda: {"mesh": "os", "level": gshard.make_mesh()},

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import gshard
-from tests.optimizers import NOT_OPTIMIZERS, OPTIMIZERS, UNSUPPORTED
+from tests.optimizers import NOT_OPTIMIZERS, OPTIMIZERS, RATE, UNSUPPORTED, fast_alone
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 STEPS = 5
@@ -209,11 +209,37 @@ def test_no_optimizer_of_optax_is_forgotten():
     assert not set(OPTIMIZERS) & set(UNSUPPORTED)
 
 
-def test_lookahead_is_refused():
+def test_pairs_of_lookahead_are_refused():
     pair = optax.LookaheadParams.init_synced(params())
     tx = optax.lookahead(optax.adam(1e-2), sync_period=2, slow_step_size=0.5)
-    with pytest.raises(gshard.GShardError, match="LookaheadParams .* not supported yet"):
+    with pytest.raises(gshard.GShardError, match="no gradient.*fast.*docs/your-own-loop.md"):
         gshard.shard_train_state((pair, tx), gshard.make_mesh(), "os")
+
+
+def test_slow_parameters_are_those_of_optax_and_lie_divided():
+    """Against pairs, trained as optax's documentation does."""
+    tx = optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    options = {"segment_size": 16, "scan_axes": {"stack": 0}}
+    state, plan = gshard.shard_train_state((params(), fast_alone(tx)), mesh, "os", **options)
+    step = gshard.make_train_step(loss, plan)
+
+    @jax.jit
+    def alone(pair, opt_state, rows):
+        updates, opt_state = tx.update(jax.grad(loss)(pair.fast, rows), opt_state, pair)
+        return optax.apply_updates(pair, updates), opt_state
+
+    pair = optax.LookaheadParams.init_synced(params())
+    opt_state = tx.init(pair)
+    for i in range(STEPS):
+        pair, opt_state = alone(pair, opt_state, batch(i))
+        state, _ = step(state, batch(i))
+    assert not state.opt_state.inner[1]["w1"].is_fully_replicated
+    plain = plan.unwrap(state)
+    found = optax.LookaheadParams(plain.params, plain.opt_state[1])
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(pair), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+    assert np.abs(pair.slow["w1"] - pair.fast["w1"]).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

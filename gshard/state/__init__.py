@@ -20,8 +20,11 @@ from jax.sharding import NamedSharding
 from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.state.frozen import FROZEN as FROZEN
+from gshard.state.linen_state import PARAMETERS as PARAMETERS
 from gshard.state.linen_state import Linen
 from gshard.state.nnx_pair import Nnx
+from gshard.state.overwritten import OVERWRITTEN as OVERWRITTEN
+from gshard.state.overwritten import updated
 from gshard.state.parts import SCAN_NAMES as SCAN_NAMES
 from gshard.state.parts import Parts as Parts
 from gshard.state.parts import PureLoss as PureLoss
@@ -63,7 +66,7 @@ def as_state(state: Any) -> Any:
         and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
     ):
         params, tx = state  # not by create, which fails for a list of NumPy arrays
-        fields: dict[str, Any] = {"apply_fn": None, "opt_state": tx.init(params)}
+        fields: dict[str, Any] = {"apply_fn": None, "opt_state": tx.init(updated(params))}
         return TrainState(step=0, params=params, tx=tx, **fields)
     return state
 

@@ -25,10 +25,15 @@ from gshard.state.frozen import (
     trained_opt_state,
     without_frozen,
 )
+from gshard.state.overwritten import (
+    OVERWRITTEN,
+    check_overwritten,
+    overwritten,
+    together,
+    updated,
+)
 from gshard.state.parts import Parts, PureLoss
 from gshard.tree import path_of
-
-_OVERWRITE = "_overwrite_with_gradient"  # Flax's name for leaves that their gradient replaces
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,14 @@ class Linen:
 
     def freeze(self, state: Any, frozen: Any) -> Linen:
         """The kind of states whose parameters are trained but for `frozen` and for integers."""
-        return Linen(frozen_paths(state.params, frozen))
+        return Linen(frozen_paths(updated(state.params), frozen))
 
     def narrow(self, state: Any) -> Any:
         """A state as its optimizer makes it, its optimizer state without the frozen parameters."""
         tx = thawed(state.tx, self.frozen)
         if not self.frozen:
             return state
-        opt_state = trained_opt_state(tx, self.trained(state.params), state.opt_state)
+        opt_state = trained_opt_state(tx, self.trained(updated(state.params)), state.opt_state)
         return state.replace(tx=tx, opt_state=opt_state)
 
     def split(self, state: Any) -> Parts:
@@ -61,13 +66,12 @@ class Linen:
 
     def split_target(self, params: Any, collections: dict[str, Any]) -> Parts:
         """Parts for a loss alone: parameters and further collections."""
-        trained, frozen = take_out(params, self.frozen)
-        return Parts(
-            trained, None, None, {**collections, FROZEN: frozen} if frozen else collections
-        )
+        trained, frozen = take_out(updated(params), self.frozen)
+        extras = {**collections, **overwritten(params)}
+        return Parts(trained, None, None, {**extras, FROZEN: frozen} if frozen else extras)
 
     def trained(self, tree: Any) -> Any:
-        """The trained part of a tree like the parameters."""
+        """The trained part of a tree like the parameters that an optimizer updates."""
         return take_out(tree, self.frozen)[0]
 
     def whole_update(self, updates: Any, params: Any) -> Any:
@@ -89,8 +93,8 @@ class Linen:
 
     def merge(self, parts: Parts, like: Any, tx: optax.GradientTransformation) -> Any:
         """A state like `like` with the arrays of `parts` and the optimizer `tx`."""
-        fields = dict(parts.extras)
-        params = put_back(parts.params, fields.pop(FROZEN, {}))
+        fields = {name: x for name, x in parts.extras.items() if name not in PARAMETERS}
+        params = _all_params(parts.params, parts.extras)
         return like.replace(
             params=params, opt_state=parts.opt_state, step=parts.step, tx=tx, **fields
         )
@@ -99,14 +103,12 @@ class Linen:
         """Refuses a state that cannot be divided."""
         if isinstance(state.params, optax.LookaheadParams):
             raise GShardError(
-                "the parameters are optax.LookaheadParams (gradients in another tree than the "
-                "parameters), which is not supported yet."
+                "the parameters are optax.LookaheadParams, whose slow half has no gradient; a plan "
+                "lays out parameters and gradients leaf by leaf. Pass the fast ones, with an "
+                "optimizer that keeps the slow ones in its state, where they lie divided: "
+                "docs/your-own-loop.md (Lookahead) has its ten lines."
             )
-        if isinstance(state.params, Mapping) and _OVERWRITE in state.params:
-            raise GShardError(
-                f"params[{_OVERWRITE!r}] (fp8 statistics, which their gradient replaces) is not "
-                "supported yet."
-            )
+        check_overwritten(state.params)
 
     def check_step(self, state: Any) -> None:
         """Refuses a state whose own way to train `make_train_step` would pass by."""
@@ -124,12 +126,12 @@ class Linen:
     def absorb(self, params: Any, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
         """What the loss changed, for the caller to keep."""
         del params, parts
-        return updates
+        return {name: x for name, x in updates.items() if name not in PARAMETERS}
 
     def params_of(self, parts: Parts, template: Any) -> Any:
         """All parameters as the user's own tree."""
         del template
-        return put_back(parts.params, parts.extras.get(FROZEN, {}))
+        return _all_params(parts.params, parts.extras)
 
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
@@ -137,7 +139,7 @@ class Linen:
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
         """By path the names that Flax's metadata gives the dimensions of parameters, if any."""
-        boxes, _ = jax.tree_util.tree_flatten_with_path(state.params, is_leaf=_is_box)
+        boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
         return {path_of(keys): box.names for keys, box in boxes if hasattr(box, "names")}
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
@@ -153,7 +155,7 @@ class Linen:
                     "rng= was given, and the loss does not take it. Write loss_fn(params, batch, "
                     "*, rng), or leave rng= out."
                 )
-            available = {name: value for name, value in extras.items() if name != FROZEN}
+            available = {name: value for name, value in extras.items() if name not in PARAMETERS}
             if rng is not None:
                 available["rng"] = rng
             missing = needed - set(available)
@@ -165,15 +167,26 @@ class Linen:
                     "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            out = loss_fn(unbox(put_back(params, extras.get(FROZEN, {}))), batch, **given)
+            out = loss_fn(unbox(_all_params(params, extras)), batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure
 
-    def gradients(self, grads: Any, params: Any) -> Any:
-        """Gradients in the containers of the parameters; an `optax.MaskedNode` for a frozen one."""
-        structure = jax.tree.structure(self.trained(params))
-        return jax.tree.unflatten(structure, jax.tree.leaves(grads))
+    def gradients(self, grads: Any, params: Any, updates: dict[str, Any]) -> Any:
+        """Gradients in the containers of the parameters; an `optax.MaskedNode` for a frozen one.
+
+        Those that replace their parameter are among `updates`.
+        """
+        structure = jax.tree.structure(self.trained(updated(params)))
+        return together(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
+
+
+PARAMETERS = (FROZEN, OVERWRITTEN)  # extras that are parameters of the user's state
+
+
+def _all_params(trained: Any, extras: Mapping[str, Any]) -> Any:
+    """The user's own tree of parameters, from the trained ones and those among the extras."""
+    return together(put_back(trained, extras.get(FROZEN, {})), extras)
 
 
 def unbox(params: Any) -> Any:

@@ -148,7 +148,7 @@ class Nnx:
 
     def params_of(self, parts: Parts, template: Any) -> Any:
         """The trained parameters as an `nnx.State` of Variables."""
-        return self.gradients(parts.params, template[0])
+        return self.gradients(parts.params, template[0], {})
 
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
@@ -206,8 +206,9 @@ class Nnx:
 
         return pure
 
-    def gradients(self, grads: Any, model: nnx.Module) -> Any:
+    def gradients(self, grads: Any, model: nnx.Module, updates: dict[str, Any]) -> Any:
         """Gradients as the `nnx.State` of Variables that `optimizer.update` takes."""
+        del updates
         structure = jax.tree.structure(nnx.state(model, self.wrt))
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
