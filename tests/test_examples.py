@@ -220,11 +220,13 @@ def demo(tmp_path_factory):
     return ran.stdout, output, Run(**results["reference"]), runs
 
 
+@pytest.mark.slow
 def test_demo_runs_every_level(demo):
     _, _, _, runs = demo
     assert [run.name for run in runs] == ["dp", "os", "os_g", "p_g_os"]
 
 
+@pytest.mark.slow
 def test_demo_measures_what_was_promised(demo):
     _, _, _, runs = demo
     for run in runs:
@@ -237,6 +239,7 @@ def test_demo_measures_what_was_promised(demo):
                 assert run.moved[kind] == run.promised_moved[kind], (run.name, kind)
 
 
+@pytest.mark.slow
 def test_demo_levels_differ_where_they_should(demo):
     dp, os_, os_g, p_g_os = demo[3]
     assert dp.bytes["optimizer"] > 4 * os_.bytes["optimizer"]
@@ -244,6 +247,7 @@ def test_demo_levels_differ_where_they_should(demo):
     assert os_g.bytes["params"] > 4 * p_g_os.bytes["params"]
 
 
+@pytest.mark.slow
 def test_demo_gives_the_numbers_of_one_device(demo):
     _, _, reference, runs = demo
     assert len(reference.losses) == 4
@@ -252,6 +256,7 @@ def test_demo_gives_the_numbers_of_one_device(demo):
         np.testing.assert_allclose(run.losses, reference.losses, rtol=5e-6)
 
 
+@pytest.mark.slow
 def test_demo_prints_the_table_and_a_sample(demo):
     printed, output, reference, runs = demo
     for run in runs:
