@@ -189,7 +189,20 @@ def _on_devices(
         how = (options.has_aux, options.by_rows, scale)
         one = MicroBatch(loss, structure, stored, targets, plan, *how)
         k = options.micro_batches
-        total = over_micro_batches(one, leaves, extras, layouts, batch, rng, k)
+
+        def finish(grads: list[jax.Array]) -> list[jax.Array]:
+            if accumulate == "sync":
+                grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
+            # What was reduced is held apart from the sum: the compilers of TPU and GPU would add
+            # up first, and reduce whole gradients once, after the loop.
+            return [
+                jax.lax.optimization_barrier(g)
+                if accumulate == "sync" or target.dim is not None
+                else g
+                for g, target in zip(grads, targets, strict=True)
+            ]
+
+        total = over_micro_batches(one, leaves, extras, layouts, batch, rng, k, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
         return end(own, scale), agree(total.updates, plan.group, options.sync_buffers)
 
@@ -258,7 +271,8 @@ def _reduce(
     reduced, targets = jax.tree.leaves(plan.grads), _targets(plan, accumulate)
     weight = reduce_scalar(weight, axes)
     divisor = jnp.where(weight == 0, 1, weight)
-    grads = _sum_over_devices(grads, targets, reduced, plan, options.buffer_max_size)
+    if accumulate != "sync":  # else each was, as it arose
+        grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
     bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
@@ -282,11 +296,11 @@ def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any
 def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
-    reduced: Sequence[Layout],
     plan: Plan,
     buffer_max_size: int,
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
+    reduced = jax.tree.leaves(plan.grads)
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
     grads = scatter_leaves(grads, late, buffer_max_size)
     for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):

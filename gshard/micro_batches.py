@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,8 +108,12 @@ def over_micro_batches(
     batch: Any,
     rng: Any,
     k: int,
+    finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> Total:
-    """The sum of `one` over k slices of this device's rows, one after the other."""
+    """The sum of `one` over k slices of this device's rows, one after the other.
+
+    Of several slices, `finish` makes of each one's gradients what is added up.
+    """
     if k == 1:
         return one(leaves, extras, layouts, batch, rng, 0)
     arrays, structure = jax.tree.flatten(batch)
@@ -135,7 +139,7 @@ def over_micro_batches(
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         add = partial(jax.tree.map, jnp.add)
         return Total(
-            add(total.grads, new.grads),
+            add(total.grads, finish(new.grads)),
             total.loss + new.loss,
             total.weight + new.weight,
             add(total.aux, new.aux),

@@ -69,7 +69,9 @@ def make_train_step(
         None for never.
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
-        scatter), `"local"` (reduced once, at the end) or `"scatter"` (every time, 1/N kept).
+        scatter), `"local"` (reduced once, at the end), `"scatter"` (scattered over the shard group
+        every time, 1/N kept; replicas and whole leaves are summed at the end) or `"sync"` (each
+        reduced over all devices as it arises, and only reduced gradients are added up).
       sync_buffers: what the loss returns anew is that of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
       donate: the step takes over the memory of the state it is given.

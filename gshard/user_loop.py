@@ -45,7 +45,8 @@ def value_and_grad(
       mutable: Linen collections that the loss returns as updates.
       micro_batches: slices that each device takes its rows in, one after the other.
       accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
-        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it.
+        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it, and
+        `"sync"` is refused.
       sync_buffers: as in `make_train_step`.
       buffer_max_size: elements of one bucket.
 

@@ -813,7 +813,7 @@ def test_an_rng_that_nothing_takes():
     ("option", "parts"),
     [
         ({"mutable": 3}, ("mutable=3",)),
-        ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'")),
+        ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'", "'sync'")),
         ({"buffer_max_size": -1}, ("buffer_max_size=-1", "0 or more")),
         ({"buffer_max_size": 0.5}, ("buffer_max_size=0.5",)),
     ],
