@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
+from gshard.auxiliary import over_devices
 from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
@@ -26,7 +27,7 @@ from gshard.collectives import (
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, in_storage
 from gshard.layout import Layout
-from gshard.loss import is_weighted, typed_key
+from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches
 from gshard.plan import Plan
 from gshard.promise import accumulation
@@ -63,7 +64,7 @@ class Gradients:
     Attributes:
       grads: Divided: a tree like the parameters, in the layouts of `plan.grads`.
       loss: float32 scalar, of the global batch.
-      aux: the loss's auxiliary output, averaged over the batch, or None.
+      aux: the loss's auxiliary output, reduced over the batch, or None.
       weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
         nothing to divide, and loss and gradient are 0.
       finite: boolean scalar, whether every entry of every gradient is.
@@ -279,18 +280,10 @@ def _reduce(
     return (
         [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
         reduce_scalar(value, axes) / divisor,
-        plan.output(_mean_over_devices(aux, divisor, axes)),
+        plan.output(over_devices(aux, divisor, axes)),
         weight,
         reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
     )
-
-
-def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any:
-    def mean(x: Any) -> jax.Array:
-        total, over = (x.sum, reduce_scalar(x.weight, axes)) if is_weighted(x) else (x, weight)
-        return reduce_scalar(total, axes) / over
-
-    return jax.tree.map(mean, sums, is_leaf=is_weighted)
 
 
 def _sum_over_devices(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
-from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys
+from gshard.loss import LossForm, fold_keys, refuse_keys
 from gshard.plan import Plan, all_whole
 from gshard.state import PureLoss
 
@@ -86,18 +86,7 @@ class MicroBatch:
         (_, (loss, weight, aux, updates)), grads = jax.value_and_grad(at, has_aux=True)(points)
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
-        return Total(grads, loss, weight, _as_sums(aux, weight), updates)
-
-
-def _as_sums(aux: Any, weight: jax.Array) -> Any:
-    """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
-
-    def total(x: Any) -> Any:
-        if is_weighted(x):
-            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
-        return x * weight
-
-    return jax.tree.map(total, aux, is_leaf=is_weighted)
+        return Total(grads, loss, weight, as_sums(aux, weight), updates)
 
 
 def over_micro_batches(
@@ -130,19 +119,18 @@ def over_micro_batches(
     now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
     layouts = {**layouts, **now_whole}
     divided, extras_with = apart(extras, layouts)
-    start = Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing)
+    start = Total(zeros.grads, zeros.loss, zeros.weight, nothing(shapes.aux), changing)
 
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
         now = {**extras_with(parts_now), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
-        add = partial(jax.tree.map, jnp.add)
         return Total(
-            add(total.grads, finish(new.grads)),
+            jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
             total.weight + new.weight,
-            add(total.aux, new.aux),
+            added(total.aux, new.aux),
             new.updates,
         ), None
 

@@ -56,8 +56,8 @@ def make_train_step(
         state (`batch_stats`, ...) as keyword arguments is given them; one that takes `**kwargs` is
         given `rng` and what `mutable=` names.
       plan: of `shard_train_state`.
-      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch, or
-        `Weighted`.
+      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch,
+        `gshard.Weighted`, or `gshard.Reduced(x, by)`: a sum, a maximum, ...
       mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
         `(loss, (aux, {name: value}))`. Floating ones become their mean over devices, others
         the largest (see `sync_buffers`).

@@ -96,7 +96,7 @@ def reduce_gradients(
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
-      whatever the calls had each. Aux is weighted as the loss is.
+      whatever the calls had each. Aux is weighted as the loss is, or reduced as it says.
 
     Raises:
       GShardError: for gradients that are reduced already, or another plan's.

@@ -727,7 +727,7 @@ def test_a_loss_without_the_promised_aux():
 @pytest.mark.parametrize(
     ("aux", "parts"),
     [
-        (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32")),
+        (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32", 'gshard.Reduced(x, "sum")')),
         (lambda rows: {"name": "a"}, ("'name'", "'a'")),
         (lambda rows: {"mean": gshard.Weighted(1.0, rows["x"])}, ("'mean'", "scalar weight")),
     ],
