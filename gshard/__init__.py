@@ -16,6 +16,7 @@ from gshard.errors import GShardWarning as GShardWarning
 from gshard.errors import NonFiniteError as NonFiniteError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.host import full_params as full_params
+from gshard.loss import Reduced as Reduced
 from gshard.loss import Weighted as Weighted
 from gshard.mesh import make_mesh as make_mesh
 from gshard.mesh import virtual_devices as virtual_devices

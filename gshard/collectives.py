@@ -151,10 +151,16 @@ def reduce_leaves(
     return out
 
 
-def reduce_scalar(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum of one scalar over `axes`."""
+def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:
+    """The `sum`, `max` or `min` of one scalar over `axes`; NaN where one of them is."""
     with jax.named_scope("gshard/scalar"):
-        return lax.psum(x, tuple(axes))
+        if by == "sum":
+            return lax.psum(x, tuple(axes))
+        found = (lax.pmax if by == "max" else lax.pmin)(x, tuple(axes))
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return found
+        # A collective maximum passes a NaN by, on CPU always and on others by the library.
+        return jnp.where(lax.pmax(jnp.isnan(x), tuple(axes)), jnp.nan, found)
 
 
 def agree(tree: Any, group: Group, first: bool = False) -> Any:

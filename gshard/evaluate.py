@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown
+from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import Use, with_divided
 from gshard.fit import Fit
-from gshard.loss import is_numeric, is_weighted
+from gshard.loss import check_reduced, is_named, is_numeric
 from gshard.plan import Plan, check_call, check_state
 from gshard.state import Parts
 from gshard.tree import same_leaves
@@ -26,13 +27,13 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
     Args:
       fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`.
-        It gives a tree of floating scalars (means over its rows), `gshard.Weighted`, and arrays
-        with one entry per row.
+        It gives a tree of floating scalars (means over its rows), `gshard.Weighted`,
+        `gshard.Reduced`, and arrays with one entry per row.
       plan: of `shard_train_state`.
 
     Returns:
       `f(state, batch)`, NNX `f(model, batch)`: the same tree for the global batch: means, weighted
-      means, and global arrays with all rows.
+      means, what was reduced by name, and global arrays with all rows.
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
     stored = jax.tree.leaves(plan.params)
@@ -52,12 +53,14 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         def whole(leaves: list[jax.Array], batch: Any) -> Any:
             params = jax.tree.unflatten(structure, leaves[: len(stored)])
             extras = jax.tree.unflatten(extras_structure, leaves[len(stored) :])
-            return pure(params, extras, batch, None)[0]
+            out = pure(params, extras, batch, None)[0]
+            check_reduced(out, batch, "the evaluation output")
+            return out
 
         def on_device(leaves: list[jax.Array], batch: Any) -> Any:
             taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
             out = with_divided(whole, all_uses, plan.group.axes, leaves, taps, batch)
-            flat, tree = jax.tree.flatten(out, is_leaf=is_weighted)
+            flat, tree = jax.tree.flatten(out, is_leaf=is_named)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
             flat = [(plan.output(x), is_mean) for x, is_mean in flat]
@@ -91,9 +94,8 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
     """One output of one device as a part of the global one, and whether it is a mean."""
     axes = plan.group.axes
-    if is_weighted(x):
-        weight = reduce_scalar(jnp.asarray(x.weight, jnp.float32), axes)
-        return reduce_scalar(jnp.asarray(x.sum, jnp.float32), axes) / weight, True
+    if is_named(x):
+        return over_devices(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True
     if not is_numeric(x):
         raise GShardError(f"an evaluation output is {shown(x)}: return numbers and arrays.")
     x = jnp.asarray(x)
@@ -103,5 +105,6 @@ def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
         return x, False
     raise GShardError(
         f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, "
-        f"nor a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows."
+        f"nor a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows. "
+        'Say how it is reduced over the batch, such as gshard.Reduced(x, "sum").'
     )

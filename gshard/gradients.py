@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
+from gshard.auxiliary import over_devices
 from gshard.batch import check_rows
 from gshard.collectives import (
     BUFFER_MAX_SIZE,
@@ -29,7 +30,7 @@ from gshard.collectives import (
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, in_storage
 from gshard.layout import Layout
-from gshard.loss import is_weighted, typed_key
+from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan
 from gshard.promise import accumulation
@@ -66,7 +67,7 @@ class Gradients:
     Attributes:
       grads: Divided: a tree like the parameters, in the layouts of `plan.grads`.
       loss: float32 scalar, of the global batch.
-      aux: the loss's auxiliary output, averaged over the batch, or None.
+      aux: the loss's auxiliary output, reduced over the batch, or None.
       weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
         nothing to divide, and loss and gradient are 0.
       finite: boolean scalar, whether every entry of every gradient is.
@@ -193,10 +194,23 @@ def _on_devices(
         how = (options.has_aux, options.by_rows)
         make = partial(MicroBatch, loss, structure, stored, targets, plan, *how)
         given = (leaves, extras, layouts, batch, rng, options.micro_batches)
+
+        def finish(grads: list[jax.Array]) -> list[jax.Array]:
+            if accumulate == "sync":
+                grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
+            # What was reduced is held apart from the sum: the compilers of TPU and GPU would add
+            # up first, and reduce whole gradients once, after the loop.
+            return [
+                jax.lax.optimization_barrier(g)
+                if accumulate == "sync" or target.dim is not None
+                else g
+                for g, target in zip(grads, targets, strict=True)
+            ]
+
         if OVERWRITTEN in extras:  # statistics of gradients: those need the size of one device's
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
             scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
-        total = over_micro_batches(make(scale), *given)
+        total = over_micro_batches(make(scale), *given, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
         updates = agree(total.updates, plan.group, options.sync_buffers)
         return end(own, scale), {**updates, **largest(total.overwritten, plan.group)}
@@ -267,35 +281,28 @@ def _reduce(
     reduced, targets = jax.tree.leaves(plan.grads), _targets(plan, accumulate)
     weight = reduce_scalar(weight, axes)
     divisor = jnp.where(weight == 0, 1, weight)
-    grads = _sum_over_devices(grads, targets, reduced, plan, options.buffer_max_size)
+    if accumulate != "sync":  # else each was, as it arose
+        grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
     bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     return (
         [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
         reduce_scalar(value, axes) / divisor,
-        plan.output(_mean_over_devices(aux, divisor, axes)),
+        plan.output(over_devices(aux, divisor, axes)),
         weight,
         reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
     )
 
 
-def _mean_over_devices(sums: Any, weight: jax.Array, axes: Sequence[str]) -> Any:
-    def mean(x: Any) -> jax.Array:
-        total, over = (x.sum, reduce_scalar(x.weight, axes)) if is_weighted(x) else (x, weight)
-        return reduce_scalar(total, axes) / over
-
-    return jax.tree.map(mean, sums, is_leaf=is_weighted)
-
-
 def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
-    reduced: Sequence[Layout],
     plan: Plan,
     buffer_max_size: int,
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
+    reduced = jax.tree.leaves(plan.grads)
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gshard.arguments import shown
-from gshard.errors import GShardError, some, warn
+from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.state import PureLoss
 from gshard.tree import flatten, path_of, same_leaves
 
@@ -26,6 +27,25 @@ class Weighted:
 
     sum: Any
     weight: Any
+
+
+REDUCTIONS = ("sum", "mean", "max", "min", "any", "all")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Reduced:
+    """An aux or an evaluation output, and how it is reduced over the rows of the batch.
+
+    Attributes:
+      value: number or array, of the rows at hand: a count of them, their largest logit.
+      by: over devices, micro-batches and calls: `"sum"`, `"max"`, `"min"`, `"any"` and `"all"` (of
+        booleans), or `"mean"` (weighted as the loss is). Integers stay integers but for a mean; a
+        sum of them has the dtype of `jnp.sum`, one of float16 or bfloat16 is float32.
+    """
+
+    value: Any
+    by: str = field(metadata={"static": True})
 
 
 @dataclass(frozen=True)
@@ -108,14 +128,46 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def is_weighted(x: Any) -> bool:
-    """Whether this is a `Weighted`, for `is_leaf=`."""
-    return isinstance(x, Weighted)
+def is_named(x: Any) -> bool:
+    """Whether this says itself how it is reduced, for `is_leaf=`."""
+    return isinstance(x, (Weighted, Reduced))
 
 
 def is_numeric(x: Any) -> bool:
-    """Whether this is a number or an array."""
+    """Whether this is a number or an array of numbers."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x.dtype.kind not in "OSUMm"
     return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
+
+
+def check_reduced(tree: Any, batch: Any, what: str) -> None:
+    """Refuses every `Reduced` of a tree that cannot be; `what` begins the message.
+
+    Raises:
+      GShardError: names its path.
+    """
+    rows = _rows(batch)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    for keys, x in pairs:
+        if not isinstance(x, Reduced):
+            continue
+        place = f"{what} {path_of(keys)!r}"
+        if x.by not in REDUCTIONS:
+            raise GShardError(
+                f"{place}: gshard.Reduced(x, by={shown(x.by)}) is unknown."
+                f"{did_you_mean(x.by, REDUCTIONS)} Choose one of {', '.join(REDUCTIONS)}."
+            )
+        if not is_numeric(x.value):
+            raise GShardError(
+                f"{place}: gshard.Reduced(x, {x.by!r}) needs a number or an array; x is "
+                f"{shown(x.value)}."
+            )
+        dtype = jnp.result_type(x.value)
+        kinds = (jnp.bool_,) if x.by in ("any", "all") else (jnp.bool_, jnp.integer, jnp.floating)
+        if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            what = "booleans, such as x > 0" if len(kinds) == 1 else "real numbers"
+            raise GShardError(f"{place}: gshard.Reduced(x, {x.by!r}) needs {what}; x is {dtype}.")
+        _warn_of_rows(place, x.value, rows)
 
 
 def typed_key(rng: Any) -> Any:
@@ -137,12 +189,14 @@ def _rows(batch: Any) -> int:
 
 
 def _check_aux(aux: Any, batch: Any) -> None:
-    """Aux is averaged over devices and micro-batches: that must mean something."""
-    rows = _rows(batch)
-    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_weighted)
+    """Aux is averaged over devices and micro-batches, or says how else; it must mean something."""
+    check_reduced(aux, batch, "aux")
+    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_named)
     for keys, x in pairs:
         path = path_of(keys)
-        if is_weighted(x):
+        if isinstance(x, Reduced):
+            continue
+        if isinstance(x, Weighted):
             if not is_numeric(x.sum) or not is_numeric(x.weight) or jnp.ndim(x.weight):
                 raise GShardError(
                     f"aux {path!r}: a gshard.Weighted needs numbers, and a scalar weight."
@@ -152,14 +206,20 @@ def _check_aux(aux: Any, batch: Any) -> None:
             what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
             raise GShardError(
                 f"aux {path!r} {what}: only floating auxiliary outputs are averaged over the "
-                "batch. Convert it to float, or leave it out."
+                "batch. For another number say how it is reduced, such as gshard.Reduced(x, "
+                '"sum"); leave out what is no number.'
             )
-        if jnp.ndim(x) and jnp.shape(x)[0] == rows > 1:
-            warn(
-                f"aux {path!r} has shape {jnp.shape(x)}, and a device takes {rows} rows at a time. "
-                "If it has one entry for each row, unrelated rows are averaged: return their mean, "
-                "or take such outputs from gshard.make_eval_step. If not, all is well."
-            )
+        _warn_of_rows(f"aux {path!r}", x, _rows(batch))
+
+
+def _warn_of_rows(place: str, x: Any, rows: int) -> None:
+    if jnp.ndim(x) and jnp.shape(x)[0] == rows > 1:
+        warn(
+            f"{place} has shape {jnp.shape(x)}, and a device takes {rows} rows at a time. If it "
+            "has one entry for each row, unrelated rows are combined: reduce them first (their "
+            "mean, their sum), or take such outputs from gshard.make_eval_step as they are. If "
+            "not, all is well."
+        )
 
 
 def _like_the_extras(updates: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:

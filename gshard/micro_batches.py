@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import Use, with_divided
 from gshard.layout import Layout
-from gshard.loss import LossForm, Weighted, fold_keys, is_weighted, refuse_keys
+from gshard.loss import LossForm, fold_keys, refuse_keys
 from gshard.plan import Plan, all_whole
 from gshard.state import OVERWRITTEN, PureLoss
 
@@ -68,7 +68,7 @@ class MicroBatch:
         (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
-        return Total(grads, loss, weight, _as_sums(aux, weight), updates, new)
+        return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
 
     def weight(
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
@@ -111,17 +111,6 @@ class MicroBatch:
         return at, points, overwritten
 
 
-def _as_sums(aux: Any, weight: jax.Array) -> Any:
-    """A mean times the weight of its rows; a `Weighted` aux is a sum with its own weight."""
-
-    def total(x: Any) -> Any:
-        if is_weighted(x):
-            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
-        return x * weight
-
-    return jax.tree.map(total, aux, is_leaf=is_weighted)
-
-
 def over_micro_batches(
     one: MicroBatch,
     leaves: list[jax.Array],
@@ -130,8 +119,12 @@ def over_micro_batches(
     batch: Any,
     rng: Any,
     k: int,
+    finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> Total:
-    """The sum of `one` over k slices of this device's rows, one after the other."""
+    """The sum of `one` over k slices of this device's rows, one after the other.
+
+    Of several slices, `finish` makes of each one's gradients what is added up.
+    """
     if k == 1:
         return one(leaves, extras, layouts, batch, rng, 0)
     rows, micro_batch = _slices(batch, k)
@@ -143,19 +136,18 @@ def over_micro_batches(
     layouts = {**layouts, **now_whole}
     divided, extras_with = apart(extras, layouts)
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
-    start = Total(zeros.grads, zeros.loss, zeros.weight, zeros.aux, changing, least)
+    start = Total(zeros.grads, zeros.loss, zeros.weight, nothing(shapes.aux), changing, least)
 
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
         now = {**extras_with(parts_now), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
-        add = partial(jax.tree.map, jnp.add)
         return Total(
-            add(total.grads, new.grads),
+            jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
             total.weight + new.weight,
-            add(total.aux, new.aux),
+            added(total.aux, new.aux),
             new.updates,
             jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None

@@ -82,7 +82,7 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
         [layout.local() for layout in jax.tree.leaves(tree)]
         for tree in (plan.params, plan.grads, plan.extras)
     )
-    carried = [r if accumulate == "scatter" else r.whole() for r in reduced]
+    carried = [r.whole() if accumulate == "local" else r for r in reduced]
     totals: dict[tuple[str, str, bool], int] = {}
     for s, r in zip(stored, reduced, strict=True):
         for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate):
@@ -109,14 +109,15 @@ def _moved(
     stored: Layout, reduced: Layout, micro_batches: int, accumulate: str
 ) -> Iterator[tuple[str, str, int, bool]]:
     """(kind, purpose, elements, at most) of one leaf in one step."""
+    sums = micro_batches if accumulate == "sync" else 1
     if reduced.dim is None:
         if reduced.group.devices > 1:
-            yield "all-reduce", "reduce", reduced.size, False
+            yield "all-reduce", "reduce", reduced.size * sums, False
         return
-    scatters = micro_batches if accumulate == "scatter" else 1
+    scatters = 1 if accumulate == "local" else micro_batches
     yield "reduce-scatter", "scatter", _hops(reduced) * scatters, False
     if reduced.group.copies > 1:
-        yield "all-reduce", "reduce", reduced.stored_size // reduced.group.size, False
+        yield "all-reduce", "reduce", reduced.stored_size // reduced.group.size * sums, False
     if stored.dim is None:
         yield "all-gather", "publish", _hops(reduced), False
     else:  # for the forward and again for the backward
@@ -130,16 +131,27 @@ def _hops(layout: Layout) -> int:
 
 
 def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = True) -> str:
-    """`local` or `scatter`: how gradients accumulate over micro-batches.
+    """`local`, `scatter` or `sync`: how gradients accumulate over micro-batches.
 
     One micro-batch that is all is scattered as it arises at every level that divides the optimizer
     state; without `sync` more may come in later calls.
+
+    Raises:
+      GShardError: `accumulate` is unknown, or would reduce what `sync=False` is not to reduce.
     """
     whole_number("micro_batches", micro_batches, 1)
-    if accumulate not in ("level", "local", "scatter"):
+    if accumulate not in ("level", "local", "scatter", "sync"):
         raise GShardError(
             f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "
-            "(each device keeps its own gradient and reduces once) or 'scatter' (every one)."
+            "(each device keeps its own gradient and reduces once), 'scatter' (every one is "
+            "scattered over the shard group, and summed over replicas once) or 'sync' (every one "
+            "is reduced over all devices)."
+        )
+    if accumulate == "sync" and not sync:
+        raise GShardError(
+            "accumulate='sync' reduces the gradient of every micro-batch over all devices, and "
+            "sync=False asks for gradients that are not reduced. Choose accumulate='local' or "
+            "'scatter', or leave out sync=False."
         )
     if micro_batches == 1 and sync:
         return "scatter"

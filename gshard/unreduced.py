@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown
+from gshard.auxiliary import added
 from gshard.errors import GShardError
 from gshard.tree import flatten
 
@@ -26,7 +28,7 @@ class Unreduced:
         of the device, summed over the shard group.
       loss: float32 `(devices,)`.
       weight: float32 `(devices,)`, what the sums are divided by.
-      aux: sums of the loss's auxiliary output, or None.
+      aux: the loss's auxiliary output in a form that adds up, or None.
       accumulate: `local` or `scatter`.
     """
 
@@ -41,7 +43,8 @@ class Unreduced:
             self._refuse(shown(other))
         if jax.tree.structure(other) != jax.tree.structure(self):
             self._refuse(f"others ({other.accumulate})")
-        return jax.tree.map(jnp.add, self, other)
+        bare = [dataclasses.replace(x, aux=None) for x in (self, other)]
+        return dataclasses.replace(jax.tree.map(jnp.add, *bare), aux=added(self.aux, other.aux))
 
     def __radd__(self, other: Any) -> Unreduced:
         """`sum([...])` begins with 0."""

@@ -46,7 +46,8 @@ def value_and_grad(
       mutable: Linen collections that the loss returns as updates.
       micro_batches: slices that each device takes its rows in, one after the other.
       accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
-        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it.
+        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it, and
+        `"sync"` is refused.
       sync_buffers: as in `make_train_step`.
       buffer_max_size: elements of one bucket.
 
@@ -102,7 +103,7 @@ def reduce_gradients(
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
-      whatever the calls had each. Aux is weighted as the loss is.
+      whatever the calls had each. Aux is weighted as the loss is, or reduced as it says.
 
     Raises:
       GShardError: for gradients that are reduced already, or another plan's.

@@ -727,7 +727,7 @@ def test_a_loss_without_the_promised_aux():
 @pytest.mark.parametrize(
     ("aux", "parts"),
     [
-        (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32")),
+        (lambda rows: {"ids": rows["y"].sum()}, ("'ids'", "int32", 'gshard.Reduced(x, "sum")')),
         (lambda rows: {"name": "a"}, ("'name'", "'a'")),
         (lambda rows: {"mean": gshard.Weighted(1.0, rows["x"])}, ("'mean'", "scalar weight")),
     ],
@@ -813,7 +813,7 @@ def test_an_rng_that_nothing_takes():
     ("option", "parts"),
     [
         ({"mutable": 3}, ("mutable=3",)),
-        ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'")),
+        ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'", "'sync'")),
         ({"buffer_max_size": -1}, ("buffer_max_size=-1", "0 or more")),
         ({"buffer_max_size": 0.5}, ("buffer_max_size=0.5",)),
     ],

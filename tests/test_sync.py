@@ -1,4 +1,4 @@
-"""Gradients that accumulate over separate calls: `value_and_grad(sync=False)`."""
+"""When gradients are reduced: after separate calls (`sync=False`), or each as it arises."""
 
 from __future__ import annotations
 
@@ -176,6 +176,63 @@ def test_calls_with_different_numbers_of_rows():
         )
 
 
+SYNCED = list(itertools.product(LEVELS, ["3", "replica 2x2"]))
+QUICK = [("p_g_os", "replica 2x2")]
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh"),
+    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in SYNCED],
+)
+def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
+    """Over shard group and replicas, padded and whole leaves too; nothing is left for the end."""
+    state, plan = divided(level, mesh)
+    options = dict(micro_batches=CALLS, accumulate="sync")
+    call = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True, **options))
+    batch = gshard.shard_batch(everything(), plan)
+    found, promised = (
+        gshard.audit(call, state.params, batch, plan=plan),
+        gshard.promise(plan, **options),
+    )
+    for kind in ("reduce-scatter", "all-reduce"):
+        assert found.elements(kind) == promised.elements(kind)
+    moved = [row for row in found.collectives if row.purpose in ("scatter", "reduce")]
+    assert moved and all(row.times == CALLS * row.count for row in moved)
+    held = [layout.bytes_per_device for layout in jax.tree.leaves(plan.grads)]
+    assert promised.resident["gradients"] == sum(held)
+
+    (loss, _), grads = call(state.params, batch)
+    expected_loss, expected = one_device(params(), everything())
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
+        want = expected[layout.path]
+        assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
+        np.testing.assert_allclose(
+            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
+        )
+
+
+def test_one_micro_batch_is_the_same_program_however_it_accumulates():
+    state, plan = divided("os_g", "replica 2x2")
+    assert lowered(state, plan, "local") == lowered(state, plan, "sync")
+
+
+def lowered(state, plan, accumulate, micro_batches=1):
+    options = dict(has_aux=True, accumulate=accumulate, micro_batches=micro_batches)
+    return gshard.make_train_step(loss_fn, plan, **options).lower(state, rows(0)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "held"),
+    [pytest.param("local", 0, marks=pytest.mark.slow), ("scatter", 2), ("sync", 3)],
+)
+def test_what_was_reduced_is_held_apart_from_the_sum(accumulate, held):
+    """The compilers of TPU and GPU add up first and reduce once, unless a barrier is between."""
+    state, plan = divided("os_g")
+    text = lowered(state, plan, accumulate, micro_batches=2)
+    assert text.count("optimization_barrier") == 1 + held  # one ties the leaves to the loop
+
+
 def test_nnx_in_the_users_own_loop():
     def pair():
         model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
@@ -244,5 +301,7 @@ def test_unreduced_gradients_are_refused_by_name():
     _, elsewhere = divided("os", "replica 2x2")
     with pytest.raises(gshard.GShardError, match="the plan that it was made with"):
         gshard.reduce_gradients(total, elsewhere)
+    with pytest.raises(gshard.GShardError, match="accumulate='sync' reduces .*leave out sync=Fal"):
+        gshard.value_and_grad(loss_fn, plan, sync=False, accumulate="sync")
     with pytest.raises(gshard.GShardError, match="sync=0"):
         gshard.value_and_grad(loss_fn, plan, sync=0)

@@ -1,0 +1,184 @@
+"""Auxiliary and evaluation outputs that say how they are reduced: `gshard.Reduced`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard import Reduced
+
+ROWS, CALLS = 24, 3
+
+
+def rows(seed: int = 0, count: int = ROWS):
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(count, 5)).astype(np.float32),
+        "n": (2**24 + rng.integers(0, 2**20, count)).astype(np.int32),  # odd ones: no float32
+        "small": rng.integers(90, 120, count).astype(np.int8),
+        "w": rng.integers(1, 4, count).astype(np.float32),
+    }
+
+
+def joined(batches):
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *batches)
+
+
+def measures(b):
+    """All of them are the same function of one device's rows and of the whole batch."""
+    low = b["n"].min()
+    return {
+        "count": Reduced((b["x"][:, 0] > 0).sum(), "sum"),
+        "ids": [Reduced(b["n"].sum(), "sum"), Reduced(b["n"].max(), "max"), Reduced(low, "min")],
+        "small": Reduced(b["small"].max() - jnp.int8(0), "max"),
+        "bytes": Reduced(b["small"].min() * jnp.int8(1), "sum"),
+        "table": Reduced((b["n"][:, None] % np.arange(2, 7) == 0).sum(0), "sum"),
+        "top": Reduced(-jnp.abs(b["x"]).max(0), "min"),
+        "bottom": Reduced(-jnp.abs(b["x"]).min(0), "max"),
+        "half": Reduced(b["x"].max().astype(jnp.bfloat16), "max"),
+        "any": Reduced((b["n"] == rows()["n"].min()).any(), "any"),
+        "all": Reduced((b["x"][:, 0] < 1).all(), "all"),
+        "yes": Reduced((b["w"] > 0).all(), "all"),
+        "no": Reduced((b["w"] < 0).any(), "any"),
+    }
+
+
+def loss_fn(p, b):
+    errors = ((b["x"] @ p["w"]) ** 2).mean(-1)
+    out = gshard.Weighted((errors * b["w"]).sum(), b["w"].sum())
+    mean = Reduced((b["w"] * b["small"]).sum() / b["w"].sum(), "mean")
+    share = Reduced(b["small"].max() > 100, "mean")
+    return out, {**measures(b), "mean": mean, "share": share, "loss": errors.mean()}
+
+
+def divided(level="os", replica=None, **options):
+    devices = jax.devices()[:4] if replica else jax.devices()[:3]
+    weights = np.random.default_rng(9).normal(size=(5, 6)).astype(np.float32)
+    return gshard.shard_train_state(
+        ({"w": weights}, optax.sgd(0.1)),
+        gshard.make_mesh(devices=devices, replica=replica or 1),
+        level,
+        segment_size=4,
+        **options,
+    )
+
+
+def assert_whole(found, everything, devices, slices):
+    """`slices`: how many a device takes its rows in, over all calls."""
+    expected = jax.jit(measures)(everything)
+    for name, want in expected.items():
+        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(want), strict=True):
+            if name == "bytes":  # a sum of each slice's least: int8 has no place for it
+                assert x.dtype == jnp.int32 and x >= devices * slices * 90
+                continue
+            assert x.dtype == y.dtype, name
+            np.testing.assert_array_equal(x, y, err_msg=name)
+    mean = (everything["w"] * everything["small"]).sum() / everything["w"].sum()
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-6)
+    assert found["mean"].dtype == found["share"].dtype == jnp.float32
+    assert 0 < found["share"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "replica", "k"), [("p_g_os", None, 4), ("os", 2, 1)])
+def test_over_devices_and_micro_batches(level, replica, k):
+    state, plan = divided(level, replica)
+    step = gshard.make_train_step(loss_fn, plan, has_aux=True, micro_batches=k)
+    _, metrics = step(state, rows())
+    assert_whole(metrics["aux"], rows(), plan.group.devices, k)
+
+
+def test_over_calls():
+    state, plan = divided("os_g", replica=2)
+    call = gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True, micro_batches=2)
+    batches = [rows(seed) for seed in range(CALLS)]
+
+    @jax.jit
+    def end(p, batches):
+        total = sum(call(p, b)[1] for b in batches)
+        return gshard.reduce_gradients(total, plan)[0], total
+
+    (_, aux), total = end(state.params, batches)
+    assert_whole(aux, joined(batches), plan.group.devices, 2 * CALLS)
+    other = dataclasses.replace(total, aux={**total.aux, "yes": Reduced(aux["yes"], "max")})
+    with pytest.raises(gshard.GShardError, match="same tree, aux and accumulation"):
+        total + other
+
+
+@pytest.mark.slow
+def test_the_dtype_of_outputs_in_training():
+    state, plan = divided(precision=gshard.Precision(output_dtype="float16"))
+    _, metrics = gshard.make_train_step(loss_fn, plan, has_aux=True)(state, rows())
+    assert metrics["aux"]["top"].dtype == metrics["aux"]["mean"].dtype == jnp.float16
+    assert metrics["aux"]["ids"][0] == rows()["n"].sum()
+
+
+def test_evaluation_and_the_dtype_of_outputs():
+    state, plan = divided(precision=gshard.Precision(output_dtype="float16"))
+    evaluate = gshard.make_eval_step(
+        lambda p, b: {**measures(b), "mean": Reduced(b["x"][:2] * 0 + b["w"].mean(), "mean")}, plan
+    )
+    found = evaluate(state, rows())
+    for name, want in jax.jit(measures)(rows()).items():
+        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(want), strict=True):
+            if name != "bytes":
+                wanted = jnp.float16 if jnp.issubdtype(y.dtype, jnp.floating) else y.dtype
+                assert x.dtype == wanted, name
+                np.testing.assert_array_equal(x, np.asarray(y).astype(wanted), err_msg=name)
+    np.testing.assert_allclose(found["mean"], np.full((2, 5), rows()["w"].mean()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("device", [0, 2])
+def test_a_nan_of_one_device_is_not_passed_by(device):
+    state, plan = divided()
+    b = rows()
+    b["x"][8 * device, 1] = np.nan
+    evaluate = gshard.make_eval_step(
+        lambda p, b: [Reduced(b["x"].max(0), by) for by in ("max", "min", "sum")], plan
+    )
+    for found in evaluate(state, b):
+        np.testing.assert_array_equal(np.isnan(found), [False, True, False, False, False])
+
+
+BAD = {
+    "by": (lambda b: Reduced(b["x"].max(), "maximum"), ("'a/0'", "by='maximum'", "sum, mean, max")),
+    "near": (lambda b: Reduced(b["x"].max(), "men"), ("Did you mean 'mean'?",)),
+    "no text": (lambda b: Reduced(1.0, max), ("'a/0'", "unknown")),
+    "text": (lambda b: Reduced("x", "sum"), ("'a/0'", "needs a number or an array", "'x'")),
+    "list": (lambda b: Reduced([1, 2], "sum"), ("needs a number or an array", "[1, 2]")),
+    "texts": (lambda b: Reduced(np.array(["x"]), "sum"), ("needs a number or an array",)),
+    "complex": (lambda b: Reduced(1j, "max"), ("real numbers", "complex64")),
+    "key": (lambda b: Reduced(jax.random.key(0), "max"), ("real numbers", "key")),
+    "any": (lambda b: Reduced(b["n"].sum(), "any"), ("'any'", "booleans", "int32")),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_reduced_is_refused_by_path(name):
+    make, words = BAD[name]
+    state, plan = divided()
+    step = gshard.make_train_step(lambda p, b: (p["w"].sum(), {"a": [make(b)]}), plan, has_aux=True)
+    evaluate = gshard.make_eval_step(lambda p, b: {"a": [make(b)]}, plan)
+    for call in (step, evaluate):
+        with pytest.raises(gshard.GShardError) as error:
+            call(state, rows())
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_what_was_not_said_names_the_mend():
+    state, plan = divided()
+    evaluate = gshard.make_eval_step(lambda p, b: b["n"].sum(), plan)
+    with pytest.raises(gshard.GShardError, match=r'int32 .*gshard\.Reduced\(x, "sum"\)'):
+        evaluate(state, rows())
+    evaluate = gshard.make_eval_step(lambda p, b: {"rows": Reduced(b["n"], "max")}, plan)
+    with pytest.warns(gshard.GShardWarning, match=r"'rows' has shape \(8,\).*reduce them first"):
+        evaluate(state, rows())
+    with pytest.raises(gshard.GShardError, match="the loss must be a floating scalar.*Reduced"):
+        gshard.make_train_step(lambda p, b: Reduced(p["w"].sum(), "sum"), plan)(state, rows())
