@@ -216,6 +216,7 @@ def test_pairs_of_lookahead_are_refused():
         gshard.shard_train_state((pair, tx), gshard.make_mesh(), "os")
 
 
+@pytest.mark.slow
 def test_slow_parameters_are_those_of_optax_and_lie_divided():
     """Against pairs, trained as optax's documentation does."""
     tx = optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)

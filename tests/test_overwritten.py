@@ -106,7 +106,7 @@ def divided(level: str, devices: int = 4, replica: int = 1, **options: Any) -> A
     return gshard.shard_train_state(fresh(), mesh, level, segment_size=16, **options)
 
 
-QUICK = [("os", "mean", 1, 4, 1), ("p_g_os", "weighted", 2, 4, 1)]
+QUICK = [("p_g_os", "weighted", 2, 4, 1)]
 SLOW = [
     (level, name, k, devices, replica)
     for level in LEVELS
