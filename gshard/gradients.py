@@ -7,7 +7,7 @@ times.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,24 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
-from gshard.auxiliary import over_devices
 from gshard.batch import check_rows
-from gshard.collectives import (
-    BUFFER_MAX_SIZE,
-    agree,
-    largest,
-    on_user_axes,
-    reduce_leaves,
-    reduce_scalar,
-    scatter_leaves,
-)
+from gshard.collectives import BUFFER_MAX_SIZE, agree, largest, reduce_scalar
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, in_storage
-from gshard.layout import Layout
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan
 from gshard.promise import accumulation
+from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
 from gshard.state import OVERWRITTEN, Parts, PureLoss
 from gshard.tree import same_leaves
 from gshard.unreduced import Unreduced
@@ -105,10 +96,10 @@ def gradients(
     how = accumulation(plan, options.micro_batches, options.accumulate)
 
     def reduced(own: Any, scale: jax.Array | None) -> Any:
-        return _reduce(own, plan, how, options, scale)
+        return reduce(own, plan, how, options.buffer_max_size, scale)
 
     (grads, value, aux, weight, finite), updates = _on_devices(
-        reduced, _reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
+        reduced, reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Gradients(grads, value, aux, weight, finite, updates)
@@ -135,7 +126,7 @@ def unreduced_gradients(
 
 def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
     """What `gradients` returns, from sums over one call or several."""
-    targets = _targets(plan, sums.accumulate)
+    targets = accumulating(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
     for x, target in zip(leaves, targets, strict=True):
@@ -147,23 +138,19 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
             )
 
     def on_device(own: Any) -> Any:
-        return _reduce(jax.tree.map(lambda x: x[0], own), plan, sums.accumulate, options)
+        return reduce(
+            jax.tree.map(lambda x: x[0], own), plan, sums.accumulate, options.buffer_max_size
+        )
 
     grads, value, aux, weight, finite = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(plan.batch_spec,),
-        out_specs=_reduced_specs(plan),
+        out_specs=reduced_specs(plan),
         axis_names=set(plan.data_axes),
         check_vma=False,
     )((leaves, sums.loss, sums.weight, sums.aux))
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, finite, {})
-
-
-def _targets(plan: Plan, accumulate: str) -> list[Layout]:
-    """How gradients lie while they accumulate."""
-    reduced = jax.tree.leaves(plan.grads)
-    return [layout.whole() for layout in reduced] if accumulate == "local" else reduced
 
 
 def _on_devices(
@@ -190,22 +177,13 @@ def _on_devices(
     _check_dtypes(parts.params, plan)
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
-        targets = _targets(plan, accumulate)
+        targets = accumulating(plan, accumulate)
         how = (options.has_aux, options.by_rows)
         make = partial(MicroBatch, loss, structure, stored, targets, plan, *how)
         given = (leaves, extras, layouts, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
-            if accumulate == "sync":
-                grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
-            # What was reduced is held apart from the sum: the compilers of TPU and GPU would add
-            # up first, and reduce whole gradients once, after the loop.
-            return [
-                jax.lax.optimization_barrier(g)
-                if accumulate == "sync" or target.dim is not None
-                else g
-                for g, target in zip(grads, targets, strict=True)
-            ]
+            return held_apart(grads, plan, accumulate, options.buffer_max_size)
 
         if OVERWRITTEN in extras:  # statistics of gradients: those need the size of one device's
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
@@ -253,65 +231,3 @@ def _check_dtypes(params: Any, plan: Plan) -> None:
                 f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
                 f"{layout.dtype}. Pass state.params, which precision= made so."
             )
-
-
-def _reduced_specs(plan: Plan) -> tuple[Any, ...]:
-    """Of what `_reduce` returns."""
-    specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
-    return specs, jax.P(), jax.P(), jax.P(), jax.P()
-
-
-def _reduce(
-    own: Any, plan: Plan, accumulate: str, options: Options, scale: jax.Array | None = None
-) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
-    """Sums over devices, divided once by the weight of the global batch.
-
-    Args:
-      own: one device's gradients, loss, weight and aux, as sums.
-      plan: where everything lies.
-      accumulate: how the gradients lie.
-      options: of the reduction.
-      scale: what the gradients were multiplied by.
-
-    Returns:
-      The fields of `Gradients`, but for the updates.
-    """
-    grads, value, weight, aux = own
-    axes = plan.group.axes
-    reduced, targets = jax.tree.leaves(plan.grads), _targets(plan, accumulate)
-    weight = reduce_scalar(weight, axes)
-    divisor = jnp.where(weight == 0, 1, weight)
-    if accumulate != "sync":  # else each was, as it arose
-        grads = _sum_over_devices(grads, targets, plan, options.buffer_max_size)
-    bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
-    factor = divisor if scale is None else divisor * scale
-    wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
-    return (
-        [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
-        reduce_scalar(value, axes) / divisor,
-        plan.output(over_devices(aux, divisor, axes)),
-        weight,
-        reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
-    )
-
-
-def _sum_over_devices(
-    grads: list[jax.Array],
-    targets: Sequence[Layout],
-    plan: Plan,
-    buffer_max_size: int,
-) -> list[jax.Array]:
-    """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
-    reduced = jax.tree.leaves(plan.grads)
-    late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
-
-    def sums(grads: list[jax.Array]) -> list[jax.Array]:
-        grads = scatter_leaves(grads, [layout.local() for layout in late], buffer_max_size)
-        for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
-            chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
-            totals = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
-            for i, total in zip(chosen, totals, strict=True):
-                grads[i] = total
-        return grads
-
-    return on_user_axes(sums, grads, [layout.user_spec for layout in reduced], plan.group)

@@ -1,0 +1,106 @@
+"""The end of the gradient stage: what each device summed over its rows, reduced over all devices.
+
+Runs inside the `shard_map` of `gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.auxiliary import over_devices
+from gshard.collectives import on_user_axes, reduce_leaves, reduce_scalar, scatter_leaves
+from gshard.layout import Layout
+from gshard.plan import Plan
+
+
+def accumulating(plan: Plan, accumulate: str) -> list[Layout]:
+    """How gradients lie while they accumulate."""
+    reduced = jax.tree.leaves(plan.grads)
+    return [layout.whole() for layout in reduced] if accumulate == "local" else reduced
+
+
+def held_apart(
+    grads: list[jax.Array], plan: Plan, accumulate: str, buffer_max_size: int
+) -> list[jax.Array]:
+    """The gradients of one micro-batch of several, as they are added up.
+
+    What was reduced is held apart from the sum: the compilers of TPU and GPU would add up first,
+    and reduce whole gradients once, after the loop.
+    """
+    targets = accumulating(plan, accumulate)
+    if accumulate == "sync":
+        grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
+    return [
+        jax.lax.optimization_barrier(g) if accumulate == "sync" or target.dim is not None else g
+        for g, target in zip(grads, targets, strict=True)
+    ]
+
+
+def reduced_specs(plan: Plan) -> tuple[Any, ...]:
+    """Of what `reduce` returns."""
+    specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
+    return specs, jax.P(), jax.P(), jax.P(), jax.P()
+
+
+def reduce(
+    own: Any,
+    plan: Plan,
+    accumulate: str,
+    buffer_max_size: int,
+    scale: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
+    """Sums over devices, divided once by the weight of the global batch.
+
+    Args:
+      own: one device's gradients, loss, weight and aux, as sums.
+      plan: where everything lies.
+      accumulate: how the gradients lie.
+      buffer_max_size: elements of one bucket.
+      scale: what the gradients were multiplied by.
+
+    Returns:
+      Gradients, loss, aux, weight, and whether all entries are finite: the fields of `Gradients`.
+    """
+    grads, value, weight, aux = own
+    axes = plan.group.axes
+    reduced, targets = jax.tree.leaves(plan.grads), accumulating(plan, accumulate)
+    weight = reduce_scalar(weight, axes)
+    divisor = jnp.where(weight == 0, 1, weight)
+    if accumulate != "sync":  # else each was, as it arose
+        grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
+    bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
+    factor = divisor if scale is None else divisor * scale
+    wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
+    return (
+        [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
+        reduce_scalar(value, axes) / divisor,
+        plan.output(over_devices(aux, divisor, axes)),
+        weight,
+        reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
+    )
+
+
+def _sum_over_devices(
+    grads: list[jax.Array],
+    targets: Sequence[Layout],
+    plan: Plan,
+    buffer_max_size: int,
+) -> list[jax.Array]:
+    """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
+    reduced = jax.tree.leaves(plan.grads)
+    late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
+
+    def sums(grads: list[jax.Array]) -> list[jax.Array]:
+        grads = scatter_leaves(grads, [layout.local() for layout in late], buffer_max_size)
+        for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
+            chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
+            totals = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
+            for i, total in zip(chosen, totals, strict=True):
+                grads[i] = total
+        return grads
+
+    return on_user_axes(sums, grads, [layout.user_spec for layout in reduced], plan.group)
