@@ -20,6 +20,7 @@ from gshard.guard import Guard, Watch
 from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import GShardState, keep_unless, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state
+from gshard.post_update import after_update
 from gshard.promise import Promise, accumulation, promise
 from gshard.scaler import GradScaler
 from gshard.state import Parts
@@ -38,6 +39,7 @@ def make_train_step(
     accumulate: str = "level",
     sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
+    post_update: Callable[..., Any] | None = None,
     donate: bool = True,
 ) -> TrainStep:
     """A compiled training step for a state that lies as `plan` says.
@@ -74,6 +76,12 @@ def make_train_step(
         reduced over all devices as it arises, and only reduced gradients are added up).
       sync_buffers: what the loss returns anew is that of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
+      post_update: runs inside the compiled step, after an update that was not skipped, such as for
+        an average of the parameters. Linen: `post_update(state) -> state`, NNX:
+        `post_update(model, optimizer)`, in place. It sees the state after the update as
+        `plan.unwrap` gives it: your own optimizer's state, logical shapes, and with a `Precision`
+        the master copies (reading them gathers what is kept whole at `os` and `os_g`). Whatever
+        it changes keeps its path, shape, dtype and layout.
       donate: the step takes over the memory of the state it is given.
 
     Raises:
@@ -87,10 +95,15 @@ def make_train_step(
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     if max_bad_steps is not None:
         whole_number("max_bad_steps", max_bad_steps, 1, " (None: never)")
+    if post_update is not None and not callable(post_update):
+        raise GShardError(
+            f"post_update={shown(post_update)} is not a function. Linen: post_update(state) -> "
+            "state; NNX: post_update(model, optimizer), in place."
+        )
     if scaler is not None and not scaler.enable:
         scaler = None
     names, key = names_of("mutable", mutable), typed_key(rng)
-    return TrainStep(loss_fn, plan, names, key, scaler, max_bad_steps, options, donate)
+    return TrainStep(loss_fn, plan, names, key, scaler, max_bad_steps, options, post_update, donate)
 
 
 class TrainStep:
@@ -105,11 +118,13 @@ class TrainStep:
         scaler: GradScaler | None,
         max_bad_steps: int | None,
         options: Options,
+        post_update: Callable[..., Any] | None,
         donate: bool,
     ):
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
         self._scaler, self._watch = scaler, Watch(max_bad_steps)
+        self._post_update = post_update
         wanted = plan.abstract_parts()
         self._check = Fit(wanted, "the state is", donated=donate)
         shardings = jax.tree.map(lambda x: x.sharding, wanted)
@@ -184,6 +199,8 @@ class TrainStep:
             parts.step + updates.astype(parts.step.dtype),
             {**parts.extras, **keep_unless(updates, result.updates, extras)},
         )
+        if self._post_update is not None:
+            new = after_update(self._post_update, new, parts.static, self.plan, updates)
         return new, metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Parts, Any]:

@@ -85,10 +85,8 @@ def assert_whole(found, everything, devices, slices):
     assert 0 < found["share"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("level", "replica", "k"),
-    [("p_g_os", None, 4), pytest.param("os", 2, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "replica", "k"), [("p_g_os", None, 4), ("os", 2, 1)])
 def test_over_devices_and_micro_batches(level, replica, k):
     state, plan = divided(level, replica)
     step = gshard.make_train_step(loss_fn, plan, has_aux=True, micro_batches=k)
@@ -113,6 +111,14 @@ def test_over_calls():
         total + other
 
 
+@pytest.mark.slow
+def test_the_dtype_of_outputs_in_training():
+    state, plan = divided(precision=gshard.Precision(output_dtype="float16"))
+    _, metrics = gshard.make_train_step(loss_fn, plan, has_aux=True)(state, rows())
+    assert metrics["aux"]["top"].dtype == metrics["aux"]["mean"].dtype == jnp.float16
+    assert metrics["aux"]["ids"][0] == rows()["n"].sum()
+
+
 def test_evaluation_and_the_dtype_of_outputs():
     state, plan = divided(precision=gshard.Precision(output_dtype="float16"))
     evaluate = gshard.make_eval_step(
@@ -126,9 +132,6 @@ def test_evaluation_and_the_dtype_of_outputs():
                 assert x.dtype == wanted, name
                 np.testing.assert_array_equal(x, np.asarray(y).astype(wanted), err_msg=name)
     np.testing.assert_allclose(found["mean"], np.full((2, 5), rows()["w"].mean()), rtol=1e-3)
-    _, metrics = gshard.make_train_step(loss_fn, plan, has_aux=True)(state, rows())
-    assert metrics["aux"]["top"].dtype == metrics["aux"]["mean"].dtype == jnp.float16
-    assert metrics["aux"]["ids"][0] == rows()["n"].sum()
 
 
 @pytest.mark.parametrize("device", [0, 2])

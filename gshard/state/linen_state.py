@@ -14,6 +14,7 @@ import optax
 from flax.core import meta
 from flax.training.train_state import TrainState
 
+from gshard.arguments import shown
 from gshard.errors import GShardError, some
 from gshard.state.frozen import (
     FROZEN,
@@ -120,6 +121,25 @@ class Linen:
     def update(self, state: Any, parts: Parts) -> Any:
         """The state after a step."""
         return self.merge(parts, state, state.tx)
+
+    def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
+        """What the user's `post_update` makes of a state."""
+        new = fn(state)
+        if type(new) is not type(state):
+            raise GShardError(
+                f"post_update(state) returned {shown(new)}. Return the {type(state).__name__}, "
+                "such as state.replace(ema=...)."
+            )
+        kept = [
+            f.name for f in dataclasses.fields(state) if not f.metadata.get("pytree_node", True)
+        ]
+        changed = [name for name in kept if getattr(new, name) is not getattr(state, name)]
+        if changed:
+            raise GShardError(
+                f"post_update changes {some(changed)}, which is fixed while a step is compiled. "
+                "Change arrays only."
+            )
+        return new
 
     def absorb(self, params: Any, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
         """What the loss changed, for the caller to keep."""

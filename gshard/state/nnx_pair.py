@@ -141,6 +141,16 @@ class Nnx:
         nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
         optimizer.step.set_value(parts.step)
 
+    def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
+        """What the user's `post_update` makes of a pair, in place."""
+        out = fn(*state)
+        if out is not None:
+            raise GShardError(
+                f"post_update(model, optimizer) returned {shown(out)}. It changes them in place "
+                "(nnx.update(model.ema, ...)) and returns nothing."
+            )
+        return state
+
     def absorb(self, model: nnx.Module, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
         """Writes what the loss changed into the model."""
         nnx.update(model, parts.static.rest({**parts.extras, **updates}))

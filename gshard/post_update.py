@@ -1,0 +1,100 @@
+"""What a user's function does after the update, inside the compiled step: averages and the like.
+
+It sees what `plan.unwrap` gives, traced: logical shapes, the user's own optimizer and its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.errors import GShardError, some
+from gshard.layout import Layout
+from gshard.optimizer import keep_unless
+from gshard.plan import Plan
+from gshard.state import Parts
+from gshard.tree import flatten
+
+
+def after_update(
+    fn: Callable[..., Any], parts: Parts, static: Any, plan: Plan, updates: jax.Array
+) -> Parts:
+    """The parts that `fn` makes of those after the update; where `updates` is false, as they were.
+
+    What `fn` hands back untouched stays as it lies, and costs nothing.
+
+    Args:
+      fn: the user's `post_update`.
+      parts: after the update, in storage.
+      static: of the state that the step was given.
+      plan: where everything lies.
+      updates: boolean scalar.
+
+    Raises:
+      GShardError: `fn` changes the tree, a shape or a dtype.
+    """
+    precise, places = plan.precise(parts.params, parts.opt_state)
+    rest = (parts.step, parts.extras)
+    stored = Parts(precise, parts.opt_state.inner, *rest, static)
+    wanted = plan.layouts
+    layouts = jax.tree.leaves(Parts(places, plan.opt_state, wanted.step, wanted.extras))
+    paths, leaves, structure = flatten(stored)
+    given = [layout.cut(x) for x, layout in zip(leaves, layouts, strict=True)]
+    state = plan.kind.merge(
+        jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
+    )
+    found = _fitting(plan.kind.split(plan.kind.call_after(fn, state)), paths, layouts)
+    leaves = [
+        old if new is seen else keep_unless(updates, plan.pin(new, layout), old)
+        for new, seen, old, layout in zip(found, given, leaves, layouts, strict=True)
+    ]
+    new = jax.tree.unflatten(structure, leaves)
+    copies = dict(zip(*flatten(new.params)[:2], strict=True))
+    master = {path: copies[path] for path in plan.master}
+    return Parts(
+        _computed(parts, new, plan),
+        parts.opt_state._replace(inner=new.opt_state, master=master),
+        new.step,
+        new.extras,
+    )
+
+
+def _computed(parts: Parts, new: Parts, plan: Plan) -> Any:
+    """The parameters at rest: those whose master copy changed are rounded from it anew."""
+    before = parts.opt_state.master
+    leaves, structure = jax.tree.flatten(parts.params)
+    rounded = [
+        copy
+        if layout.path not in plan.master
+        else old
+        if copy is before[layout.path]
+        else plan.pin(plan.master[layout.path].cut(copy).astype(layout.dtype), layout)
+        for old, copy, layout in zip(
+            leaves, jax.tree.leaves(new.params), jax.tree.leaves(plan.params), strict=True
+        )
+    ]
+    return jax.tree.unflatten(structure, rounded)
+
+
+def _fitting(parts: Parts, known: list[str], layouts: list[Layout]) -> list[Any]:
+    """The leaves that `post_update` made, after checking that they are those of the state."""
+    paths, leaves, _ = flatten(parts)
+    if paths != known:
+        missing = [path for path in known if path not in set(paths)]
+        added = [path for path in paths if path not in set(known)]
+        raise GShardError(
+            f"post_update changes the tree of the state: missing {some(missing) or 'none'}; added "
+            f"{some(added) or 'none'}. Give new values to the fields that the state has; a new "
+            "field is added before shard_train_state."
+        )
+    for path, x, layout in zip(paths, leaves, layouts, strict=True):
+        shape, dtype = jnp.shape(x), jnp.result_type(x)
+        if shape != layout.shape or dtype != layout.dtype:
+            raise GShardError(
+                f"post_update makes {path} {dtype}{list(shape)}, and the state has "
+                f"{layout.dtype}{list(layout.shape)}. It must keep its shape and dtype."
+            )
+    return leaves
