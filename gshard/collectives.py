@@ -156,11 +156,15 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Arr
     with jax.named_scope("gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))
-        found = (lax.pmax if by == "max" else lax.pmin)(x, tuple(axes))
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return found
-        # A collective maximum passes a NaN by, on CPU always and on others by the library.
-        return jnp.where(lax.pmax(jnp.isnan(x), tuple(axes)), jnp.nan, found)
+        return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
+
+
+def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
+    found = reduce(x, axes)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return found
+    # A collective maximum passes a NaN by, on CPU always and on others by the library.
+    return jnp.where(lax.pmax(jnp.isnan(x), axes), jnp.nan, found)
 
 
 def agree(tree: Any, group: Group, first: bool = False) -> Any:
@@ -188,12 +192,12 @@ def agree(tree: Any, group: Group, first: bool = False) -> Any:
 
 
 def largest(tree: Any, group: Group) -> Any:
-    """The largest over the devices, entry by entry."""
+    """The largest over the devices, entry by entry; NaN where one of them is."""
     leaves, structure = jax.tree.flatten(tree)
     if group.devices > 1:
 
         def over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
-            return reduce_leaves(leaves, group.axes, BUFFER_MAX_SIZE, "agree", lax.pmax)
+            return reduce_leaves(leaves, group.axes, BUFFER_MAX_SIZE, "agree", _extreme)
 
         leaves = on_user_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)

@@ -20,18 +20,31 @@ from gshard.errors import GShardError
 _LIBRARIES = (str(Path(__file__).parent), "site-packages")
 
 
-def explain(error: ValueError) -> None:
+def explain(error: ValueError, axes: Sequence[str]) -> None:
     """Puts JAX's refusal while tracing in gshard's words; returns for any other error.
 
     Raises:
       GShardError: names the spec, the line of the user's code and the mend.
     """
-    if "with_sharding_constraint" not in str(error) or "manual" not in str(error).lower():
+    said = str(error)
+    missing = re.search(r"axis: (\S+) of (P\(.*?\)) is not found in mesh", said)
+    if missing:
+        raise GShardError(
+            f"the model lays something out as {missing[2]}, and the mesh has no axis {missing[1]}. "
+            f"Make one, gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or take the names out of "
+            "the model."
+        ) from error
+    spec = re.search(r"P\(.*?\)", said)
+    if "with_sharding_constraint" not in said or not spec:
         return
-    spec = re.search(r"P\(.*?\)", str(error))
     frames = traceback.extract_tb(error.__traceback__)
-    raise _refusal(
-        spec.group() if spec else "a data axis", [(f.filename, f.lineno) for f in frames]
+    if any(re.search(rf"['\"]{re.escape(axis)}['\"]", spec.group()) for axis in axes):
+        raise _refusal(spec.group(), [(f.filename, f.lineno) for f in frames]) from error
+    raise GShardError(
+        f"JAX refuses the sharding constraint {spec.group()} inside the loss: {said} (Flax "
+        "constrains what carries names, nn.with_partitioning: a layer that flattens its kernel, "
+        "such as nn.DenseGeneral in attention, takes the names of the flat one, "
+        "(None, 'model') for (features, heads x size).)"
     ) from error
 
 

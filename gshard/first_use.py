@@ -136,7 +136,7 @@ def with_divided(
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
     except ValueError as error:
-        constraints.explain(error)
+        constraints.explain(error, axes)
         raise
     constraints.refuse(closed.jaxpr, axes)
     out = _evaluate(closed.jaxpr, closed.consts, [*values, *jax.tree.leaves(args)])
@@ -221,7 +221,14 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
-    paths = [v.use.reduced.path for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    leaves = [v.use for v in values if isinstance(v, _Divided)]
+    others = [use.stored.path for use in leaves if use.stored.user and use.stored.user[0]]
+    if others:
+        warn(
+            f"a scan walks dimension 0 of {some(others)}, which lies over your own mesh axis: the "
+            "stack is made whole over the data axes before the scan, and not a layer at a time."
+        )
+    paths = [x.reduced.path for x in leaves if not x.scannable and x.stored.path not in others]
     if paths:
         warn(
             f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is "

@@ -171,5 +171,7 @@ def lay_out(
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:
-    """Axes by dimension as a spec."""
-    return jax.P(*[names if names[1:] else names[0] if names else None for names in axes])
+    """Axes by dimension as a spec, without empty ones at its end: as JAX hands it back."""
+    last = max((d for d, names in enumerate(axes) if names), default=-1)
+    named = axes[: last + 1]
+    return jax.P(*[names if names[1:] else names[0] if names else None for names in named])

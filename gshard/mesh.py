@@ -38,8 +38,9 @@ def make_mesh(
         one axis, `"shard"`, over all devices that `replica` and `extra` leave.
       replica: copies of the divided state (hybrid sharding). A `"replica"` axis of this size comes
         first: state is divided inside a copy, and gradients are summed over the copies.
-      extra: sizes of axes of your own by name, such as `{"model": 2}` for tensor parallelism. They
-        come last, so that their devices are neighbours; gshard divides nothing over them.
+      extra: sizes of axes of your own by name, such as `{"model": 2}` for tensor parallelism,
+        beside one shard axis. They come last, so that their devices are neighbours; gshard divides
+        nothing over them.
       devices: the devices, in order. By default all of `jax.devices()`.
 
     Returns:
@@ -50,7 +51,7 @@ def make_mesh(
     """
     given = list(jax.devices()) if devices is None else _devices(devices)
     replica = whole_number("replica", replica, 1)
-    own = {} if extra is None else _axis_sizes("extra", extra, "extra={'model': 2}")
+    own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
     if shape is None:
         taken = replica * math.prod(own.values())
         if len(given) % taken:
@@ -61,9 +62,12 @@ def make_mesh(
             )
         shape = {SHARD: len(given) // taken}
     shape = _axis_sizes("shape", shape, str({SHARD: len(given)}))
-    twice = sorted(shape.keys() & own.keys())
-    if twice:
-        raise GShardError(f"shape= and extra= both have an axis {twice[0]!r}. Rename one.")
+    if own and (set(shape) != {SHARD} or SHARD in own):
+        raise GShardError(
+            f"extra={own} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With axes "
+            f"of other names put all of them into shape=, gshard.make_mesh({shape | own}), and say "
+            "which ones divide: shard_train_state(..., shard_axes=...)."
+        )
     shape |= own
     sizes = {REPLICA: replica, **shape} if replica > 1 else dict(shape)
     wanted = math.prod(sizes.values())

@@ -191,7 +191,8 @@ class Plan:
                 layout.reason,
             )
         out = io.StringIO()
-        console = Console(file=out, width=140)
+        paths = [layout.path for layout in jax.tree.leaves((self.params, self.extras))]
+        console = Console(file=out, width=120 + max(map(len, paths), default=0))
         sizes = ", ".join(f"{name} {n:,} B" for name, n in self.bytes_per_device.items())
         console.print(
             f"level {self.level.name}: {self.group.size} devices {self.group.shard} x "

@@ -22,7 +22,7 @@ from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.state import FROZEN, OVERWRITTEN, SCAN_NAMES, Kind
 from gshard.tree import flatten, path_of, refuse_twice
-from gshard.user_axes import user_names, warn_of_idle_axes
+from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
@@ -55,12 +55,12 @@ def make_plan(
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
-    names = kind.scan_names(state)
+    names, axes = kind.scan_names(state), kind.mesh_names(state)
     frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
-        user = user_names(path, leaf, names.get(path), group)
+        user = user_names(path, leaf, axes.get(path), group)
         return lay_out(path, leaf, scan_dim, group, rule if divides else None, user)
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
@@ -119,6 +119,7 @@ def make_plan(
     )
     _warn_of_whole_leaves(divided, level)
     warn_of_idle_axes(list(by_path.values()), group)
+    warn_of_data_axes(axes, group)
     warn_of_unused("scan_axes", scan_axes, list(by_path))
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(by_path))

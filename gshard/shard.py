@@ -64,7 +64,8 @@ def shard_train_state(
         `state.params` is in it, and the optimizer updates a divided master copy in float32.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
         left `"whole"`.
-      shard_axes: mesh axes to divide over; by default all but the replica axes.
+      shard_axes: mesh axes to divide over; by default the one named `"shard"`, and where there is
+        none all but the replica axes. Axes left over are your own (tensor parallelism).
       replica_axes: mesh axes to copy over; by default the one named `"replica"`, if any.
 
     Returns:

@@ -315,28 +315,77 @@ def test_an_nnx_model_with_partitioned_layers_and_batch_statistics():
     np.testing.assert_allclose(mean, expected_mean, atol=1e-6)
 
 
+@pytest.mark.parametrize("level", ["os", pytest.param("dp", marks=pytest.mark.slow)])
+def test_the_own_loop_compiles_once(level):
+    state, plan = small_state(level)
+
+    @jax.jit
+    def own_step(state, b):
+        _, grads = gshard.value_and_grad(small_loss, plan)(state.params, b)
+        return state.apply_gradients(grads=grads)
+
+    rows = gshard.shard_batch(small_batch(), plan)
+    for _ in range(2):
+        state = own_step(state, rows)
+    assert own_step._cache_size() == 1
+
+
+def boxed_state(names, level="os_g", shape=(8, 6), mesh=None, box=nn.Partitioned, **options):
+    mesh = mesh or gshard.make_mesh(extra={"model": 4})
+    params = {"w": box(jnp.ones(shape), names)}
+    made = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+    return gshard.shard_train_state(made, mesh, level, segment_size=0, **options)
+
+
+def test_logical_names_are_followed_by_their_rules():
+    with nn.logical_axis_rules([("mlp", "model"), ("embed", None)]):
+        _, plan = boxed_state(("mlp", "embed"), box=nn.LogicallyPartitioned)
+    assert plan.params["w"].value.user == (("model",), ())
+
+
 def test_what_cannot_be_is_said():
-    mesh = gshard.make_mesh(extra={"model": 4})
-
-    def state(names, shape=(8, 6), mesh=mesh):
-        box = nn.Partitioned(jnp.ones(shape), names)
-        made = TrainState.create(apply_fn=None, params={"w": box}, tx=optax.sgd(0.1))
-        return gshard.shard_train_state(made, mesh, "os_g", segment_size=0)
-
-    with pytest.raises(gshard.GShardError, match=r"dimension 1 of w \(8, 6\).*model of 4 devices"):
-        state((None, "model"))
-    with pytest.warns(gshard.GShardWarning, match="no parameter lies over the mesh axes model"):
-        state((None, "embed"))
-    with pytest.warns(gshard.GShardWarning, match=r"metadata of w names shard.*extra="):
-        state(("shard", None), mesh=gshard.make_mesh())
+    for names, shape, said in (
+        ((None, "model"), (8, 6), r"dimension 1 of w \(8, 6\).*model of 4 devices"),
+        (("model", "model"), (8, 8), "name each mesh axis once"),
+        ((None, "model"), (8,), "one entry for each dimension"),
+    ):
+        with pytest.raises(gshard.GShardError, match=said):
+            boxed_state(names, shape=shape)
     with pytest.raises(gshard.GShardError, match="dimension 0 of w .*lies over your own mesh axis"):
-        made = TrainState.create(
-            apply_fn=None, params={"w": nn.Partitioned(jnp.ones((8, 6)), ("model",))}, tx=TX
-        )
-        gshard.shard_train_state(made, mesh, "os_g", rules={"w": 0})
-    with pytest.raises(gshard.GShardError, match="both have an axis 'shard'"):
-        gshard.make_mesh({"shard": 2}, extra={"shard": 2})
+        boxed_state(("model", None), rules={"w": 0})
+    for box in (nn.Partitioned, nn.LogicallyPartitioned):
+        with pytest.warns(gshard.GShardWarning, match="no parameter lies over .* model.*rules"):
+            boxed_state((None, "embed"), box=box)
+    two = gshard.make_mesh({"x": 2, "model": 4})
+    with pytest.warns(gshard.GShardWarning, match=r"metadata of w names.*'model'.*\('x',\)"):
+        boxed_state((None, "model"), mesh=two)
+    with pytest.raises(gshard.GShardError, match="goes with one shard axis.*shard_axes="):
+        gshard.make_mesh({"data": 4}, extra={"model": 2})
     with pytest.raises(gshard.GShardError, match=r"extra=\{'model': 3\} take 3"):
         gshard.make_mesh(extra={"model": 3})
     with pytest.raises(gshard.GShardError, match="extra=2 must give axes their sizes"):
         gshard.make_mesh(extra=2)
+
+
+def attention_loss(params, b):
+    names = {
+        "kernel_init": nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model", None))
+    }
+    layer = nn.DenseGeneral((2, 4), **names)
+    return layer.apply({"params": params}, b["x"]).mean()
+
+
+@pytest.mark.parametrize(
+    "extra, said", [({"model": 2}, "JAX refuses.*flattens its kernel"), (None, "no axis model")]
+)
+def test_names_that_flax_cannot_apply_are_explained(extra, said):
+    params = {"kernel": np.ones((7, 2, 4), np.float32), "bias": np.ones((2, 4), np.float32)}
+    mesh = gshard.make_mesh(extra=extra, devices=jax.devices()[:2])
+    if extra:
+        params = jax.device_put(params, NamedSharding(mesh, jax.P(None)))
+        params["kernel"] = jax.device_put(
+            params["kernel"], NamedSharding(mesh, jax.P(None, "model"))
+        )
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", segment_size=0)
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.make_train_step(attention_loss, plan)(state, batch())

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 from flax.core import meta
+from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.train_state import TrainState
 
 from gshard.arguments import shown
@@ -162,6 +164,11 @@ class Linen:
         boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
         return {path_of(keys): box.names for keys, box in boxes if hasattr(box, "names")}
 
+    def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
+        """By path the mesh axes that Flax's metadata gives the dimensions of parameters, if any."""
+        boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
+        return {path_of(keys): _mesh_axes(box) for keys, box in boxes if hasattr(box, "names")}
+
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(params, batch, *, rng, <extras it names>)` as a pure function."""
         del static
@@ -214,6 +221,12 @@ def unbox(params: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, params, is_leaf=_is_box
     )
+
+
+def _mesh_axes(box: Any) -> tuple[Any, ...]:
+    if isinstance(box, nn.LogicallyPartitioned):  # by its own rules, or those in force here
+        return tuple(logical_to_mesh_axes(box.names, box.rules) or ())
+    return box.names
 
 
 def _is_box(x: Any) -> bool:

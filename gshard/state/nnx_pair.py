@@ -177,6 +177,10 @@ class Nnx:
         names = {path: d.get("out_sharding") or d.get("sharding_names") for path, d in data.items()}
         return {path: found for path, found in names.items() if found}
 
+    def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
+        """By path the mesh axes that Flax's metadata gives the dimensions of Variables, if any."""
+        return self.scan_names(state)
+
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(model, batch)` as a pure function; what it changes in the model comes back."""
         if mutable:
