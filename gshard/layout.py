@@ -16,6 +16,8 @@ from gshard.errors import GShardError
 from gshard.mesh import Group
 from gshard.rules import Leaf, Rule
 
+DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -29,6 +31,7 @@ class Layout:
       group: the data axes; the dimension is divided over `group.shard`, major to minor.
       scan_dim: the dimension that a scan over layers walks, or None.
       reason: why, in a few words.
+      memory: where the leaf rests between steps, `"device"` or `"pinned_host"`.
     """
 
     path: str
@@ -38,6 +41,7 @@ class Layout:
     group: Group
     scan_dim: int | None
     reason: str
+    memory: str = DEVICE
 
     @property
     def padding(self) -> int:
@@ -76,6 +80,15 @@ class Layout:
             return jax.P()
         axes = self.group.shard
         return jax.P(*[None] * self.dim, axes if axes[1:] else axes[0])
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it rests in the host's memory."""
+        return self.memory != DEVICE
+
+    def at(self, memory: str) -> Layout:
+        """The same leaf, at rest in `memory`."""
+        return dataclasses.replace(self, memory=memory)
 
     def whole(self) -> Layout:
         """The same leaf, whole on every device."""
