@@ -86,6 +86,10 @@ def _memory_table(found: Audit) -> Table:
     resident = {} if found.promise is None else found.promise.resident
     for name, amount in resident.items():
         table.add_row(f"promised: {name}", f"{amount:,}", _size(amount))
+    on_host = {} if found.promise is None else found.promise.host
+    for name, amount in on_host.items():
+        if amount:
+            table.add_row(f"promised: {name} on host", f"{amount:,}", _size(amount))
     for name, amount in found.memory.items():
         if amount or not name.startswith("host_"):
             table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))

@@ -15,6 +15,14 @@ def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
     return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
+def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation for these operands."""
+    found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
+    functions, params = found if isinstance(found, tuple) else ((), found)
+    out = eqn.primitive.bind(*functions, *values, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
 def scan_sizes(eqn: Any) -> tuple[int, int, int]:
     """How many operands of a `scan` are constants, carried and scanned, in this order.
 

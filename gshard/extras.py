@@ -15,6 +15,7 @@ from gshard.first_use import Use
 from gshard.plan import Plan, all_whole
 from gshard.precision import is_floating
 from gshard.state import FROZEN
+from gshard.streaming import fetched
 from gshard.tree import flatten, same_leaves
 
 PURPOSE = "extras"  # what their gathers are counted as
@@ -43,10 +44,11 @@ def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> d
     ]
     stored = jax.tree.unflatten(jax.tree.structure(extras), leaves)
     if FROZEN in stored and plan.precision is not None:
-        stored[FROZEN] = {
-            path: x.astype(plan.precision.compute(path)) if is_floating(x.dtype) else x
-            for path, x in stored[FROZEN].items()
-        }
+        for path, x in stored[FROZEN].items():
+            dtype = plan.precision.compute(path) if is_floating(x.dtype) else x.dtype
+            if x.dtype != dtype:
+                place = layouts[FROZEN][path]
+                stored[FROZEN][path] = fetched(x, place).astype(dtype)
     return stored
 
 

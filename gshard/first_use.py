@@ -23,9 +23,9 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.collectives import gather, scatter
-from gshard.equations import CHECKPOINTS, JITS, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JITS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
-from gshard.layout import Layout
+from gshard.layout import DEVICE, Layout
 from gshard.places import Places
 
 _VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "reduce_precision", "copy")
@@ -97,12 +97,19 @@ class _Divided:
     def whole(self) -> jax.Array:
         result = self._result
         if result is None:
-            result = self._result = _whole(self.use, self.stored, self.tap)
+            result = self._result = _whole(self.use, self._fetched(), self.tap)
         return result
 
     def cast(self, dtype: Any) -> _Divided:
         tap = self.tap if self.use.converts else self.tap.astype(dtype)
-        return _Divided(self.use, self.stored.astype(dtype), tap)
+        use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
+        return _Divided(use, self._fetched().astype(dtype), tap)
+
+    def _fetched(self) -> jax.Array:
+        """The part, on the device."""
+        if not self.use.stored.on_host:
+            return self.stored
+        return jax.device_put(self.stored, jax.memory.Space.Device)
 
 
 def with_divided(
@@ -166,7 +173,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
 
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     if not any(isinstance(v, _Divided) for v in values):
-        return _bind(eqn, values)
+        return bind(eqn, values)
     name = eqn.primitive.name
     if name == "convert_element_type":
         return [values[0].cast(eqn.params["new_dtype"])]
@@ -176,7 +183,7 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return _evaluate_checkpoint(eqn, values)
     if name == "scan":
         return _evaluate_scan(eqn, values)
-    return _bind(eqn, [_make_whole(v) for v in values])
+    return bind(eqn, [_make_whole(v) for v in values])
 
 
 def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -249,6 +256,8 @@ def _keep_all_but_layers(layers: Sequence[Any]) -> Callable[..., bool]:
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
             return tuple(aval.shape for aval in avals) not in known
+        if primitive.name == "device_put":  # a part that is fetched
+            return avals[0].shape not in {part for part, _ in known}
         return primitive.name not in _VIEWS
 
     return policy
@@ -284,10 +293,3 @@ def _open(
 
 def _make_whole(value: Any) -> Any:
     return value.whole() if isinstance(value, _Divided) else value
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
-    functions, params = found if isinstance(found, tuple) else ((), found)
-    out = eqn.primitive.bind(*functions, *values, **params)
-    return out if eqn.primitive.multiple_results else [out]

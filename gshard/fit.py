@@ -13,6 +13,7 @@ import numpy as np
 from jax import core, dtypes
 
 from gshard.errors import DonatedStateError, GShardError, some
+from gshard.layout import HOST
 from gshard.tree import flatten, same_leaves
 
 
@@ -95,11 +96,11 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
         return f"is {_form(x)}, stored as {_form(wanted)}"
     place: Any = wanted.sharding
     if not _is_array(x):  # on the host, or abstract
-        wrong = on_host and not place.is_fully_replicated
-        return f"is on the host, not divided as {_place(place)}" if wrong else ""
+        wrong = on_host and (not place.is_fully_replicated or _on_host(place))
+        return f"is on the host, a NumPy array, not divided as {_place(place)}" if wrong else ""
     if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
         return ""
-    if place.is_fully_replicated and not x.committed:
+    if place.is_fully_replicated and not x.committed and not _on_host(place):
         return ""
     return f"lies over {_place(x.sharding)}, not over {_place(place)}"
 
@@ -115,4 +116,9 @@ def _form(x: Any) -> str:
 def _place(sharding: Any) -> str:
     spec = getattr(sharding, "spec", None)
     devices = sharding.num_devices
-    return f"{devices} device{'s' if devices > 1 else ''} as {spec or sharding}"
+    memory = f" in {sharding.memory_kind} memory" if _on_host(sharding) else ""
+    return f"{devices} device{'s' if devices > 1 else ''} as {spec or sharding}{memory}"
+
+
+def _on_host(sharding: Any) -> bool:
+    return sharding.memory_kind == HOST

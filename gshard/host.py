@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from gshard.errors import GShardError
 from gshard.fit import refuse_donated
-from gshard.layout import Layout
+from gshard.layout import DEVICE, Layout
 from gshard.state import PARAMETERS, Parts, kind_of
 
 
@@ -65,4 +65,6 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
         return layout.cut(np.array(x))
     if x.is_fully_replicated:
         return np.array(x.addressable_data(0))
+    if layout.on_host:  # a gather is between devices
+        x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     return layout.cut(np.asarray(multihost_utils.process_allgather(x, tiled=True)))

@@ -17,6 +17,8 @@ from gshard.errors import GShardError
 from gshard.mesh import Group
 from gshard.rules import Choice, Leaf, Rule
 
+DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -31,6 +33,7 @@ class Layout:
       scan_dim: the dimension that a scan over layers walks, or None.
       reason: why, in a few words.
       user: for every dimension the mesh axes of the user's own that it lies over; () for none.
+      memory: where the leaf rests between steps, `"device"` or `"pinned_host"`.
     """
 
     path: str
@@ -41,6 +44,7 @@ class Layout:
     scan_dim: int | None
     reason: str
     user: tuple[tuple[str, ...], ...] = ()
+    memory: str = DEVICE
 
     @property
     def padding(self) -> int:
@@ -102,6 +106,15 @@ class Layout:
             )
         group = dataclasses.replace(self.group, user=())
         return dataclasses.replace(self, shape=shape, group=group, user=())
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it rests in the host's memory."""
+        return self.memory != DEVICE
+
+    def at(self, memory: str) -> Layout:
+        """The same leaf, at rest in `memory`."""
+        return dataclasses.replace(self, memory=memory)
 
     def whole(self) -> Layout:
         """The same leaf, whole on every device."""

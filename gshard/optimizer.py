@@ -20,6 +20,7 @@ from gshard.errors import GShardError
 from gshard.guard import Guard
 from gshard.layout import Layout
 from gshard.scaler import ScalerState
+from gshard.streaming import at_rest, fetched, sizes_at_once, streamed
 from gshard.tree import flatten, same_leaves
 from gshard.unreduced import refuse_unreduced
 
@@ -63,9 +64,11 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
     """
 
     def init(params: Any) -> GShardState:
-        own, structure = _own_parts(plan.kind.trained(params), {}, plan)
+        params = fetched(plan.kind.trained(params), plan.params)
+        own, structure = _own_parts(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        return GShardState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
+        state = GShardState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
+        return at_rest(state, plan.layouts.opt_state, plan)
 
     def update(
         updates: Any, state: GShardState, params: Any = None, **extra: Any
@@ -74,17 +77,21 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
-        changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
-        new, state = _computed(optax.apply_updates(own, changes), state, plan)
         # With a master copy the new value is what must be published: their sum would be rounded.
-        copied = jax.tree.map(lambda layout: layout.path in plan.master, plan.grads)
-        copied = jax.tree.unflatten(jax.tree.structure(changes), jax.tree.leaves(copied))
-        moved = jax.tree.map(lambda c, x, y: x if c else y, copied, new, changes)
+        copied = [layout.path in plan.master for layout in jax.tree.leaves(plan.grads)]
+        whole = [layout.dim is None for layout in jax.tree.leaves(plan.params)]
+        late = [c and w for c, w in zip(copied, whole, strict=True)]
+
+        def on_device(state: GShardState, trained: Any) -> tuple[Any, GShardState]:
+            changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
+            new, state = _computed(optax.apply_updates(own, changes), state, plan)
+            moved = plan.pin(_choose(copied, new, changes), plan.grads)
+            early = [c and not w for c, w in zip(copied, whole, strict=True)]
+            return _differences(early, moved, trained), state
+
+        moved, state = streamed(on_device, state, trained, plan)
         moved = _publish(moved, plan, BUFFER_MAX_SIZE)
-        changes = jax.tree.map(
-            lambda c, x, old: _difference(x, old) if c else x, copied, moved, trained
-        )
-        return plan.kind.whole_update(changes, params), state
+        return plan.kind.whole_update(_differences(late, moved, trained), params), state
 
     made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     made.plan = plan
@@ -107,12 +114,37 @@ def update_and_publish(
     Publishes the new parameters and not the update, which would be whole on every device for a
     while, beside them.
     """
-    extra = {"value": gradients.loss}
-    changes, after, own = _update_own(plan.tx, plan, gradients.grads, state, params, extra)
-    new = keep_unless(updates, optax.apply_updates(own, changes), own)
-    after = after._replace(inner=keep_unless(updates, after.inner, state.inner))
-    new, after = _computed(new, after, plan)
+    update = _update(plan, gradients.grads, gradients.loss, updates)
+    new, after = streamed(update, state, params, plan)
     return _publish(new, plan, buffer_max_size), after
+
+
+def _update(plan: Plan, grads: Any, loss: jax.Array, updates: jax.Array) -> Callable[..., Any]:
+    """A function of the state and the parameters on the device: new own parts, new state."""
+
+    def on_device(state: GShardState, params: Any) -> tuple[Any, GShardState]:
+        changes, after, own = _update_own(plan.tx, plan, grads, state, params, {"value": loss})
+        new = keep_unless(updates, optax.apply_updates(own, changes), own)
+        after = after._replace(inner=keep_unless(updates, after.inner, state.inner))
+        new, after = _computed(new, after, plan)
+        return plan.pin(new, plan.grads), after
+
+    return on_device
+
+
+def fetched_at_once(plan: Plan) -> tuple[int, ...]:
+    """What an update of a train step fetches from the host: bytes on one device, by group."""
+    found: list[int] = []
+
+    def trace(grads: Any, loss: Any, updates: Any, state: GShardState, params: Any) -> None:
+        update = _update(plan, grads, loss, updates)
+        found.extend(sizes_at_once(update, state, params, plan))
+
+    parts = plan.abstract_parts()
+    grads = jax.tree.map(plan.abstract, plan.grads)
+    numbers = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
+    jax.eval_shape(trace, grads, *numbers, parts.opt_state, parts.params)
+    return tuple(found)
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
@@ -135,10 +167,23 @@ def _master(own: Any, plan: Plan) -> dict[str, jax.Array]:
     return plan.pin({path: leaves[path] for path in plan.master}, plan.master)
 
 
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    """The update that makes `old` into `new`, in a dtype in which their sum is that again."""
-    wide = jnp.promote_types(new.dtype, jnp.float32)
-    return new.astype(wide) - old.astype(wide)
+def _choose(first: Sequence[bool], xs: Any, ys: Any) -> Any:
+    """A tree like `ys`, with the leaves of `xs` where `first` says so."""
+    leaves, structure = jax.tree.flatten(ys)
+    pairs = zip(first, jax.tree.leaves(xs), leaves, strict=True)
+    return jax.tree.unflatten(structure, [x if one else y for one, x, y in pairs])
+
+
+def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
+    """`new`, or what makes `old` into it, in a dtype in which their sum is that again."""
+
+    def difference(x: jax.Array, y: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return x.astype(wide) - y.astype(wide)
+
+    leaves, structure = jax.tree.flatten(new)
+    triples = zip(chosen, leaves, jax.tree.leaves(old), strict=True)
+    return jax.tree.unflatten(structure, [difference(x, y) if c else x for c, x, y in triples])
 
 
 def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
@@ -229,9 +274,9 @@ def _own_parts(
 
 
 def _publish(tree: Any, plan: Plan, buffer_max_size: int) -> Any:
-    """Own parts as the parameters lie: gathered where a parameter is whole and its part is not."""
+    """Own parts, in storage, as the parameters lie: gathered where these are whole."""
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
-    leaves, structure = jax.tree.flatten(plan.pin(tree, plan.grads))
+    leaves, structure = jax.tree.flatten(tree)
 
     def gather(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         return publish_leaves(xs, places, buffer_max_size)

@@ -18,10 +18,10 @@ from rich.table import Table
 from gshard.arguments import shown
 from gshard.errors import GShardError, warn
 from gshard.host import to_host
-from gshard.layout import Layout, lay_out
+from gshard.layout import DEVICE, Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
-from gshard.optimizer import DividedTransformation, GShardState, divide
+from gshard.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.precision import Precision
 from gshard.state import Kind, Parts, kind_of
 from gshard.tree import flatten
@@ -74,9 +74,20 @@ class Plan:
         """The user's optimizer, made to follow this plan."""
         return divide(self.tx, self)
 
+    @functools.cached_property
+    def fetched_at_once(self) -> tuple[int, ...]:
+        """Bytes per device that an update fetches from the host together, group by group.
+
+        One group of everything where the optimizer computes across parameters.
+        """
+        return fetched_at_once(self) if self.bytes_per_device["host"] else ()
+
     def sharding(self, layout: Layout | None = None) -> NamedSharding:
-        """The sharding of one leaf; of a whole one when no layout is given."""
-        return NamedSharding(self.mesh, layout.spec if layout else jax.P())
+        """The sharding of one leaf, memory included; of a whole one when no layout is given."""
+        if layout is None:
+            return NamedSharding(self.mesh, jax.P())
+        memory = layout.memory if layout.on_host else None  # None: what the backend calls its own
+        return NamedSharding(self.mesh, layout.spec, memory_kind=memory)
 
     @property
     def layouts(self) -> Parts:
@@ -98,30 +109,31 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes at rest on one device, by part of the state."""
-        layouts = self.layouts
-        return {
-            name: sum(layout.bytes_per_device for layout in jax.tree.leaves(getattr(layouts, name)))
-            for name in ("params", "opt_state", "extras")
-        }
+        """Bytes at rest for one device: in its memory by part of the state, and on the `host`."""
+        layouts, found, host = self.layouts, {}, 0
+        for name in ("params", "opt_state", "extras"):
+            leaves = jax.tree.leaves(getattr(layouts, name))
+            found[name] = sum(x.bytes_per_device for x in leaves if not x.on_host)
+            host += sum(x.bytes_per_device for x in leaves if x.on_host)
+        return found | {"host": host}
 
     def pin(self, tree: Any, layouts: Any) -> Any:
-        """Logical values to storage, inside a jitted program: padded, and held to their layout."""
+        """Logical values to storage on the device, inside a jitted program: padded, and held."""
         leaves, structure = jax.tree.flatten(tree)
         pinned = [
-            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place))
+            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place.at(DEVICE)))
             for x, place in zip(leaves, jax.tree.leaves(layouts), strict=True)
         ]
         return jax.tree.unflatten(structure, pinned)
 
     def abstract_parts(self) -> Parts:
         """Every array of the state as stored, abstract, with its sharding."""
-        return jax.tree.map(
-            lambda layout: jax.ShapeDtypeStruct(
-                layout.stored_shape, layout.dtype, sharding=self.sharding(layout)
-            ),
-            self.layouts,
-        )
+        return jax.tree.map(self.abstract, self.layouts)
+
+    def abstract(self, layout: Layout) -> jax.ShapeDtypeStruct:
+        """One array as stored, abstract."""
+        sharding = self.sharding(layout)
+        return jax.ShapeDtypeStruct(layout.stored_shape, layout.dtype, sharding=sharding)
 
     def with_master(self, parts: Parts) -> Parts:
         """Parts of a plain state as those of a divided one, logical and in the user's dtypes."""
@@ -201,6 +213,15 @@ class Plan:
         )
         console.print(table)
         console.print(f"per device at rest: {sizes}")
+        try:
+            groups = self.fetched_at_once
+        except (TypeError, ValueError):  # it needs arguments that only the user's own loop has
+            groups = ()
+        if groups:
+            console.print(
+                f"an update fetches what is on the host in {len(groups)} group"
+                f"{'s' if len(groups) > 1 else ''}, the largest of {max(groups):,} B"
+            )
         return out.getvalue()
 
 
@@ -208,7 +229,7 @@ def _describe(layout: Layout) -> str:
     pad = f" + {layout.padding} padded" if layout.padding else ""
     own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
     over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
-    return ", ".join([*own, *over]) or "whole"
+    return ", ".join([*own, *over] or ["whole"]) + (", on host" if layout.on_host else "")
 
 
 def all_whole(tree: Any, group: Group) -> Any:

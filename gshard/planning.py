@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard import arguments
 from gshard.arguments import dimension, shown
 from gshard.errors import GShardError, did_you_mean, some, warn
-from gshard.layout import Layout, lay_out
+from gshard.layout import HOST, Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.plan import Plan, all_whole
@@ -37,6 +38,7 @@ def make_plan(
     rule: Rule,
     scan_axes: ScanAxes,
     precision: Precision | None,
+    offload: bool = False,
 ) -> Plan:
     """Decides every layout of an abstract train state.
 
@@ -52,6 +54,7 @@ def make_plan(
         pattern to dimension, or the names that the metadata uses (default `layers`, `layer`,
         `scan`).
       precision: dtypes to compute and reduce in, or None.
+      offload: what only an update touches, and divided parameters, rest in the host's memory.
     """
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
@@ -117,12 +120,52 @@ def make_plan(
         tx=tx,
         template=state,
     )
+    if offload:
+        plan = _offloaded(plan)
     _warn_of_whole_leaves(divided, level)
     warn_of_idle_axes(list(by_path.values()), group)
     warn_of_data_axes(axes, group)
     warn_of_unused("scan_axes", scan_axes, list(by_path))
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(by_path))
+    return plan
+
+
+def _offloaded(plan: Plan) -> Plan:
+    """The plan with the optimizer state and divided parameters in the host's memory.
+
+    A number stays on the device, and so does a parameter that every device holds whole: fetching it
+    would take longer than it saves.
+    """
+    if isinstance(plan.mesh, Mesh):
+        try:
+            NamedSharding(plan.mesh, jax.P(), memory_kind=HOST)
+        except ValueError as error:
+            raise GShardError(
+                f"offload=True needs devices that reach memory of the kind {HOST!r}, and "
+                f"{plan.mesh.devices.flat[0]} does not. Leave it out here. (JAX says: {error})"
+            ) from error
+
+    def arrays(x: Layout) -> Layout:
+        fits = x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x.at(HOST) if fits else x
+
+    def divided(x: Layout) -> Layout:
+        return x if x.dim is None else x.at(HOST)
+
+    frozen = {name: tree for name, tree in plan.extras.items() if name == FROZEN}
+    plan = dataclasses.replace(
+        plan,
+        params=jax.tree.map(divided, plan.params),
+        opt_state=jax.tree.map(arrays, plan.opt_state),
+        master=jax.tree.map(arrays, plan.master),
+        extras={**plan.extras, **jax.tree.map(divided, frozen)},
+    )
+    if not plan.bytes_per_device["host"]:
+        warn(
+            "offload=True puts nothing into the host's memory: this optimizer keeps no arrays, and "
+            f"no parameter is divided at level {plan.level.name!r}."
+        )
     return plan
 
 

@@ -16,6 +16,7 @@ from gshard.layout import Layout
 from gshard.optimizer import keep_unless
 from gshard.plan import Plan
 from gshard.state import Parts
+from gshard.streaming import at_rest, fetched
 from gshard.tree import flatten
 
 
@@ -42,13 +43,13 @@ def after_update(
     wanted = plan.layouts
     layouts = jax.tree.leaves(Parts(places, plan.opt_state, wanted.step, wanted.extras))
     paths, leaves, structure = flatten(stored)
-    given = [layout.cut(x) for x, layout in zip(leaves, layouts, strict=True)]
+    given = [layout.cut(x) for x, layout in zip(fetched(leaves, layouts), layouts, strict=True)]
     state = plan.kind.merge(
         jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
     )
     found = _fitting(plan.kind.split(plan.kind.call_after(fn, state)), paths, layouts)
     leaves = [
-        old if new is seen else keep_unless(updates, plan.pin(new, layout), old)
+        old if new is seen else _where(updates, plan.pin(new, layout), old, layout, plan)
         for new, seen, old, layout in zip(found, given, leaves, layouts, strict=True)
     ]
     new = jax.tree.unflatten(structure, leaves)
@@ -62,6 +63,11 @@ def after_update(
     )
 
 
+def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -> Any:
+    """The new value where a step updates, else the old one; both where the leaf rests."""
+    return at_rest(keep_unless(updates, new, fetched(old, layout)), layout, plan)
+
+
 def _computed(parts: Parts, new: Parts, plan: Plan) -> Any:
     """The parameters at rest: those whose master copy changed are rounded from it anew."""
     before = parts.opt_state.master
@@ -71,12 +77,16 @@ def _computed(parts: Parts, new: Parts, plan: Plan) -> Any:
         if layout.path not in plan.master
         else old
         if copy is before[layout.path]
-        else plan.pin(plan.master[layout.path].cut(copy).astype(layout.dtype), layout)
+        else at_rest(_rounded(copy, plan.master[layout.path], layout, plan), layout, plan)
         for old, copy, layout in zip(
             leaves, jax.tree.leaves(new.params), jax.tree.leaves(plan.params), strict=True
         )
     ]
     return jax.tree.unflatten(structure, rounded)
+
+
+def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
+    return plan.pin(master.cut(fetched(copy, master)).astype(layout.dtype), layout)
 
 
 def _fitting(parts: Parts, known: list[str], layouts: list[Layout]) -> list[Any]:

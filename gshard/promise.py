@@ -7,8 +7,8 @@ Everything that reports a figure (tests, the demo, `audit`) calls `promise`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import jax
@@ -52,12 +52,14 @@ class Promise:
         batch statistics, an average).
       moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
         communicates are not in it.
+      host: bytes in the host's memory for one device, of the same parts; 0 without `offload=`.
     """
 
     level: str
     group_size: int
     resident: dict[str, int]
     moved: tuple[Movement, ...]
+    host: dict[str, int] = field(default_factory=dict)
 
     def elements(self, kind: str) -> int:
         """Elements that collectives of one kind move."""
@@ -92,17 +94,19 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
         if extra.dim is not None:
             key = ("all-gather", "extras", True)
             totals[key] = totals.get(key, 0) + 2 * micro_batches * _hops(extra)
+    optimizer = jax.tree.leaves(plan.layouts.opt_state)
+    held = {"params": stored, "gradients": carried, "optimizer": optimizer, "extras": extras}
     return Promise(
         plan.level.name,
         plan.group.size,
-        {
-            "params": sum(layout.bytes_per_device for layout in stored),
-            "gradients": sum(layout.bytes_per_device for layout in carried),
-            "optimizer": plan.bytes_per_device["opt_state"],
-            "extras": sum(x.bytes_per_device for x in extras),
-        },
+        {name: _bytes(layouts, on_host=False) for name, layouts in held.items()},
         tuple(Movement(k, p, n, at_most) for (k, p, at_most), n in totals.items() if n),
+        {name: _bytes(layouts, on_host=True) for name, layouts in held.items()},
     )
+
+
+def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
+    return sum(x.bytes_per_device for x in layouts if x.on_host == on_host)
 
 
 def _moved(

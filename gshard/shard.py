@@ -36,6 +36,7 @@ def shard_train_state(
     scan_axes: ScanAxes = None,
     frozen: Any = None,
     precision: Any = None,
+    offload: bool = False,
     indivisible: str = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
@@ -62,6 +63,8 @@ def shard_train_state(
         optimizer's `wrt=` says what is trained.
       precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
         `state.params` is in it, and the optimizer updates a divided master copy in float32.
+      offload: the optimizer state with its master copies, and parameters that are divided
+        (`"p_g_os"`), rest in the host's memory, and are on the device only where they are used.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
         left `"whole"`.
       shard_axes: mesh axes to divide over; by default the one named `"shard"`, and where there is
@@ -76,6 +79,8 @@ def shard_train_state(
       GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
     """
     level = parse_level(level)
+    if not isinstance(offload, bool):
+        raise GShardError(f"offload={shown(offload)} must be True or False.")
     group = data_group(mesh, shard_axes, replica_axes)
     rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
     made_by = state if is_init(state) else None
@@ -97,9 +102,8 @@ def shard_train_state(
     kind = kind.freeze(template, frozen)
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
-    plan = make_plan(
-        template, kind, tx, mesh, group, level, rule, scan_axes, as_precision(precision)
-    )
+    dtypes = as_precision(precision)
+    plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):

@@ -266,3 +266,31 @@ def test_it_is_a_function():
     _, plan = divided("os")
     with pytest.raises(gshard.GShardError, match="post_update=0.99 is not a function"):
         gshard.make_train_step(loss_fn, plan, post_update=0.99)
+
+
+@pytest.mark.parametrize("precision", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_with_state_on_the_host(precision):
+    """It sees values on the device; what it changes goes back to where it rests."""
+
+    def shrink(state):
+        return state.replace(params=jax.tree.map(lambda p: 0.5 * p, state.params))
+
+    def loss_fn(params, b):
+        return jnp.mean((b["x"] @ params["w"]) ** 2)
+
+    params = {"w": np.random.default_rng(0).normal(size=(7, 13)).astype(np.float32)}
+    rows = {"x": np.random.default_rng(1).normal(size=(12, 7)).astype(np.float32)}
+    found = []
+    for offload in (True, False):
+        mesh = gshard.make_mesh(devices=jax.devices()[:3])
+        options = {"segment_size": 4, "offload": offload, "precision": precision}
+        start = (params, optax.adam(1e-2))
+        state, plan = gshard.shard_train_state(start, mesh, "p_g_os", **options)
+        step = gshard.make_train_step(loss_fn, plan, post_update=shrink)
+        for _ in range(2):
+            state, _ = step(state, rows)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+        assert kinds == {"pinned_host" if offload else "device"}
+        found.append(gshard.full_params(state)["w"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
+    assert np.abs(found[0]).max() < 0.3 * np.abs(params["w"]).max()

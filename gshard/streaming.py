@@ -1,0 +1,189 @@
+"""State that rests in the host's memory: through the device in groups, for one update.
+
+An update is traced and split into groups (`host_groups`). A group is fetched when the one before it
+is on its way back, and a large stack of layers goes in turns, so that the device never holds much
+of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from gshard.equations import JITS, bind, body_of
+from gshard.host_groups import Group, groups_of, variables
+from gshard.layout import Layout
+from gshard.tree import flatten, same_leaves
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
+
+Update = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def streamed(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any]:
+    """`fun(state, params)`, computed on the device; the results go where the plan has them rest.
+
+    Args:
+      fun: gives a tree like the parameters, and the new state.
+      state: of the optimizer, in storage.
+      params: the trained parameters.
+      plan: where everything lies.
+    """
+    if not plan.bytes_per_device["host"]:
+        return fun(state, params)
+    closed, shapes, groups = _trace(fun, state, params, plan)
+    results = _evaluate(closed, groups, jax.tree.leaves((params, state)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def sizes_at_once(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[int, ...]:
+    """Bytes on one device that are fetched together, in the order in which `streamed` does."""
+    groups = _trace(fun, state, params, plan)[2]
+    return tuple(group.size // group.turns for group in groups for _ in range(group.turns))
+
+
+def fetched(tree: Any, layouts: Any) -> Any:
+    """A stored tree on the device."""
+    return _moved(tree, layouts, lambda x, _: jax.device_put(x, jax.memory.Space.Device))
+
+
+def at_rest(tree: Any, layouts: Any, plan: Plan) -> Any:
+    """A stored tree in the memory where it rests."""
+    return _moved(tree, layouts, lambda x, place: jax.device_put(x, plan.sharding(place)))
+
+
+def _moved(tree: Any, layouts: Any, move: Callable[[Any, Layout], Any]) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    pairs = zip(leaves, jax.tree.leaves(layouts), strict=True)
+    return jax.tree.unflatten(structure, [move(x, p) if p.on_host else x for x, p in pairs])
+
+
+def _trace(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any, list[Group]]:
+    """`fun` between the memories, as a jaxpr, the shapes of its results, and its groups.
+
+    Inputs and results of the jaxpr are the parameters and then the state.
+    """
+    places = plan.layouts.opt_state
+    same_leaves(state, flatten(places)[0], "the optimizer state is")
+    same_leaves(params, flatten(plan.params)[0], "the parameters are")
+
+    def through_device(params: Any, state: Any) -> tuple[Any, Any]:
+        new, after = fun(fetched(state, places), fetched(params, plan.params))
+        return at_rest(new, plan.params, plan), at_rest(after, places, plan)
+
+    traced, shapes = jax.make_jaxpr(through_device, return_shape=True)(params, state)
+    leaves = jax.tree.leaves((params, state))
+    closed = jax.make_jaxpr(lambda args: _flat(traced.jaxpr, traced.consts, args))(leaves)
+    layouts = jax.tree.leaves((plan.params, places))
+    return closed, shapes, groups_of(closed.jaxpr, layouts)
+
+
+class _Scope:
+    """The values of a jaxpr's variables."""
+
+    def __init__(self, variables: Sequence[Any], values: Sequence[Any]):
+        self._values: dict[Any, Any] = {}
+        self.write(variables, values)
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        self._values.update(zip(variables, values, strict=True))
+
+    def read(self, variables: Sequence[Any]) -> list[Any]:
+        return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
+
+    def run(self, eqn: Any) -> None:
+        with jax.named_scope(str(eqn.source_info.name_stack) or "update"):
+            self.write(eqn.outvars, bind(eqn, self.read(eqn.invars)))
+
+
+def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The results of a jaxpr; traced, those of one without `jit`, which hides what goes where."""
+    scope = _Scope([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in JITS:
+            scope.write(eqn.outvars, _flat(*body_of(eqn), scope.read(eqn.invars)))
+        else:
+            scope.run(eqn)
+    return scope.read(jaxpr.outvars)
+
+
+def _evaluate(closed: Any, groups: Sequence[Group], args: Sequence[Any]) -> list[Any]:
+    """The program's results: first what belongs to no group, then one group after the other."""
+    jaxpr = closed.jaxpr
+    scope = _Scope([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args])
+    grouped = {number for group in groups for number in group.equations}
+    for number, eqn in enumerate(jaxpr.eqns):
+        if number not in grouped:
+            scope.run(eqn)
+    sent: list[Any] = []  # what the group before sends back
+    for group in groups:
+        inputs = [jaxpr.invars[i] for i in group.inputs]
+        # Without this order the compiler fetches everything at once.
+        waited, _ = lax.optimization_barrier((scope.read(inputs), sent))
+        scope.write(inputs, waited)
+        equations = [jaxpr.eqns[number] for number in group.equations]
+        made = {v for eqn in equations for v in eqn.outvars}
+        places = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, core.Var) and v in made]
+        if group.turns > 1:
+            _run_in_turns(scope, equations, jaxpr, places, group)
+        else:
+            for eqn in equations:
+                scope.run(eqn)
+        sent = [x for x in scope.read([jaxpr.outvars[i] for i in places]) if _on_host(x)]
+    return scope.read(jaxpr.outvars)
+
+
+def _run_in_turns(
+    scope: _Scope, equations: Sequence[Any], jaxpr: Any, places: Sequence[int], group: Group
+) -> None:
+    """Runs a group a part of the rows at a time; what rests on the host is changed in its place.
+
+    `places` are those of its results, and of the inputs that they replace.
+    """
+    made = {v for eqn in equations for v in eqn.outvars}
+    used = list({v: None for eqn in equations for v in variables(eqn.invars) if v not in made})
+    results = [jaxpr.outvars[i] for i in places]
+    replaced = [jaxpr.invars[i] for i in places]
+    in_place = [
+        _on_host(new) and new.aval == old.aval for new, old in zip(results, replaced, strict=True)
+    ]
+    rows = jaxpr.invars[group.inputs[0]].aval.shape[0] // group.turns
+
+    def turn(i: Any, now: list[jax.Array]) -> list[jax.Array]:
+        whole = _Scope(used, scope.read(used))
+        for old, x, same in zip(replaced, now, in_place, strict=True):
+            if same:
+                whole.write([old], [x])
+        parts = [
+            lax.dynamic_slice_in_dim(x, i * rows, rows) if jnp.ndim(x) else x
+            for x in whole.read(used)
+        ]
+        part = _Scope(used, parts)
+        for eqn in equations:
+            part.run(eqn)
+        return [
+            lax.dynamic_update_slice_in_dim(x, new, i * rows, 0)
+            for x, new in zip(now, part.read(results), strict=True)
+        ]
+
+    start = [
+        scope.read([old])[0] if same else _nothing(new)
+        for old, new, same in zip(replaced, results, in_place, strict=True)
+    ]
+    scope.write(results, lax.fori_loop(0, group.turns, turn, start))
+
+
+def _nothing(v: Any) -> jax.Array:
+    """Zeros to write the results of a loop into."""
+    zeros = jnp.zeros(v.aval.shape, v.aval.dtype)
+    return jax.device_put(zeros, jax.memory.Space.Host) if _on_host(v) else zeros
+
+
+def _on_host(x: Any) -> bool:
+    return x.aval.memory_space == jax.memory.Space.Host
