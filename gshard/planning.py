@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard import arguments
-from gshard.arguments import dimension, shown
 from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.layout import HOST, Layout, lay_out
 from gshard.levels import Level
@@ -21,11 +20,10 @@ from gshard.mesh import Group
 from gshard.plan import Plan, all_whole
 from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
-from gshard.state import FROZEN, OVERWRITTEN, SCAN_NAMES, Kind
+from gshard.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
+from gshard.state import FROZEN, OVERWRITTEN, Kind
 from gshard.tree import flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
-
-ScanAxes = Mapping[str, int] | Sequence[str] | None
 
 
 def make_plan(
@@ -62,7 +60,7 @@ def make_plan(
     frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
-        scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
+        scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
         user = user_names(path, leaf, axes.get(path), group)
         return lay_out(path, leaf, scan_dim, group, rule if divides else None, user)
 
@@ -79,7 +77,7 @@ def make_plan(
 
     refuse_twice(paths, "parameters")
     not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
-    _check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
+    check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
     divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
     extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
@@ -91,21 +89,12 @@ def make_plan(
     }
     if OVERWRITTEN in parts.extras:
         extras[OVERWRITTEN] = all_whole(parts.extras[OVERWRITTEN], group)
-    master: dict[str, Layout] = {}
-    reduced = divided
+    computed, master, reduced = _in_precision(divided, precision)
+    stored = computed if level.divides_params else [layout.whole() for layout in computed]
     opt_state = parts.opt_state
     if precision is not None:
-        reduced = [_computed(layout, precision) for layout in divided]
-        master = {
-            x.path: dataclasses.replace(x, dtype=precision.param_dtype)
-            for x in reduced
-            if is_floating(x.dtype) and x.dtype != precision.param_dtype
-        }
-        masters = jax.tree.unflatten(structure, [master.get(x.path, x) for x in reduced])
-        opt_state = _in_dtypes_of(tx, masters, opt_state)
-    stored = reduced if level.divides_params else [layout.whole() for layout in reduced]
-    if precision is not None and precision.reduce_dtype is not None:
-        reduced = [dataclasses.replace(x, dtype=precision.reduce_dtype) for x in reduced]
+        updated = jax.tree.unflatten(structure, [master.get(x.path, x) for x in computed])
+        opt_state = _in_dtypes_of(tx, updated, opt_state)
     plan = Plan(
         level,
         mesh,
@@ -207,11 +196,28 @@ def _like_parameters(
     ]
 
 
-def _computed(layout: Layout, precision: Precision) -> Layout:
-    """A parameter in the dtype that it is computed with; complex ones stay."""
-    if not is_floating(layout.dtype):
-        return layout
-    return dataclasses.replace(layout, dtype=precision.compute(layout.path))
+def _in_precision(
+    divided: list[Layout], precision: Precision | None
+) -> tuple[list[Layout], dict[str, Layout], list[Layout]]:
+    """Parameters as they are computed with, their master copies by path, and reduced gradients."""
+    if precision is None:
+        return divided, {}, divided
+    computed = [  # complex ones stay
+        dataclasses.replace(x, dtype=precision.compute(x.path)) if is_floating(x.dtype) else x
+        for x in divided
+    ]
+    master = {
+        x.path: dataclasses.replace(x, dtype=precision.param_dtype)
+        for x in computed
+        if is_floating(x.dtype) and x.dtype != precision.param_dtype
+    }
+    if precision.reduce_dtype is None:
+        return computed, master, computed
+    return (
+        computed,
+        master,
+        [dataclasses.replace(x, dtype=precision.reduce_dtype) for x in computed],
+    )
 
 
 def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
@@ -223,43 +229,6 @@ def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any)
     return jax.tree_util.tree_map_with_path(
         lambda keys, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(path_of(keys), x.dtype)), opt_state
     )
-
-
-def _check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
-    """Refuses `scan_axes` that are no names and no dimensions of the parameters they match."""
-    if scan_axes is not None and not isinstance(scan_axes, (Mapping, Sequence)):
-        raise GShardError(
-            f"scan_axes={shown(scan_axes)} must map path patterns to dimensions, such as "
-            "{'^layers/': 0}, or be the names that Flax's metadata uses."
-        )
-    if not isinstance(scan_axes, Mapping):
-        return
-    for path, leaf in params.items():
-        found = _pattern_for(path, scan_axes)
-        if found is not None and dimension(scan_axes[found], len(leaf.shape)) is None:
-            raise GShardError(
-                f"scan_axes[{found!r}]={shown(scan_axes[found])} is no dimension of {path} "
-                f"{leaf.shape}."
-            )
-
-
-def _scan_dim(
-    path: str, leaf: Any, names: Sequence[str | None] | None, scan_axes: ScanAxes
-) -> int | None:
-    """The dimension that a scan walks; a pattern that fits a field by chance does not count."""
-    known = SCAN_NAMES if scan_axes is None else scan_axes
-    if isinstance(scan_axes, Mapping):
-        found = _pattern_for(path, scan_axes)
-        if found is not None:
-            return dimension(scan_axes[found], len(leaf.shape))
-        known = SCAN_NAMES
-    known = (known,) if isinstance(known, str) else known
-    return next((d for d, name in enumerate(names or ()) if name in known), None)
-
-
-def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
-    matches = (p for p in scan_axes if arguments.pattern(p, "scan_axes").search(path))
-    return next(matches, None)
 
 
 def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:

@@ -18,9 +18,10 @@ from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation
 from gshard.plan import Plan
-from gshard.planning import ScanAxes, make_plan, warn_of_unused
+from gshard.planning import make_plan, warn_of_unused
 from gshard.precision import as_precision
 from gshard.rules import as_rules, by_shape, first_of
+from gshard.scan_dims import ScanAxes
 from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.tree import flatten, same_leaves
 
