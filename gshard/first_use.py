@@ -23,7 +23,7 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.collectives import gather, scatter
-from gshard.equations import CHECKPOINTS, JITS, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JITS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
 from gshard.layout import Layout
 from gshard.places import Places
@@ -165,7 +165,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
 
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
     if not any(isinstance(v, _Divided) for v in values):
-        return _bind(eqn, values)
+        return bind(eqn, values)
     name = eqn.primitive.name
     if name == "convert_element_type":
         return [values[0].cast(eqn.params["new_dtype"])]
@@ -175,7 +175,7 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return _evaluate_checkpoint(eqn, values)
     if name == "scan":
         return _evaluate_scan(eqn, values)
-    return _bind(eqn, [_make_whole(v) for v in values])
+    return bind(eqn, [_make_whole(v) for v in values])
 
 
 def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -220,7 +220,9 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
-    paths = [v.use.reduced.path for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    """Not of those that a rule of the user divides there, knowing that a scan walks it."""
+    uses = [v.use for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    paths = [use.reduced.path for use in uses if use.reduced.scan_dim != 0]
     if paths:
         warn(
             f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is "
@@ -276,10 +278,3 @@ def _open(
 
 def _make_whole(value: Any) -> Any:
     return value.whole() if isinstance(value, _Divided) else value
-
-
-def _bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
-    functions, params = found if isinstance(found, tuple) else ((), found)
-    out = eqn.primitive.bind(*functions, *values, **params)
-    return out if eqn.primitive.multiple_results else [out]

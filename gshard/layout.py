@@ -122,8 +122,18 @@ class Layout:
         return tuple(size_of(s) if d == self.dim else s for d, s in enumerate(self.shape))
 
 
-def lay_out(path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule | None) -> Layout:
-    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule."""
+def lay_out(
+    path: str,
+    leaf: Any,
+    scan_dim: int | None,
+    group: Group,
+    rule: Rule | None,
+    whole_at_rest: bool = False,
+) -> Layout:
+    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule.
+
+    With `whole_at_rest` it is that of the gradient and the optimizer state alone.
+    """
     shape = tuple(leaf.shape)
     if rule is not None and group.size == 1:
         return Layout(
@@ -131,6 +141,6 @@ def lay_out(path: str, leaf: Any, scan_dim: int | None, group: Group, rule: Rule
         )
     choice = None
     if rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
-        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size))
+        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, whole_at_rest))
     dim, reason = (choice.dim, choice.reason) if choice else (None, "not divided at this level")
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason)

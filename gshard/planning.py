@@ -59,7 +59,8 @@ def make_plan(
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = _scan_dim(path, leaf, names.get(path), scan_axes) if walked else None
-        return lay_out(path, leaf, scan_dim, group, rule if divides else None)
+        whole_at_rest = not level.divides_params
+        return lay_out(path, leaf, scan_dim, group, rule if divides else None, whole_at_rest)
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""

@@ -26,8 +26,11 @@ class Leaf:
       path: keys joined by `/`, such as `Dense_0/kernel`.
       shape: logical shape.
       dtype: NumPy or JAX dtype.
-      scan_dim: the dimension that a scan over layers walks, never divided; None if there is none.
+      scan_dim: the dimension that a scan over layers walks, or None. The rule by shape never
+        divides it; a rule of your own may, where `whole_at_rest`.
       parts: devices in the shard group (N).
+      whole_at_rest: the parameter itself stays whole (`os`, `os_g`): only its gradient and its
+        optimizer state are divided.
     """
 
     path: str
@@ -35,6 +38,7 @@ class Leaf:
     dtype: Any
     scan_dim: int | None
     parts: int
+    whole_at_rest: bool = False
 
     @property
     def layer_size(self) -> int:
@@ -133,10 +137,11 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
             "another dimension, or say 'whole'."
         )
-    if chosen == leaf.scan_dim:
+    if chosen == leaf.scan_dim and not leaf.whole_at_rest:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
-            "scan walks over its layers. Divide another dimension."
+            "scan walks over its layers. Divide another dimension where parameters rest divided; "
+            "at 'os' and 'os_g' this one can be."
         )
     return Choice(chosen, reason)
 
