@@ -37,7 +37,8 @@ class Row:
       dtype: XLA's name. On CPU XLA moves bf16 as f32.
       purpose: `gather`, `scatter`, `publish`, `reduce`, `extras` (what is not trained, made whole),
         `agree` (what the loss returns anew, fp8 statistics), `scalar`: what gshard wrote it for;
-        `compiler` for what XLA put in, such as what an optimizer must communicate.
+        `optimizer` for what the user's optimizer must communicate (norms, factored moments,
+        matrices that it multiplies), whoever wrote it; `compiler` for what else XLA put in.
       scalar: all operands have one element.
       count: collectives in the program's text.
       asynchronous: how many of them overlap with computation.

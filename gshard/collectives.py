@@ -103,18 +103,21 @@ def scatter_leaves(
 
 
 def publish_leaves(
-    parts: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
+    parts: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    buffer_max_size: int,
+    purpose: str = "publish",
 ) -> list[jax.Array]:
     """Gathers many leaves in buckets: every device's part of an update to the logical whole."""
 
     def alone(part: jax.Array, layout: Layout) -> jax.Array:
-        with jax.named_scope("gshard/publish"):
+        with jax.named_scope(f"gshard/{purpose}"):
             return layout.cut(_all_gather(part, layout.group, layout.dim))
 
     def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         n = places[0].group.size
         rows = [_to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
-        with jax.named_scope("gshard/publish"):
+        with jax.named_scope(f"gshard/{purpose}"):
             row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group, 0)
         wholes = [
             _from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)

@@ -7,16 +7,28 @@ from typing import Any
 
 JITS = ("jit", "pjit")
 CHECKPOINTS = ("checkpoint", "remat2")
+_CALLS = (*JITS, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """The inner jaxpr of an equation that has one, and its constants."""
-    body = eqn.params["jaxpr"]
+    return opened(eqn.params["jaxpr"])
+
+
+def opened(body: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants, closed or not."""
     return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
+def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The inner jaxpr of an equation that only calls it, and its constants; else None."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation for these operands."""
+    """The results of one equation."""
     found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
     functions, params = found if isinstance(found, tuple) else ((), found)
     out = eqn.primitive.bind(*functions, *values, **params)
@@ -41,9 +53,14 @@ def scan_sizes(eqn: Any) -> tuple[int, int, int]:
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation, also those of inner jaxprs."""
     for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from all_equations(inner)
+        yield from with_inner(eqn)
+
+
+def with_inner(eqn: Any) -> Iterator[Any]:
+    """An equation and those of its inner jaxprs."""
+    yield eqn
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from all_equations(inner)

@@ -228,14 +228,16 @@ def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
-    leaves = [v.use for v in values if isinstance(v, _Divided)]
-    others = [use.stored.path for use in leaves if use.stored.user and use.stored.user[0]]
+    """Not of those that a rule of the user divides there, knowing that a scan walks it."""
+    uses = [v.use for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    others = [use.stored.path for use in uses if use.stored.user and use.stored.user[0]]
     if others:
         warn(
             f"a scan walks dimension 0 of {some(others)}, which lies over your own mesh axis: the "
             "stack is made whole over the data axes before the scan, and not a layer at a time."
         )
-    paths = [x.reduced.path for x in leaves if not x.scannable and x.stored.path not in others]
+    uses = [use for use in uses if use.stored.path not in others]
+    paths = [use.reduced.path for use in uses if use.reduced.scan_dim != 0]
     if paths:
         warn(
             f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is "

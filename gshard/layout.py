@@ -170,15 +170,19 @@ def lay_out(
     group: Group,
     rule: Rule | None,
     user: tuple[tuple[str, ...], ...] = (),
+    whole_at_rest: bool = False,
 ) -> Layout:
-    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule."""
+    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule.
+
+    With `whole_at_rest` it is that of the gradient and the optimizer state alone.
+    """
     shape = tuple(leaf.shape)
     choice = None
     if rule is not None and group.size == 1:
         choice = Choice(None, "one device in the shard group")
     elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
         taken = frozenset(d for d, names in enumerate(user) if names)
-        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, taken))
+        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, taken, whole_at_rest))
     dim, reason = (choice.dim, choice.reason) if choice else (None, "not divided at this level")
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, user)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
 from gshard.errors import GShardError
 from gshard.guard import Guard
 from gshard.layout import Layout
+from gshard.products import with_whole_products
 from gshard.scaler import ScalerState
 from gshard.streaming import at_rest, fetched, sizes_at_once, streamed
 from gshard.tree import flatten, same_leaves
@@ -217,15 +219,21 @@ def _update_own(
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
-    arguments = (jax.tree.unflatten(structure, logical), _cut(state.inner, plan.opt_state), own)
-    try:
-        updates, inner = tx.update(*arguments, **_accepted(tx, extra))
-    except (TypeError, ValueError) as error:
-        _explain(error)
-        raise
-    known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
-    same_leaves(inner, known, "the state that the optimizer returns is")
-    return updates, state._replace(inner=plan.pin(inner, plan.opt_state)), own
+    divided = [*reduced, *jax.tree.leaves(plan.opt_state), *reduced]
+    update = partial(tx.update, **_accepted(tx, extra))
+    with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
+        inner = _held(_cut(state.inner, plan.opt_state), plan.opt_state, plan)
+        arguments = (jax.tree.unflatten(structure, logical), inner, own)
+        try:
+            updates, inner = with_whole_products(update, plan, arguments, divided)
+        except (TypeError, ValueError) as error:
+            _explain(error)
+            raise
+        known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
+        same_leaves(inner, known, "the state that the optimizer returns is")
+        updates = _held(updates, plan.grads, plan)
+        inner = plan.pin(inner, plan.opt_state)
+    return updates, state._replace(inner=inner), own
 
 
 def _explain(error: Exception) -> None:
@@ -306,6 +314,11 @@ def _where_layouts_differ(
         for i, result in zip(moved, results, strict=True):
             leaves[i] = result
     return leaves
+
+
+def _held(tree: Any, layouts: Any, plan: Plan) -> Any:
+    """Logical values, held to their layout; what moves for that is counted here."""
+    return _cut(plan.pin(tree, layouts), layouts)
 
 
 def _cut(tree: Any, layouts: Any) -> Any:

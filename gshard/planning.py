@@ -62,7 +62,8 @@ def make_plan(
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
         user = user_names(path, leaf, axes.get(path), group)
-        return lay_out(path, leaf, scan_dim, group, rule if divides else None, user)
+        whole_at_rest = not level.divides_params
+        return lay_out(path, leaf, scan_dim, group, rule if divides else None, user, whole_at_rest)
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""

@@ -26,9 +26,12 @@ class Leaf:
       path: keys joined by `/`, such as `Dense_0/kernel`.
       shape: logical shape.
       dtype: NumPy or JAX dtype.
-      scan_dim: the dimension that a scan over layers walks, never divided; None if there is none.
+      scan_dim: the dimension that a scan over layers walks, or None. The rule by shape never
+        divides it; a rule of your own may, where `whole_at_rest`.
       parts: devices in the shard group (N).
       taken: dimensions that lie over the user's own mesh axes, never divided.
+      whole_at_rest: the parameter itself stays whole (`os`, `os_g`): only its gradient and its
+        optimizer state are divided.
     """
 
     path: str
@@ -37,6 +40,7 @@ class Leaf:
     scan_dim: int | None
     parts: int
     taken: frozenset[int] = frozenset()
+    whole_at_rest: bool = False
 
     @property
     def layer_size(self) -> int:
@@ -137,10 +141,11 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
             "another dimension, or say 'whole'."
         )
-    if chosen == leaf.scan_dim:
+    if chosen == leaf.scan_dim and not leaf.whole_at_rest:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
-            "scan walks over its layers. Divide another dimension."
+            "scan walks over its layers. Divide another dimension where parameters rest divided; "
+            "at 'os' and 'os_g' this one can be."
         )
     if chosen in leaf.taken:
         raise GShardError(

@@ -9,12 +9,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import gshard
 from gshard.audit import audit
 from gshard.errors import GShardError
 from gshard.promise import Movement, Promise
@@ -157,6 +159,43 @@ def test_as_dict_is_json(found):
     assert back["promise"]["moved"][1]["elements"] == 4096
     assert back["collectives"][0]["axes"] in (["a"], ["b"])
     assert len(back["collectives"]) == len(found.collectives)
+
+
+# What an optimizer itself must communicate.
+
+
+@pytest.mark.parametrize(
+    "tx, arrays",
+    [
+        (optax.adamw(1e-3), None),
+        (optax.clip_by_global_norm(1.0), set()),
+        (optax.lamb(1e-3), set()),
+        (optax.adafactor(1e-3, min_dim_size_to_factor=4), {AR, AG}),
+        (optax.sm3(1e-3), {AR, AG}),
+    ],
+    ids=["adamw", "clip", "lamb", "adafactor", "sm3"],
+)
+def test_an_optimizer_has_rows_of_its_own(tx, arrays):
+    """`arrays`: the kinds of collectives of more than scalars; None for no row at all."""
+    params = {"w": np.ones((16, 24), np.float32), "v": np.ones((40, 8), np.float32)}
+    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "p_g_os", segment_size=16)
+    update = jax.jit(state.tx.update)
+    found = audit(update, state.params, state.opt_state, state.params, plan=plan)
+    assert {row.purpose for row in found.collectives} == (
+        set() if arrays is None else {"optimizer"}
+    )
+    kinds = {row.kind for row in found.collectives if not row.scalar}
+    assert kinds - {"all-to-all", "collective-permute"} == (arrays or set())
+
+
+def test_a_norm_that_xla_sums_with_the_loss_is_the_optimizers():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3))
+    params = {"w": np.ones((16, 24), np.float32)}
+    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "os", segment_size=16)
+    step = gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)
+    found = audit(step, state, np.ones((8, 16), np.float32))
+    scalars = {row.purpose: row.elements for row in found.collectives if row.scalar}
+    assert scalars["optimizer"] == 1
 
 
 # Other things to audit.

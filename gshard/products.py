@@ -1,0 +1,192 @@
+"""Matrix products of an optimizer, on whole operands.
+
+XLA divides each product of divided matrices anew and gathers for each: fifteen times in
+Newton-Schulz. Here the update is traced. What its products need is gathered once, and what follows
+from that alone is computed whole on every device, in a `shard_map`, where XLA cannot divide it
+again. A product that needs nothing of other devices (a stack that is divided on its layers) and all
+else is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend import core
+
+from gshard.collectives import BUFFER_MAX_SIZE, publish_leaves
+from gshard.divisions import PRODUCTS, UNKNOWN, Dim, flow, join
+from gshard.equations import opened
+from gshard.layout import Layout
+from gshard.traced import Step, Traced
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
+
+
+def with_whole_products(
+    fun: Callable[..., Any], plan: Plan, args: Sequence[Any], layouts: Sequence[Layout]
+) -> Any:
+    """`fun(*args)` in the global view, its matrix products on whole operands.
+
+    Args:
+      fun: takes and returns pytrees of arrays of logical shape.
+      plan: says how they are divided.
+      args: pytrees of arrays.
+      layouts: of all their leaves, in order.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    flat = jax.tree.leaves(args)
+    update = _Update(closed.jaxpr, closed.consts, [layout.dim for layout in layouts], [], plan)
+    out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+
+class _Update:
+    """A traced update, of which some steps run on whole values."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        dims: Sequence[Dim],
+        whole: Sequence[int],
+        plan: Plan,
+    ):
+        """Args: as traced; the divided dimension of every input; inputs that are whole already."""
+        self._plan = plan
+        self._traced = Traced(jaxpr, consts, PRODUCTS)
+        self._steps, self._outputs = self._traced.steps, self._traced.outputs
+        self._dims: dict[int, Dim] = dict.fromkeys(range(len(self._traced.avals)))
+        self._dims.update(zip(self._traced.inputs, dims, strict=True))
+        self._settle({self._traced.inputs[i] for i in whole})
+
+    @property
+    def gathers(self) -> bool:
+        """Whether anything is to be made whole."""
+        return any(step.whole or step.branches for step in self._steps)
+
+    def __call__(self, args: Sequence[Any]) -> list[Any]:
+        """The results; args in the global view."""
+        inputs = zip(self._traced.inputs, args, strict=True)
+        values = {**self._traced.literals, **self._traced.consts, **dict(inputs)}
+        rest, waiting, ends = self._steps, list(self._sources), []
+        while rest:
+            later: list[Step] = []
+            for step in rest:
+                if step.whole or any(i not in values for i in step.ins):
+                    later.append(step)
+                else:
+                    step.run(values)
+            rest = self._run_whole(later, values, waiting, ends)
+        return [values[i] for i in self._outputs]
+
+    def _run_whole(
+        self, rest: Sequence[Step], values: dict[int, Any], waiting: list[int], ends: list[Any]
+    ) -> list[Step]:
+        """Gathers a bucket and runs what can follow; returns the steps still to run.
+
+        A bucket is gathered while the one before is computed with, and not earlier: two are whole.
+        """
+        copies, size = [], 0
+        for i in [i for i in waiting if self._sources[i] in values]:
+            size += self._traced.avals[i].size
+            if copies and size > BUFFER_MAX_SIZE:
+                break
+            copies.append(i)
+            waiting.remove(i)
+        made, steps, later = set(copies), [], []
+        for step in rest:
+            if step.whole and all(i in made or i in values for i in step.ins):
+                steps.append(step)
+                made.update(step.outs)
+            else:
+                later.append(step)
+        literals = self._traced.literals
+        given = sorted({i for step in steps for i in step.ins} - made - set(literals))
+        results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
+        places = [self._layout(self._sources[i]) for i in copies]
+        parts = self._plan.pin([values[self._sources[i]] for i in copies], places)
+        if ends[:-1]:
+            parts, _ = jax.lax.optimization_barrier((parts, ends[-2]))
+
+        def on_device(parts: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+            wholes = publish_leaves(parts, places, BUFFER_MAX_SIZE, "optimizer")
+            own = {**literals, **dict(zip((*copies, *given), (*wholes, *arrays), strict=True))}
+            for step in steps:
+                step.run(own)
+            return [own[i] for i in results]
+
+        found = jax.shard_map(
+            on_device,
+            mesh=self._plan.mesh,
+            in_specs=([place.spec for place in places], jax.P()),
+            out_specs=jax.P(),
+            check_vma=False,
+        )(parts, [values[i] for i in given])
+        values.update(zip(results, found, strict=True))
+        ends.append(found)
+        return later
+
+    def _settle(self, whole: set[int]) -> None:
+        """Decides what is gathered and which steps run on whole values."""
+        found: set[int] = set()
+        while not (wanted := self._judge(whole | found)) <= found:
+            found |= wanted
+        made = {i for step in self._steps if step.whole for i in step.outs}
+        copies = {i: self._traced.new(self._traced.avals[i]) for i in sorted(found - made)}
+        self._sources = {copy: i for i, copy in copies.items()}
+        for step in self._steps:
+            if step.whole or step.branches:
+                step.ins = [copies.get(i, i) for i in step.ins]
+
+    def _judge(self, known: set[int]) -> set[int]:
+        """Follows the divided dimensions, given what is whole; returns what else must be.
+
+        That is not an operand itself but what makes it, where that is no larger: a transposed and a
+        scaled copy of one matrix are gathered once.
+        """
+        traced, wanted = self._traced, set()
+        self._whole = set(known)
+        origins = {i: {i} for i in traced.inputs}
+        for step in self._steps:
+            whole = [i in self._whole for i in step.ins]
+            dims = [None if w else self._dims[i] for i, w in zip(step.ins, whole, strict=True)]
+            divided = [i for i, dim in zip(step.ins, dims, strict=True) if dim is not None]
+            makers = set().union(*(origins[i] for i in divided))
+            outs, wants = flow(step.eqn, dims)
+            step.whole, step.branches = False, ()
+            if not traced.foreign.isdisjoint(step.ins):
+                traced.foreign.update(i for i in step.outs if traced.avals[i].size > 1)
+            elif step.eqn.primitive.name == "cond" and divided and (wants or any(whole)):
+                outs = self._into_branches(step, dims[1:], whole[1:])
+            elif (wants or (any(whole) and not divided)) and step.free:
+                step.whole = True
+                wanted |= makers
+                self._whole.update(divided, step.outs)
+            for i, dim in zip(step.outs, outs, strict=True):
+                self._dims[i] = dim
+                smaller = step.free and traced.bytes(*makers) <= traced.bytes(i)
+                origins[i] = makers if smaller else {i}
+        return wanted
+
+    def _into_branches(self, step: Step, dims: Sequence[Dim], whole: Sequence[bool]) -> list[Dim]:
+        """Gathers inside the branches, which not every step of training takes."""
+        given = [i for i, w in enumerate(whole) if w]
+        step.branches = found = [
+            _Update(*opened(branch), dims, given, self._plan)
+            for branch in step.eqn.params["branches"]
+        ]
+        outs: list[Dim] = []
+        for out, *ends in zip(step.outs, *(b._outputs for b in found), strict=True):
+            ways = list(zip(found, ends, strict=True))
+            outs.append(join(*(None if end in b._whole else b._dims[end] for b, end in ways)))
+            if outs[-1] is None and any(end in b._whole for b, end in ways):
+                self._whole.add(out)
+        return outs
+
+    def _layout(self, i: int) -> Layout:
+        aval, dim = self._traced.avals[i], self._dims[i]
+        dim = None if dim == UNKNOWN else dim
+        return Layout("", aval.shape, aval.dtype, dim, self._plan.group, None, "")

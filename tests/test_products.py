@@ -1,0 +1,328 @@
+"""Matrix products of an optimizer: every operand gathered once, and only where that is needed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+import gshard
+from gshard import products
+from gshard.divisions import UNKNOWN, flow
+
+N = 4
+AG = "all-gather"
+SHAPES = {"wide": (8, 20), "tall": (24, 8), "odd": (7, 5), "stack": (3, 8, 12), "bias": (24,)}
+MATRICES = contrib.MuonDimensionNumbers()
+NUMBERS = {**dict.fromkeys(SHAPES, MATRICES), "bias": None}
+NUMBERS["stack"] = contrib.MuonDimensionNumbers(1, 2)
+
+
+def mesh():
+    return gshard.make_mesh(devices=jax.devices()[:N])
+
+
+def arrays(seed, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+
+
+def by_hand(x):
+    """Newton-Schulz as users write it: unrolled, transposed, in bfloat16's place a cast."""
+    y = x.T if x.shape[0] > x.shape[1] else x
+    y = (y / (jnp.linalg.norm(y) + 1e-7)).astype(jnp.float32)
+    for _ in range(2):
+        a = y @ y.T
+        y = 3.4 * y + (-4.8 * a + 2.0 * a @ a) @ y
+    return y.T if x.shape[0] > x.shape[1] else y
+
+
+def on_matrices(f):
+    return optax.stateless(lambda g, _: jax.tree.map(lambda x: f(x) if x.ndim == 2 else x, g))
+
+
+def muon(**options):
+    return contrib.muon(1e-2, muon_weight_dimension_numbers=NUMBERS, **options)
+
+
+def inverse_root(a):
+    values, vectors = jnp.linalg.eigh(a + 0.1 * jnp.eye(len(a)))
+    return (vectors * values**-0.25) @ vectors.T
+
+
+def two_sided():
+    """As Shampoo: a factor for the rows and one for the columns of every matrix."""
+
+    def init(params):
+        wide = {k: x for k, x in params.items() if x.ndim == 2}
+        return {side: {k: jnp.eye(x.shape[side]) for k, x in wide.items()} for side in (0, 1)}
+
+    def update(grads, state, params=None):
+        del params
+        rows = {k: a + grads[k] @ grads[k].T for k, a in state[0].items()}
+        columns = {k: a + grads[k].T @ grads[k] for k, a in state[1].items()}
+        new = {k: inverse_root(rows[k]) @ grads[k] @ inverse_root(columns[k]) for k in rows}
+        return {**grads, **new}, {0: rows, 1: columns}
+
+    return optax.GradientTransformation(init, update)
+
+
+def every_other(tx):
+    return optax.conditionally_transform(tx, lambda step, **_: step % 2 == 0)
+
+
+OPTIMIZERS = {
+    "muon": muon,
+    "by hand": lambda: optax.chain(optax.trace(0.9, nesterov=True), on_matrices(by_hand)),
+    "two-sided": two_sided,
+    "every other": lambda: every_other(on_matrices(by_hand)),
+    "jitted": lambda: optax.chain(optax.trace(0.9), on_matrices(jax.jit(by_hand))),
+    "aol": lambda: muon(preconditioning="aol"),
+    "spectral": lambda: muon(preconditioning="spectral"),
+    "dion": lambda: muon(ns_coeffs="dion", adaptive=True, weight_decay=0.1),
+    "partition": lambda: optax.partition(
+        {2: contrib.muon(1e-2), 1: optax.adam(1e-2), 3: optax.sgd(1e-2)},
+        lambda p: jax.tree.map(jnp.ndim, p),
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(muon(), 2).gradient_transformation(),
+}
+MATRICES_ONLY = ("by hand", "two-sided", "every other", "jitted", "partition")
+QUICK = {("muon", "os"), ("two-sided", "os_g")}
+
+
+def updated(tx, level, steps=2, params=None, **options):
+    """New parameters after some updates, those of one device, and the audit of an update."""
+    params = arrays(0) if params is None else params
+    shapes = {k: x.shape for k, x in params.items()}
+    options = {
+        "segment_size": 8,
+        "scan_axes": {"stack": 0} if "stack" in params else None,
+    } | options
+    state, plan = gshard.shard_train_state((params, tx), mesh(), level, **options)
+
+    @jax.jit
+    def step(params, opt_state, grads):
+        changes, opt_state = state.tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state
+
+    def divided(grads):
+        return jax.tree.map(
+            lambda g, place: jax.device_put(place.pad(g), plan.sharding(place)), grads, plan.grads
+        )
+
+    audit = gshard.audit(step, state.params, state.opt_state, divided(arrays(1, shapes)), plan=plan)
+    new, opt_state, right, alone = state.params, state.opt_state, params, tx.init(params)
+    for i in range(steps):
+        grads = arrays(1 + i, shapes)
+        new, opt_state = step(new, opt_state, divided(grads))
+        changes, alone = jax.jit(tx.update)(grads, alone, right)
+        right = optax.apply_updates(right, changes)
+    return gshard.full_params(state.replace(params=new)), right, audit, plan
+
+
+def assert_close(found, right):
+    for path, x in right.items():
+        np.testing.assert_allclose(found[path], x, atol=2e-5 * np.abs(x).max(), err_msg=path)
+
+
+def moved(audit):
+    """Elements by kind that are the optimizer's own, scalars apart."""
+    rows = [r for r in audit.collectives if not r.scalar and r.purpose != "publish"]
+    assert {row.purpose for row in rows} <= {"optimizer"}
+    return {
+        kind: sum(r.elements for r in rows if r.kind == kind) for kind in {r.kind for r in rows}
+    }
+
+
+@pytest.mark.parametrize(
+    "name, level",
+    [
+        pytest.param(name, level, marks=() if (name, level) in QUICK else pytest.mark.slow)
+        for name in OPTIMIZERS
+        for level in ("os", "os_g", "p_g_os")
+    ],
+)
+def test_every_operand_is_gathered_once(name, level):
+    found, right, audit, plan = updated(OPTIMIZERS[name](), level)
+    assert_close(found, right)
+    ranks = (2,) if name in MATRICES_ONLY else (2, 3)
+    places = [x for x in jax.tree.leaves(plan.grads) if len(x.shape) in ranks]
+    if name == "two-sided":  # its factors too
+        places += [x for x in jax.tree.leaves(plan.opt_state) if x.dim is not None]
+    assert moved(audit) == {AG: sum(place.stored_size for place in places)}
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_an_elementwise_optimizer_moves_nothing(level):
+    _, _, audit, _ = updated(optax.adamw(1e-2), level, steps=0)
+    assert {row.purpose for row in audit.collectives} == ({"publish"} if level == "os" else set())
+
+
+def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypatch):
+    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 200)
+    found, right, audit, plan = updated(OPTIMIZERS["every other"](), "p_g_os")
+    assert_close(found, right)
+    matrices = [x for x in jax.tree.leaves(plan.grads) if len(x.shape) == 2]
+    (row,) = audit.collectives
+    assert row.conditional and row.count == len(matrices)
+    assert moved(audit) == {AG: sum(place.stored_size for place in matrices)}
+
+
+def test_inner_products_are_summed_not_gathered():
+    def update(g, _):
+        sizes = {k: x.ravel() @ x.ravel() if x.ndim == 1 else jnp.sum(x * x) for k, x in g.items()}
+        return jax.tree.map(lambda x, n: x / n, g, sizes)
+
+    found, right, audit, _ = updated(optax.stateless(update), "p_g_os", steps=1)
+    assert_close(found, right)
+    assert moved(audit) == {}
+
+
+def test_a_product_with_a_whole_factor_stays_where_its_rows_are():
+    factor = np.random.default_rng(3).normal(size=(8, 8)).astype(np.float32)
+    tx = optax.stateless(lambda g, _: {"tall": g["tall"] @ factor})
+    found, right, audit, plan = updated(tx, "p_g_os", 1, {"tall": arrays(0)["tall"]})
+    assert plan.grads["tall"].dim == 0
+    assert_close(found, right)
+    assert moved(audit) == {}
+
+
+def test_what_the_user_places_is_left_to_the_compiler():
+    """A constraint cannot be inside a `shard_map`; nor does a print happen once for each device."""
+    seen = []
+
+    def product(x):
+        x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh(), jax.P()))
+        jax.debug.callback(lambda n: seen.append(float(n)), jnp.sum(x))
+        return x @ x.T @ x
+
+    found, right, _, _ = updated(on_matrices(product), "p_g_os", steps=1)
+    assert_close(found, right)
+    jax.effects_barrier()
+    assert len(seen) == 2 * 3
+
+
+# Stacked layers.
+
+
+def layers(p, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0]) @ w[1], None
+
+    x, _ = jax.lax.scan(layer, x, (p["up"], p["down"]))
+    return jnp.square(x).mean()
+
+
+@pytest.mark.parametrize(
+    "level, count, k",
+    [
+        ("os_g", 6, 2),
+        pytest.param("os", 6, 1, marks=pytest.mark.slow),
+        pytest.param("os", 8, 2, marks=pytest.mark.slow),
+        pytest.param("os_g", 8, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stack_divided_on_its_layers_moves_nothing_for_muon(level, count, k):
+    """The rule of the user may divide the scanned dimension where parameters are whole."""
+    start = arrays(0, {"up": (count, 8, 12), "down": (count, 12, 8)})
+    start = {name: x / 4 for name, x in start.items()}
+    tx = contrib.muon(
+        1e-2, muon_weight_dimension_numbers=dict.fromkeys(start, contrib.MuonDimensionNumbers(1, 2))
+    )
+    state, plan = gshard.shard_train_state(
+        (start, tx), mesh(), level, segment_size=8, scan_axes={"up|down": 0}, rules={"up|down": 0}
+    )
+    assert {x.dim for x in jax.tree.leaves(plan.grads)} == {0}
+    step = gshard.make_train_step(layers, plan, micro_batches=k, donate=False)
+    rows = np.random.default_rng(5).normal(size=(4 * N, 8)).astype(np.float32)
+    audit = gshard.audit(step, state, rows)
+    assert not [row for row in audit.collectives if row.purpose == "optimizer"]
+    for kind in (AG, "reduce-scatter", "all-reduce"):
+        assert audit.elements(kind) == step.promise.elements(kind)
+
+    alone, right = tx.init(start), start
+    for _ in range(2):
+        state, _ = step(state, rows)
+        changes, alone = jax.jit(tx.update)(jax.grad(layers)(right, rows), alone, right)
+        right = optax.apply_updates(right, changes)
+    assert_close(gshard.full_params(state), right)
+
+
+def test_no_rule_divides_the_layers_where_parameters_rest_divided():
+    with pytest.raises(gshard.GShardError, match="at 'os' and 'os_g' this one can be"):
+        gshard.shard_train_state(
+            (arrays(0), optax.sgd(1.0)),
+            mesh(),
+            "p_g_os",
+            scan_axes={"stack": 0},
+            rules={"stack": 0},
+        )
+
+
+# How a divided dimension passes through.
+
+
+def followed(f, dims, *shapes):
+    jaxpr = jax.make_jaxpr(lambda *xs: jax.jit(f)(*xs))(*(jnp.zeros(s) for s in shapes)).jaxpr
+    (eqn,) = jaxpr.eqns
+    outs, wants = flow(eqn, dims)
+    return outs[0], wants
+
+
+def loop(x, w):
+    return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x)
+
+
+@pytest.mark.parametrize(
+    "f, dims, shapes, dim, wants",
+    [
+        (lambda x: x.T * 2, [0], [(4, 6)], 1, False),
+        (lambda x: x.reshape(3, 2, 6), [1], [(6, 6)], 2, False),
+        (lambda x: x.reshape(24), [1], [(4, 6)], UNKNOWN, False),
+        (lambda x: x[None], [1], [(4, 6)], 2, False),
+        (lambda x: x.sum(0), [1], [(4, 6)], 0, False),
+        (lambda x: x.sum(0), [0], [(4, 6)], None, False),
+        (lambda x, y: x + y, [0, 1], [(4, 4), (4, 4)], UNKNOWN, False),
+        (lambda x, y: x + y, [0, None], [(4, 4), (4, 4)], 0, False),
+        (lambda x: jnp.concatenate([x, x]), [1], [(4, 6)], 1, False),
+        (lambda x: jnp.concatenate([x, x]), [0], [(4, 6)], UNKNOWN, False),
+        (lambda x: x @ x.T, [0], [(4, 6)], UNKNOWN, True),
+        (lambda x: x.T @ x, [0], [(4, 6)], None, True),
+        (lambda x, y: x @ y, [0, None], [(4, 6), (6, 5)], 0, False),
+        (lambda x, y: x @ y, [0, None], [(4, 6), (6,)], 0, False),
+        (lambda x, y: x @ y, [0, 0], [(6,), (6,)], None, False),
+        (lambda x, y: x @ y, [0, 0], [(3, 4, 6), (3, 6, 5)], 0, False),
+        (lambda x, y: x @ y, [1, 0], [(3, 4, 6), (3, 6, 5)], UNKNOWN, True),
+        (lambda x: jnp.linalg.cholesky(x), [0], [(3, 4, 4)], 0, False),
+        (lambda x: jnp.linalg.cholesky(x), [1], [(3, 4, 4)], UNKNOWN, True),
+        (loop, [0, None], [(4, 6), (6, 6)], 0, False),
+        (loop, [1, None], [(4, 6), (6, 6)], None, True),
+        (lambda x: jax.lax.scan(lambda c, y: (c, y * 2), 0.0, x)[1], [1], [(3, 4)], 1, False),
+        (
+            lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[0], x)[0],
+            [0],
+            [(3, 4)],
+            UNKNOWN,
+            False,
+        ),
+        (
+            lambda x: jax.lax.while_loop(lambda y: y.sum() < 9, lambda y: y.T, x),
+            [0],
+            [(4, 4)],
+            UNKNOWN,
+            False,
+        ),
+        (
+            lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: y, lambda y: y @ y, x),
+            [0],
+            [(4, 4)],
+            0,
+            True,
+        ),
+    ],
+)
+def test_how_a_divided_dimension_passes_through(f, dims, shapes, dim, wants):
+    assert followed(f, dims, *shapes) == (dim, wants)
