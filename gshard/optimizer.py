@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard.collectives import BUFFER_MAX_SIZE, own_part, publish_leaves
+from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.guard import Guard
-from gshard.layout import Layout
+from gshard.own_parts import cut, held, own_parts, publish
 from gshard.products import with_whole_products
 from gshard.scaler import ScalerState
 from gshard.streaming import at_rest, fetched, sizes_at_once, streamed
@@ -67,7 +67,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
 
     def init(params: Any) -> GShardState:
         params = fetched(plan.kind.trained(params), plan.params)
-        own, structure = _own_parts(params, {}, plan)
+        own, structure = own_parts(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
         state = GShardState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
         return at_rest(state, plan.layouts.opt_state, plan)
@@ -92,7 +92,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
             return _differences(early, moved, trained), state
 
         moved, state = streamed(on_device, state, trained, plan)
-        moved = _publish(moved, plan, BUFFER_MAX_SIZE)
+        moved = publish(moved, plan, BUFFER_MAX_SIZE)
         return plan.kind.whole_update(_differences(late, moved, trained), params), state
 
     made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
@@ -118,7 +118,7 @@ def update_and_publish(
     """
     update = _update(plan, gradients.grads, gradients.loss, updates)
     new, after = streamed(update, state, params, plan)
-    return _publish(new, plan, buffer_max_size), after
+    return publish(new, plan, buffer_max_size), after
 
 
 def _update(plan: Plan, grads: Any, loss: jax.Array, updates: jax.Array) -> Callable[..., Any]:
@@ -215,14 +215,14 @@ def _update_own(
         layout.cut(layout.stored(g, "the gradients"))
         for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
     ]
-    own, params_structure = _own_parts(params, state.master, plan)
+    own, params_structure = own_parts(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
     divided = [*reduced, *jax.tree.leaves(plan.opt_state), *reduced]
     update = partial(tx.update, **_accepted(tx, extra))
     with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
-        inner = _held(_cut(state.inner, plan.opt_state), plan.opt_state, plan)
+        inner = held(cut(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
         try:
             updates, inner = with_whole_products(update, plan, arguments, divided)
@@ -231,7 +231,7 @@ def _update_own(
             raise
         known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
         same_leaves(inner, known, "the state that the optimizer returns is")
-        updates = _held(updates, plan.grads, plan)
+        updates = held(updates, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
     return updates, state._replace(inner=inner), own
 
@@ -250,80 +250,3 @@ def _explain(error: Exception) -> None:
             "gives it value= (the loss); pass what else it needs in your own loop: "
             "state.tx.update(grads, state.opt_state, state.params, ...)."
         ) from error
-
-
-def _own_parts(
-    params: Any, master: dict[str, jax.Array], plan: Plan
-) -> tuple[list[jax.Array], Any]:
-    """What a device updates of every parameter: a global array of logical shape.
-
-    Its part of the master copy; where there is none, or it is not what the parameter was rounded
-    from, its part of the parameter, in the master's dtype.
-    """
-    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
-    structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
-    leaves = [
-        layout.stored(x, "the parameters")
-        for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
-    ]
-
-    def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
-
-    leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
-    for i, layout in enumerate(reduced):
-        if layout.path in plan.master:
-            low = leaves[i]
-            leaves[i] = low.astype(plan.master[layout.path].dtype)
-            if layout.path in master:  # where the parameter was replaced, it counts
-                copy = master[layout.path]
-                leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
-    return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
-
-
-def _publish(tree: Any, plan: Plan, buffer_max_size: int) -> Any:
-    """Own parts, in storage, as the parameters lie: gathered where these are whole."""
-    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
-    leaves, structure = jax.tree.flatten(tree)
-
-    def gather(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        return publish_leaves(xs, places, buffer_max_size)
-
-    leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _where_layouts_differ(
-    fun: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
-    leaves: list[jax.Array],
-    before: Sequence[Layout],
-    after: Sequence[Layout],
-    places: Sequence[Layout],
-    plan: Plan,
-) -> list[jax.Array]:
-    """Runs `fun` on every device's parts of the leaves whose layout changes."""
-    moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
-    if moved:
-        results = jax.shard_map(
-            lambda xs: fun(xs, [places[i].local() for i in moved]),
-            mesh=plan.mesh,
-            in_specs=([before[i].spec for i in moved],),
-            out_specs=[after[i].spec for i in moved],
-            check_vma=False,
-        )([leaves[i] for i in moved])
-        for i, result in zip(moved, results, strict=True):
-            leaves[i] = result
-    return leaves
-
-
-def _held(tree: Any, layouts: Any, plan: Plan) -> Any:
-    """Logical values, held to their layout; what moves for that is counted here."""
-    return _cut(plan.pin(tree, layouts), layouts)
-
-
-def _cut(tree: Any, layouts: Any) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
-    return jax.tree.unflatten(
-        structure, [place.cut(x) for x, place in zip(leaves, places, strict=True)]
-    )

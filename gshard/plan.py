@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, warn
@@ -22,6 +18,7 @@ from gshard.layout import DEVICE, Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
 from gshard.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
+from gshard.plan_table import table
 from gshard.precision import Precision
 from gshard.state import Kind, Parts, kind_of
 from gshard.tree import flatten
@@ -179,57 +176,7 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the parameters and extras, and a line of totals."""
-        table = Table(box=box.SIMPLE_HEAD)
-        for name in ("parameter", "shape", "at rest", "gradient", "bytes per device", "reason"):
-            table.add_column(name, justify="right" if name.startswith("bytes") else "left")
-        for stored, reduced in zip(
-            jax.tree.leaves(self.params), jax.tree.leaves(self.grads), strict=True
-        ):
-            table.add_row(
-                stored.path,
-                f"{stored.dtype}{list(stored.shape)}",
-                _describe(stored),
-                _describe(reduced),
-                f"{stored.bytes_per_device:,}",
-                reduced.reason,
-            )
-        for layout in jax.tree.leaves(self.extras):
-            table.add_row(
-                layout.path,
-                f"{layout.dtype}{list(layout.shape)}",
-                _describe(layout),
-                "none",
-                f"{layout.bytes_per_device:,}",
-                layout.reason,
-            )
-        out = io.StringIO()
-        paths = [layout.path for layout in jax.tree.leaves((self.params, self.extras))]
-        console = Console(file=out, width=120 + max(map(len, paths), default=0))
-        sizes = ", ".join(f"{name} {n:,} B" for name, n in self.bytes_per_device.items())
-        console.print(
-            f"level {self.level.name}: {self.group.size} devices {self.group.shard} x "
-            f"{self.group.copies} copies"
-            + "".join(f", your own axis {name!r} of {size}" for name, size in self.group.user)
-        )
-        console.print(table)
-        console.print(f"per device at rest: {sizes}")
-        try:
-            groups = self.fetched_at_once
-        except (TypeError, ValueError):  # it needs arguments that only the user's own loop has
-            groups = ()
-        if groups:
-            console.print(
-                f"an update fetches what is on the host in {len(groups)} group"
-                f"{'s' if len(groups) > 1 else ''}, the largest of {max(groups):,} B"
-            )
-        return out.getvalue()
-
-
-def _describe(layout: Layout) -> str:
-    pad = f" + {layout.padding} padded" if layout.padding else ""
-    own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
-    over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
-    return ", ".join([*own, *over] or ["whole"]) + (", on host" if layout.on_host else "")
+        return table(self)
 
 
 def all_whole(tree: Any, group: Group) -> Any:

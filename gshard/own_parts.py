@@ -1,0 +1,95 @@
+"""Each device's own part of the parameters: taken before an update, published after it.
+
+Global arrays in the layouts of `plan.grads`; the publish stage makes whole again what rests whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.collectives import own_part, publish_leaves
+from gshard.layout import Layout
+from gshard.tree import same_leaves
+
+if TYPE_CHECKING:
+    from gshard.plan import Plan
+
+
+def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[list[jax.Array], Any]:
+    """What a device updates of every parameter: a global array of logical shape.
+
+    Its part of the master copy; where there is none, or it is not what the parameter was rounded
+    from, its part of the parameter, in the master's dtype.
+    """
+    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
+    leaves = [
+        layout.stored(x, "the parameters")
+        for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
+    ]
+
+    def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
+
+    leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
+    for i, layout in enumerate(reduced):
+        if layout.path in plan.master:
+            low = leaves[i]
+            leaves[i] = low.astype(plan.master[layout.path].dtype)
+            if layout.path in master:  # where the parameter was replaced, it counts
+                copy = master[layout.path]
+                leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
+    return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
+
+
+def publish(tree: Any, plan: Plan, buffer_max_size: int) -> Any:
+    """Own parts, in storage, as the parameters lie: gathered where these are whole."""
+    stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
+    leaves, structure = jax.tree.flatten(tree)
+
+    def gather(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+        return publish_leaves(xs, places, buffer_max_size)
+
+    leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _where_layouts_differ(
+    fun: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
+    leaves: list[jax.Array],
+    before: Sequence[Layout],
+    after: Sequence[Layout],
+    places: Sequence[Layout],
+    plan: Plan,
+) -> list[jax.Array]:
+    """Runs `fun` on every device's parts of the leaves whose layout changes."""
+    moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
+    if moved:
+        results = jax.shard_map(
+            lambda xs: fun(xs, [places[i].local() for i in moved]),
+            mesh=plan.mesh,
+            in_specs=([before[i].spec for i in moved],),
+            out_specs=[after[i].spec for i in moved],
+            check_vma=False,
+        )([leaves[i] for i in moved])
+        for i, result in zip(moved, results, strict=True):
+            leaves[i] = result
+    return leaves
+
+
+def held(tree: Any, layouts: Any, plan: Plan) -> Any:
+    """Logical values, held to their layout; what moves for that is counted here."""
+    return cut(plan.pin(tree, layouts), layouts)
+
+
+def cut(tree: Any, layouts: Any) -> Any:
+    """Stored values of logical shape."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = jax.tree.leaves(layouts)
+    return jax.tree.unflatten(
+        structure, [place.cut(x) for x, place in zip(leaves, places, strict=True)]
+    )
