@@ -26,10 +26,10 @@ def as_sums(aux: Any, weight: Any) -> Any:
         if isinstance(x, Weighted):
             return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
         if not isinstance(x, Reduced):
-            return x * weight
+            return _weighed(x, weight)
         value = jnp.asarray(x.value)
         if x.by == "mean":
-            return value * weight
+            return _weighed(value, weight)
         if x.by == "sum":
             return Reduced(_wide(value), "sum")
         return Reduced(value, {"any": "max", "all": "min"}.get(x.by, x.by))
@@ -72,10 +72,15 @@ def over_devices(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
     return jax.tree.map(end, sums, is_leaf=is_named)
 
 
+def _weighed(x: Any, weight: Any) -> jax.Array:
+    """A mean as a sum; rows of no weight do not count, whatever their mean is (0 / 0)."""
+    return jnp.where(weight == 0, 0, x * weight)
+
+
 def _wide(x: jax.Array) -> jax.Array:
     """In the dtype of a sum: integers and booleans as `jnp.sum` has them, small floats float32."""
     if is_floating(x.dtype):
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return jnp.sum(x, axis=())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import core, dtypes
 
 from gshard.errors import DonatedStateError, GShardError, some
-from gshard.layout import HOST
+from gshard.layout import DEVICE, HOST
 from gshard.tree import flatten, same_leaves
 
 
@@ -102,6 +102,9 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
         return ""
     if place.is_fully_replicated and not x.committed and not _on_host(place):
         return ""
+    if _on_host(x.sharding) != _on_host(place):
+        here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, place))
+        return f"is in {here} memory, not in {there} memory"
     return f"lies over {_place(x.sharding)}, not over {_place(place)}"
 
 

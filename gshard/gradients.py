@@ -194,7 +194,7 @@ def _on_devices(
         return end(own, scale), {**updates, **largest(total.overwritten, plan.group)}
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-    found, updates = jax.shard_map(
+    mapped = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(
@@ -207,7 +207,10 @@ def _on_devices(
         out_specs=(out_specs, jax.P()),
         axis_names=set(plan.data_axes),
         check_vma=False,
-    )(
+    )
+    if plan.bytes_per_device["host"]:  # JAX fetches from the host in compiled code alone
+        mapped = jax.jit(mapped)
+    found, updates = mapped(
         jax.tree.leaves(parts.params),
         in_storage(parts.extras, layouts, plan),
         batch,

@@ -112,7 +112,8 @@ def _in_turns(group: Group, jaxpr: Any, layouts: Sequence[Layout]) -> Group:
     shapes = {layouts[i].shape for i in group.inputs}
     if group.size <= GROUP_SIZE or len(shapes) > 1:
         return group
-    if any(layouts[i].dim == 0 or layouts[i].padding for i in group.inputs):
+    places = [layouts[i] for i in group.inputs]
+    if any(x.dim == 0 or x.padding or (x.user and x.user[0]) for x in places):
         return group
     if any(jaxpr.eqns[number].primitive.name not in _ENTRYWISE for number in group.equations):
         return group

@@ -40,7 +40,8 @@ class Reduced:
     Attributes:
       value: number or array, of the rows at hand: a count of them, their largest logit.
       by: over devices, micro-batches and calls: `"sum"`, `"max"`, `"min"`, `"any"` and `"all"` (of
-        booleans), or `"mean"` (weighted as the loss is). Integers stay integers but for a mean; a
+        booleans), or `"mean"` (weighted as the loss is; in evaluation every device weighs the
+        same). Integers stay integers but for a mean; a
         sum of them has the dtype of `jnp.sum`, one of float16 or bfloat16 is float32.
     """
 

@@ -137,7 +137,7 @@ def _offloaded(plan: Plan) -> Plan:
             ) from error
 
     def arrays(x: Layout) -> Layout:
-        fits = x.shape and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        fits = x.shape and x.size and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return x.at(HOST) if fits else x
 
     def divided(x: Layout) -> Layout:

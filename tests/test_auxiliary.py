@@ -182,3 +182,22 @@ def test_what_was_not_said_names_the_mend():
         evaluate(state, rows())
     with pytest.raises(gshard.GShardError, match="the loss must be a floating scalar.*Reduced"):
         gshard.make_train_step(lambda p, b: Reduced(p["w"].sum(), "sum"), plan)(state, rows())
+
+
+def test_rows_without_weight_do_not_count():
+    """Their mean is 0 / 0, on a device that has no others."""
+    mask = np.r_[np.zeros(ROWS // 4), np.ones(ROWS - ROWS // 4)].astype(np.float32)
+
+    def loss(p, b):
+        total, weight = ((b["x"] @ p["w"]) ** 2).mean(-1) @ b["mask"], b["mask"].sum()
+        mean = total / weight
+        return gshard.Weighted(total, weight), {"plain": mean, "named": Reduced(mean, "mean")}
+
+    params = {"w": np.ones((5, 3), np.float32)}
+    given = {"x": rows()["x"], "mask": mask}
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", segment_size=4)
+    _, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, given)
+    expected = loss(params, given)[1]["plain"]
+    np.testing.assert_allclose([*metrics["aux"].values()], [expected] * 2, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import host_groups, planning
@@ -336,3 +337,24 @@ def test_memory_on_a_tpu():
         assert offload["host_temp"] == 0, row
         assert plain["argument"] - offload["argument"] == row["host"], row
         assert offload["temp"] <= plain["temp"] + 2 * row["group"], row
+
+
+def test_turns_are_not_taken_over_the_users_own_axis(monkeypatch):
+    monkeypatch.setattr(host_groups, "GROUP_SIZE", 512)
+    both = gshard.make_mesh(extra={"model": 2})
+    params = {"w": jax.device_put(np.ones((32, 24), np.float32), NamedSharding(both, P("model")))}
+
+    def loss(p, b):
+        return jnp.mean((b["x"] @ p["w"]) ** 2)
+
+    start = (params, optax.adam(1e-2))
+    state, plan = gshard.shard_train_state(start, both, "p_g_os", segment_size=4, offload=True)
+    assert plan.fetched_at_once == (plan.bytes_per_device["host"],)
+    rows = {"x": np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)}
+    found = gshard.audit(gshard.make_train_step(loss, plan), state, rows)
+    weights = [r for r in found.collectives if r.purpose == "compiler" and r.kind == "all-gather"]
+    assert not weights
+    # Not compiled by the user: JAX alone would not fetch.
+    _, grads = gshard.value_and_grad(loss, plan)(state.params, gshard.shard_batch(rows, plan))
+    expected = jax.grad(loss)({"w": np.ones((32, 24), np.float32)}, rows)
+    np.testing.assert_allclose(grads["w"], expected["w"], rtol=1e-5, atol=1e-6)

@@ -294,3 +294,18 @@ def test_with_state_on_the_host(precision):
         found.append(gshard.full_params(state)["w"])
     np.testing.assert_allclose(*found, rtol=1e-6)
     assert np.abs(found[0]).max() < 0.3 * np.abs(params["w"]).max()
+
+
+def test_nnx_attributes_are_fixed():
+    def other_rate(model, optimizer):
+        optimizer.tx = optax.sgd(0.5)
+
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    (model, optimizer), plan = gshard.shard_train_state(pair, mesh, "os", segment_size=4)
+    step = gshard.make_train_step(
+        lambda m, b: (m(b["x"]) ** 2).mean(), plan, post_update=other_rate
+    )
+    with pytest.raises(gshard.GShardError, match="changes more than arrays.*tx"):
+        step(model, optimizer, {"x": np.ones((4, 4), np.float32)})
