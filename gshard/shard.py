@@ -55,9 +55,10 @@ def shard_train_state(
       segment_size: elements of one layer; only a larger leaf is divided.
       rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
         go by shape.
-      scan_axes: the dimension that a scan over layers walks, which is never divided: a mapping from
-        path pattern to dimension. Flax's metadata (an axis named `layers`, `layer` or `scan`, or
-        one of the names given here) is read without it.
+      scan_axes: the dimension that a scan over layers walks, which is not divided (but by a rule of
+        yours, at `"os"` and `"os_g"`): a mapping from path pattern to dimension. Flax's
+        metadata (an axis named `layers`, `layer` or `scan`, or one of the names given here) is read
+        without it.
       frozen: parameters that are not trained (Linen and plain): a pattern of paths or several, a
         function of a `Leaf`, or a tree of True and False. They have no gradient and no optimizer
         state, and lie divided where parameters do. Integer parameters always are. For NNX the

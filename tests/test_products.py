@@ -171,6 +171,21 @@ def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypa
     assert moved(audit) == {AG: sum(place.stored_size for place in matrices)}
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="XLA of JAX 0.10 drops the barrier on CPU, then schedules",
+)
+def test_two_buckets_are_whole_at_a_time(monkeypatch):
+    shapes = {f"w{i}": (32, 64) for i in range(8)}
+    temporaries = []
+    for size in (32 * 64, 8 * 32 * 64):
+        monkeypatch.setattr(products, "BUFFER_MAX_SIZE", size)
+        tx = OPTIMIZERS["by hand"]()
+        _, _, audit, _ = updated(tx, "p_g_os", steps=0, params=arrays(0, shapes))
+        temporaries.append(audit.memory["temp"])
+    assert temporaries[0] < temporaries[1] / 2
+
+
 def test_inner_products_are_summed_not_gathered():
     def update(g, _):
         sizes = {k: x.ravel() @ x.ravel() if x.ndim == 1 else jnp.sum(x * x) for k, x in g.items()}
