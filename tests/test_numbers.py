@@ -171,15 +171,7 @@ def test_the_clip_is_active(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("linen_gpt", "nnx_gpt_tied")
-        else pytest.param(name, marks=pytest.mark.slow)
-        for name in ZOO
-    ],
-)
+@pytest.mark.parametrize("name", ZOO)
 def test_leaves_without_a_gradient_are_the_named_ones(name):
     assert set(reference.zero_gradients(name, 20)) == set(ZOO[name].zero)
 
