@@ -98,7 +98,7 @@ def updated(tx, level, steps=2, params=None, **options):
     params = arrays(0) if params is None else params
     shapes = {k: x.shape for k, x in params.items()}
     options = {
-        "segment_size": 8,
+        "segment_size": 16,
         "scan_axes": {"stack": 0} if "stack" in params else None,
     } | options
     state, plan = gshard.shard_train_state((params, tx), mesh(), level, **options)
