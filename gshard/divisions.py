@@ -20,6 +20,8 @@ _OF_MATRICES = frozenset({
     "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
     "householder_product", "lu", "qr", "schur", "svd", "triangular_solve", "tridiagonal",
 })  # fmt: skip
+# Newton-Schulz sums five times or ten, and each time moves its result twice.
+_MUCH_SMALLER = 32
 PRODUCTS = _OF_MATRICES | {"dot_general"}
 
 
@@ -141,7 +143,7 @@ def _wants_whole(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> bool:
     """Whether XLA would gather for a product, maybe more than once.
 
     Not where every device has batches of its own, or rows of its own for a factor that is whole;
-    nor where vectors are summed, which costs less than gathering them.
+    nor where it sums into what is much smaller: that costs less than gathering.
     """
     if eqn.primitive.name in _OF_MATRICES:
         return any(
@@ -158,4 +160,7 @@ def _wants_whole(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> bool:
             return False
     places = zip(_of_product(eqn, shapes, dims), dims, strict=True)
     kept = {place for place, dim in places if dim is not None}
-    return len(kept) > 1 or not kept.isdisjoint({None, UNKNOWN})
+    if kept == {None}:
+        sizes = (math.prod(x) for x, dim in zip(shapes, dims, strict=True) if dim is not None)
+        return math.prod(eqn.outvars[0].aval.shape) * _MUCH_SMALLER > sum(sizes)
+    return len(kept) > 1 or UNKNOWN in kept

@@ -38,7 +38,8 @@ def with_whole_products(
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     flat = jax.tree.leaves(args)
-    update = _Update(closed.jaxpr, closed.consts, [layout.dim for layout in layouts], [], plan)
+    traced = Traced(closed.jaxpr, closed.consts, PRODUCTS)
+    update = _Update(traced, [layout.dim for layout in layouts], [], plan)
     out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -46,26 +47,18 @@ def with_whole_products(
 class _Update:
     """A traced update, of which some steps run on whole values."""
 
-    def __init__(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        dims: Sequence[Dim],
-        whole: Sequence[int],
-        plan: Plan,
-    ):
-        """Args: as traced; the divided dimension of every input; inputs that are whole already."""
-        self._plan = plan
-        self._traced = Traced(jaxpr, consts, PRODUCTS)
-        self._steps, self._outputs = self._traced.steps, self._traced.outputs
-        self._dims: dict[int, Dim] = dict.fromkeys(range(len(self._traced.avals)))
-        self._dims.update(zip(self._traced.inputs, dims, strict=True))
-        self._settle({self._traced.inputs[i] for i in whole})
+    def __init__(self, traced: Traced, dims: Sequence[Dim], whole: Sequence[int], plan: Plan):
+        """Args: the steps; the divided dimension of every input; inputs that are whole already."""
+        self._plan, self._traced = plan, traced
+        self._steps, self._outputs = traced.steps, traced.outputs
+        self._dims: dict[int, Dim] = dict.fromkeys(range(len(traced.avals)))
+        self._dims.update(zip(traced.inputs, dims, strict=True))
+        self._settle({traced.inputs[i] for i in whole})
 
     @property
     def gathers(self) -> bool:
         """Whether anything is to be made whole."""
-        return any(step.whole or step.branches for step in self._steps)
+        return bool(self._sources) or any(step.branches for step in self._steps)
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The results; args in the global view."""
@@ -106,8 +99,9 @@ class _Update:
         literals = self._traced.literals
         given = sorted({i for step in steps for i in step.ins} - made - set(literals))
         results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
-        places = [self._layout(self._sources[i]) for i in copies]
-        parts = self._plan.pin([values[self._sources[i]] for i in copies], places)
+        sources = [self._sources[i] for i in copies]
+        places = [self._layout(i) for i in sources]
+        parts = self._plan.pin([values[i] for i in sources], places)
         if ends[:-1]:
             parts, _ = jax.lax.optimization_barrier((parts, ends[-2]))
 
@@ -138,7 +132,7 @@ class _Update:
         copies = {i: self._traced.new(self._traced.avals[i]) for i in sorted(found - made)}
         self._sources = {copy: i for i, copy in copies.items()}
         for step in self._steps:
-            if step.whole or step.branches:
+            if step.whole or step.branches or step.opened:
                 step.ins = [copies.get(i, i) for i in step.ins]
 
     def _judge(self, known: set[int]) -> set[int]:
@@ -152,7 +146,7 @@ class _Update:
         origins = {i: {i} for i in traced.inputs}
         for step in self._steps:
             whole = [i in self._whole for i in step.ins]
-            dims = [None if w else self._dims[i] for i, w in zip(step.ins, whole, strict=True)]
+            dims = self._dims_of(step)
             divided = [i for i, dim in zip(step.ins, dims, strict=True) if dim is not None]
             makers = set().union(*(origins[i] for i in divided))
             outs, wants = flow(step.eqn, dims)
@@ -161,6 +155,10 @@ class _Update:
                 traced.foreign.update(i for i in step.outs if traced.avals[i].size > 1)
             elif step.eqn.primitive.name == "cond" and divided and (wants or any(whole)):
                 outs = self._into_branches(step, dims[1:], whole[1:])
+            elif wants and (one := self._enough(step, dims)):
+                wanted.update(*(origins[i] for i in one))
+                self._whole |= one
+                outs, _ = flow(step.eqn, self._dims_of(step))
             elif (wants or (any(whole) and not divided)) and step.free:
                 step.whole = True
                 wanted |= makers
@@ -171,11 +169,22 @@ class _Update:
                 origins[i] = makers if smaller else {i}
         return wanted
 
+    def _dims_of(self, step: Step) -> list[Dim]:
+        return [None if i in self._whole else self._dims[i] for i in step.ins]
+
+    def _enough(self, step: Step, dims: Sequence[Dim]) -> set[int]:
+        """The operand that alone need be whole: a small factor of divided rows."""
+        for i in sorted(step.ins, key=self._traced.bytes):
+            rest = [None if j == i else dim for j, dim in zip(step.ins, dims, strict=True)]
+            if step.eqn.primitive.name == "dot_general" and not flow(step.eqn, rest)[1]:
+                return {i}
+        return set()
+
     def _into_branches(self, step: Step, dims: Sequence[Dim], whole: Sequence[bool]) -> list[Dim]:
         """Gathers inside the branches, which not every step of training takes."""
         given = [i for i, w in enumerate(whole) if w]
         step.branches = found = [
-            _Update(*opened(branch), dims, given, self._plan)
+            _Update(Traced(*opened(branch), PRODUCTS), dims, given, self._plan)
             for branch in step.eqn.params["branches"]
         ]
         outs: list[Dim] = []
@@ -187,6 +196,5 @@ class _Update:
         return outs
 
     def _layout(self, i: int) -> Layout:
-        aval, dim = self._traced.avals[i], self._dims[i]
-        dim = None if dim == UNKNOWN else dim
+        aval, dim = self._traced.avals[i], None if self._dims[i] == UNKNOWN else self._dims[i]
         return Layout("", aval.shape, aval.dtype, dim, self._plan.group, None, "")

@@ -25,6 +25,7 @@ class Step:
       ins: numbers of its operands.
       outs: numbers of its results.
       free: it may run inside a `shard_map`.
+      opened: it holds a primitive of those that calls are opened for.
       whole: it is to run on whole values, on every device.
       branches: of a `cond`, to be run in place of its own.
     """
@@ -33,6 +34,7 @@ class Step:
     ins: list[int]
     outs: list[int]
     free: bool
+    opened: bool
     whole: bool = False
     branches: Sequence[Callable[[Sequence[Any]], Any]] = ()
 
@@ -98,11 +100,12 @@ class Traced:
                 self.foreign.add(i)
         for eqn in jaxpr.eqns:
             ins, body = [read(v) for v in eqn.invars], called(eqn)
-            if body and any(inner.primitive.name in opened for inner in with_inner(eqn)):
+            holds = any(inner.primitive.name in opened for inner in with_inner(eqn))
+            if body and holds:
                 outs = self._open(*body, ins, opened)
             else:
                 outs = [self.new(v.aval) for v in eqn.outvars]
-                self.steps.append(Step(eqn, ins, outs, _is_free(eqn)))
+                self.steps.append(Step(eqn, ins, outs, _is_free(eqn), holds))
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -98,7 +98,7 @@ def updated(tx, level, steps=2, params=None, **options):
     params = arrays(0) if params is None else params
     shapes = {k: x.shape for k, x in params.items()}
     options = {
-        "segment_size": 8,
+        "segment_size": 16,
         "scan_axes": {"stack": 0} if "stack" in params else None,
     } | options
     state, plan = gshard.shard_train_state((params, tx), mesh(), level, **options)
@@ -184,6 +184,28 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch):
         _, _, audit, _ = updated(tx, "p_g_os", steps=0, params=arrays(0, shapes))
         temporaries.append(audit.memory["temp"])
     assert temporaries[0] < temporaries[1] / 2
+
+
+def test_a_projection_gathers_its_small_factors_alone():
+    """As GaLore: what a divided dimension is summed into is smaller than what is summed."""
+
+    def init(params):
+        del params
+        return {"two": jnp.eye(64, 2)}
+
+    def update(grads, state, params=None):
+        del params
+        two = state["two"]
+        left = two @ (two.T @ grads["left"])  # rows of both are divided: summed
+        right = (grads["right"] @ two) @ two.T  # its rows stay; the factor is gathered
+        return {"left": left, "right": right}, state
+
+    params = arrays(0, {"left": (64, 24), "right": (24, 64)})
+    options = {"rules": {"left|right|two": 0}}
+    tx = optax.GradientTransformation(init, update)
+    found, right, audit, _ = updated(tx, "p_g_os", 1, params, **options)
+    assert_close(found, right)
+    assert moved(audit) == {AG: 64 * 2, "all-reduce": 2 * 24}
 
 
 def test_inner_products_are_summed_not_gathered():
@@ -306,6 +328,7 @@ def loop(x, w):
         (lambda x: jnp.concatenate([x, x]), [0], [(4, 6)], UNKNOWN, False),
         (lambda x: x @ x.T, [0], [(4, 6)], UNKNOWN, True),
         (lambda x: x.T @ x, [0], [(4, 6)], None, True),
+        (lambda x: x.T @ x, [0], [(512, 2)], None, False),
         (lambda x, y: x @ y, [0, None], [(4, 6), (6, 5)], 0, False),
         (lambda x, y: x @ y, [0, None], [(4, 6), (6,)], 0, False),
         (lambda x, y: x @ y, [0, 0], [(6,), (6,)], None, False),
