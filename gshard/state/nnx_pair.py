@@ -143,18 +143,19 @@ class Nnx:
 
     def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
         """What the user's `post_update` makes of a pair, in place."""
-        before = nnx.graphdef(state)
+        before = nnx.graphdef(state), flatten(nnx.state(state))[0]
         out = fn(*state)
         if out is not None:
             raise GShardError(
                 f"post_update(model, optimizer) returned {shown(out)}. It changes them in place "
                 "(nnx.update(model.ema, ...)) and returns nothing."
             )
-        if nnx.graphdef(state) != before:
+        graph, paths = before
+        if nnx.graphdef(state) != graph and flatten(nnx.state(state))[0] == paths:
             raise GShardError(
                 "post_update(model, optimizer) changes more than arrays: an attribute such as the "
-                "optimizer's tx, or which Variables there are, is fixed while a step is compiled. "
-                "Change the values of Variables only."
+                "optimizer's tx is fixed while a step is compiled. Change the values of Variables "
+                "only."
             )
         return state
 
