@@ -136,6 +136,7 @@ def test_batch_depends_on_step_and_seed_alone():
 # ---- model and measures -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_model_does_not_see_the_future():
     model = gpt.GPT(width=16, layers=2, heads=2)
     bytes_1xT = np.arange(8, dtype=np.uint8)[None]

@@ -103,7 +103,9 @@ def assert_trained_alone(state, expected):
             assert x.dtype == FLAT[path].dtype
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level", [x if x == "p_g_os" else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
+)
 def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_device(level, expected):
     state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
     step = gshard.make_train_step(loss_fn, plan, donate=False)

@@ -126,7 +126,7 @@ def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 # The other variants of the GPT differ from these where parameters are gathered, at p_g_os. More of
 # them, and their NNX twins, are in the full product.
-MAIN = ("linen_mlp", "nnx_mlp", "linen_conv", "nnx_conv", "linen_gpt", "nnx_gpt_scan_remat")
+MAIN = ("linen_mlp", "nnx_mlp", "linen_gpt", "nnx_gpt_scan_remat")
 QUICK = [
     *(Case(*row) for row in pairwise(MAIN, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
     *(
@@ -134,6 +134,8 @@ QUICK = [
         for name in ("linen_gpt_scan_remat", "linen_gpt_tied")
     ),
     Case("nnx_gpt_tied", "p_g_os", 3, 1, "adamw"),
+    Case("linen_conv", "os_g", 3, 2, "sgd"),
+    Case("nnx_conv", "p_g_os", 5, 1, "gradient"),
 ]
 FULL = [
     Case(model, level, devices, MICRO_BATCHES[(i + i // 3) % 3], check)  # they take turns
