@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from gshard.equations import all_equations
 from gshard.errors import GShardError
+from gshard.mesh import entry_axes
 
 _LIBRARIES = (str(Path(__file__).parent), "site-packages")
 
@@ -57,7 +58,7 @@ def refuse(jaxpr: Any, axes: Sequence[str]) -> None:
     for eqn in all_equations(jaxpr):
         sharding = eqn.params.get("sharding")
         if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
-            named = {a for part in sharding.spec for a in _names(part)}
+            named = {a for part in sharding.spec for a in entry_axes(part)}
             if named & set(axes):
                 frames = getattr(eqn.source_info.traceback, "frames", ())
                 places = [(f.file_name, f.line_num) for f in reversed(frames)]
@@ -72,7 +73,3 @@ def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError
         "own rows and whole parameters: there is nothing to constrain over a data axis. Remove the "
         "constraint, or name only axes that carry no data."
     )
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    return () if part is None else part if isinstance(part, tuple) else (part,)

@@ -164,6 +164,13 @@ class Group:
         return self.size * self.copies
 
 
+def entry_axes(entry: Any) -> tuple[str, ...]:
+    """The axes of one entry of a `PartitionSpec` or of Flax's metadata: none, one or several."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
+
+
 def data_group(
     mesh: Mesh | AbstractMesh,
     shard_axes: str | Sequence[str] | None = None,

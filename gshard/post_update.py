@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.errors import GShardError, some
+from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.optimizer import keep_unless
 from gshard.plan import Plan
 from gshard.state import Parts
 from gshard.streaming import at_rest, fetched
-from gshard.tree import flatten
+from gshard.tree import differences, flatten
 
 
 def after_update(
@@ -93,12 +93,10 @@ def _fitting(parts: Parts, known: list[str], layouts: list[Layout]) -> list[Any]
     """The leaves that `post_update` made, after checking that they are those of the state."""
     paths, leaves, _ = flatten(parts)
     if paths != known:
-        missing = [path for path in known if path not in set(paths)]
-        added = [path for path in paths if path not in set(known)]
         raise GShardError(
-            f"post_update changes the tree of the state: missing {some(missing) or 'none'}; added "
-            f"{some(added) or 'none'}. Give new values to the fields that the state has; a new "
-            "field is added before shard_train_state."
+            f"post_update changes the tree of the state: {differences(paths, known)}. Give new "
+            "values to the fields that the state has; a new field is added before "
+            "shard_train_state."
         )
     for path, x, layout in zip(paths, leaves, layouts, strict=True):
         shape, dtype = jnp.shape(x), jnp.result_type(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -33,6 +33,13 @@ def refuse_twice(paths: list[str], what: str) -> None:
         )
 
 
+def differences(paths: Collection[str], known: Collection[str]) -> str:
+    """Which of the known paths are missing and which were added, for a message."""
+    missing = [path for path in known if path not in set(paths)]
+    added = [path for path in paths if path not in set(known)]
+    return f"missing {some(missing) or 'none'}; added {some(added) or 'none'}"
+
+
 def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     """The structure of `tree`, after checking that its leaves have the paths `known`, in order.
 
@@ -42,11 +49,9 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     paths, _, structure = flatten(tree)
     known = list(known)
     if paths != known:
-        missing = [path for path in known if path not in set(paths)]
-        added = [path for path in paths if path not in set(known)]
         raise GShardError(
-            f"{what} not the tree that the plan was made for: missing {some(missing) or 'none'}; "
-            f"added {some(added) or 'none'}. Pass what gshard.shard_train_state returned, or make "
-            "a new plan with it (and build the step again)."
+            f"{what} not the tree that the plan was made for: {differences(paths, known)}. Pass "
+            "what gshard.shard_train_state returned, or make a new plan with it (and build the "
+            "step again)."
         )
     return structure

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from gshard.errors import GShardError, some, warn
 from gshard.layout import Layout
-from gshard.mesh import Group
+from gshard.mesh import Group, entry_axes
 
 Names = tuple[tuple[str, ...], ...]  # for every dimension the axes it lies over
 
@@ -35,10 +35,10 @@ def user_names(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Grou
         that there is not.
     """
     sharding = getattr(leaf, "sharding", None)
-    said = [_tuple(name) for name in metadata or ()]
+    said = [entry_axes(name) for name in metadata or ()]
     sizes = dict(group.user)
     if not any(name in sizes for names in said for name in names):
-        said = [_tuple(x) for x in sharding.spec] if isinstance(sharding, NamedSharding) else []
+        said = [entry_axes(x) for x in sharding.spec] if isinstance(sharding, NamedSharding) else []
     found = [tuple(name for name in names if name in sizes) for names in said]
     every = [name for names in found for name in names]
     if len(set(every)) < len(every) or any(found[len(leaf.shape) :]):
@@ -75,7 +75,7 @@ def warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> No
     """Warns once of metadata, by path, that names data axes: gshard divides over these itself."""
     paths: dict[str, list[str]] = {}
     for path, names in metadata.items():
-        for name in {x for entry in names for x in _tuple(entry)} & set(group.axes):
+        for name in {x for entry in names for x in entry_axes(entry)} & set(group.axes):
             paths.setdefault(name, []).append(path)
     if paths:
         axis = min(paths)
@@ -85,7 +85,3 @@ def warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> No
             "divides by its own rules: it is not followed there. If that axis is for tensor "
             f"parallelism, say which ones divide: shard_axes={rest}."
         )
-
-
-def _tuple(names: Any) -> tuple[str, ...]:
-    return () if names is None else tuple(names) if isinstance(names, (tuple, list)) else (names,)

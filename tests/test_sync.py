@@ -71,6 +71,16 @@ def divided(level, mesh="3", tx=None):
     )
 
 
+def assert_divided(grads, expected, plan):
+    """Gradients lie as the plan says, and are those expected by path."""
+    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
+        want = expected[layout.path]
+        assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
+        np.testing.assert_allclose(
+            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
+        )
+
+
 @pytest.mark.parametrize(
     ("level", "accumulate", "mesh"),
     [
@@ -102,12 +112,7 @@ def test_several_calls_are_one_with_all_rows(level, accumulate, mesh):
     new, loss, aux, grads = end(state, total)
     expected_loss, expected = one_device(params(), everything())
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
-    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
-        want = expected[layout.path]
-        assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
-        np.testing.assert_allclose(
-            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
-        )
+    assert_divided(grads, expected, plan)
     # One call with all rows gives the same, aux weighted likewise.
     (once, whole_aux), _ = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True))(
         state.params, everything()
@@ -204,12 +209,7 @@ def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
     (loss, _), grads = call(state.params, batch)
     expected_loss, expected = one_device(params(), everything())
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
-    for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
-        want = expected[layout.path]
-        assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
-        np.testing.assert_allclose(
-            layout.cut(np.asarray(g)), want, rtol=0, atol=2e-6 * np.abs(want).max()
-        )
+    assert_divided(grads, expected, plan)
 
 
 def test_one_micro_batch_is_the_same_program_however_it_accumulates():

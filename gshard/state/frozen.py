@@ -18,7 +18,7 @@ from gshard import arguments
 from gshard.arguments import shown
 from gshard.errors import GShardError, did_you_mean, some, warn
 from gshard.rules import Leaf
-from gshard.tree import flatten, path_of, refuse_twice
+from gshard.tree import differences, flatten, path_of, refuse_twice
 
 FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
 
@@ -174,11 +174,9 @@ def _chosen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
         return _accepted(paths, leaves, frozen)
     given, flags, _ = flatten(frozen)
     if given != paths:
-        missing = [path for path in paths if path not in given]
-        added = [path for path in given if path not in paths]
         raise GShardError(
-            f"frozen={shown(frozen)} is not a tree like the parameters: missing "
-            f"{some(missing) or 'none'}; added {some(added) or 'none'}. "
+            f"frozen={shown(frozen)} is not a tree like the parameters: "
+            f"{differences(given, paths)}. "
             "Give True or False for each parameter, a pattern of paths, or a function of a "
             "gshard.Leaf."
         )

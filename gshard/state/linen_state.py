@@ -161,13 +161,11 @@ class Linen:
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
         """By path the names that Flax's metadata gives the dimensions of parameters, if any."""
-        boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
-        return {path_of(keys): box.names for keys, box in boxes if hasattr(box, "names")}
+        return {path: box.names for path, box in _named_boxes(state)}
 
     def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
         """By path the mesh axes that Flax's metadata gives the dimensions of parameters, if any."""
-        boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
-        return {path_of(keys): _mesh_axes(box) for keys, box in boxes if hasattr(box, "names")}
+        return {path: _mesh_axes(box) for path, box in _named_boxes(state)}
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
         """`loss_fn(params, batch, *, rng, <extras it names>)` as a pure function."""
@@ -221,6 +219,12 @@ def unbox(params: Any) -> Any:
     return jax.tree.map(
         lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, params, is_leaf=_is_box
     )
+
+
+def _named_boxes(state: Any) -> list[tuple[str, Any]]:
+    """Parameters by path whose box names their dimensions."""
+    boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
+    return [(path_of(keys), box) for keys, box in boxes if hasattr(box, "names")]
 
 
 def _mesh_axes(box: Any) -> tuple[Any, ...]:
