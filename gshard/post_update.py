@@ -47,7 +47,17 @@ def after_update(
     state = plan.kind.merge(
         jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
     )
-    found = _fitting(plan.kind.split(plan.kind.call_after(fn, state)), paths, layouts)
+    try:
+        made = plan.kind.call_after(fn, state)
+    except GShardError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "This came from post_update=, which is traced inside the compiled step: its arrays "
+            "have shapes and dtypes, and no values that Python could read."
+        )
+        raise
+    found = _fitting(plan.kind.split(made), paths, layouts)
     leaves = [
         old if new is seen else _where(updates, plan.pin(new, layout), old, layout, plan)
         for new, seen, old, layout in zip(found, given, leaves, layouts, strict=True)

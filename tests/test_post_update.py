@@ -262,6 +262,18 @@ def test_what_it_may_not_change_is_refused_by_path(name):
         assert word in str(error.value)
 
 
+def test_an_error_of_its_own_says_where_it_came_from():
+    state, plan = divided("p_g_os")
+
+    def reads_a_value(state):
+        return state.replace(count=int(state.count))
+
+    step = gshard.make_train_step(loss_fn, plan, post_update=reads_a_value)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as error:
+        step.lower(state, batch())
+    assert "post_update=" in error.value.__notes__[0]
+
+
 def test_it_is_a_function():
     _, plan = divided("os")
     with pytest.raises(gshard.GShardError, match="post_update=0.99 is not a function"):
