@@ -32,6 +32,7 @@ from benchmarks.targets import BenchmarkError, Target, parse_target
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 BASELINES = ("gspmd", "gspmd, whole weights")
+_SAME = ("parameters", "versions", "promise_bytes", "theory_bytes")  # whatever the program
 _SAID = Console(stderr=True)
 
 
@@ -44,6 +45,7 @@ def compiled(
     what, start = f"{program} at {level} for {target.text}", time.monotonic()
     with subprocess.Popen(
         command,
+        cwd=Path(__file__).parents[1],
         env=os.environ | target.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -119,22 +121,20 @@ def results(
                 if found is not None:
                     text = texts[found["program"]].read_text()
                     (dump / f"{name}.hlo.txt").write_text(text)
-    versions, parameters = gshard.pop("versions"), gshard.pop("parameters")
-    promise = gshard.pop("promise_bytes")
-    theory = gshard.pop("theory_bytes")
+    known = [found for found in (gshard, *baselines) if "error" not in found]
+    same = {name: [found.pop(name) for found in known][0] for name in _SAME}
+    theory = sum(same["theory_bytes"].values())
     return {
         "target": target.text,
         "devices": target.devices,
         "mesh": target.axes,
         "level": level,
-        "model": dataclasses.asdict(sizes) | {"parameters": parameters},
-        "versions": versions,
+        "model": dataclasses.asdict(sizes) | {"parameters": same.pop("parameters")},
+        **same,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "promise_bytes": promise,
-        "theory_bytes": theory,
         "programs": [gshard, *baselines],
         "best_baseline": best and best["program"],
-        "gshard_to_theory": total(gshard) / sum(theory.values()),
+        "gshard_to_theory": total(gshard) / theory,
         "gshard_to_baseline": best and total(gshard) / total(best),
     }
 
@@ -147,16 +147,8 @@ def table(found: dict[str, Any]) -> Table:
         f"{model['layers']} layers, {found['devices']} devices; GB per device and step",
         title_justify="left",
     )
-    names = (
-        *KINDS,
-        "total",
-        "of theory",
-        "overlapped",
-        "arguments",
-        "temporary",
-        "peak",
-        "compile",
-    )
+    names = [*KINDS, "others", "total", "of theory", "overlapped"]
+    names += ["arguments", "temporary", "peak", "compile"]
     shown.add_column("program")
     for name in names:
         shown.add_column(name, justify="right")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -154,6 +155,7 @@ def run(
 
 
 def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
     for name in _PACKAGES:
         try:
             yield name, metadata.version(name)
