@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
 from benchmarks.llama import Sizes, abstract_params, cross_entropy
@@ -75,12 +75,16 @@ def test_the_model_is_llama_2_7b():
     assert sum(sizes) == 32 * LAYER + 2 * TABLE + NORMS == 6_738_415_616
 
 
+def plan_of(axes, level):
+    mesh = AbstractMesh(axes, tuple("xyz"[: len(axes)]), axis_types=(AxisType.Auto,) * len(axes))
+    return divided(abstract_params(Sizes()), mesh, level)[1]
+
+
 @pytest.mark.parametrize("axes", [(256,), (16, 16), (4, 8, 8)])
 @pytest.mark.parametrize("level", wire.LEVELS)
 def test_theory_is_what_a_hand_counts(level, axes):
     """In bytes of bfloat16, the norms in float32 where parameters rest in it."""
-    mesh = AbstractMesh(axes, ("x", "y", "z")[: len(axes)])
-    plan = divided(abstract_params(Sizes()), mesh, level)[1]
+    plan = plan_of(axes, level)
     layers, tables, share = 2 * 32 * LAYER, 2 * 2 * TABLE, 255 / 256
     once = layers + tables
     wanted = {
@@ -100,7 +104,7 @@ def test_theory_is_what_a_hand_counts(level, axes):
 
 
 def test_at_rest_a_parameter_takes_12_bytes_over_the_devices():
-    plan = divided(abstract_params(Sizes()), AbstractMesh((16, 16), ("x", "y")), "p_g_os")[1]
+    plan = plan_of((16, 16), "p_g_os")
     rest = sum(x.bytes_per_device for x in jax.tree.leaves((plan.params, plan.opt_state)))
     assert rest == pytest.approx(12 * (6_738_415_616 - NORMS) / 256 + 12 * NORMS, abs=64)
 
