@@ -1,0 +1,183 @@
+"""Compiles one program of `benchmarks.wire` and prints what it found as one line of JSON.
+
+A process of its own: some compilers abort it for what they cannot do, and libtpu takes locks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+
+import gshard
+from benchmarks.gspmd import baseline
+from benchmarks.llama import Sizes, abstract_params, loss_of
+from benchmarks.targets import BenchmarkError, Target, parse_target
+from gshard.hlo import read_program
+
+STACK = "layers"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
+_USES = ("argument_size", "temp_size", "peak_memory")
+
+
+def divided(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
+    """An abstract AdamW state and its plan.
+
+    At `p_g_os` parameters rest in float32 and are cast where they are used: gshard casts the part
+    and gathers the cast, so that 2 bytes travel, and no copy in bfloat16 lies beside the master (12
+    bytes at rest for each parameter and not 14). At the other levels parameters are whole, and what
+    is published is what rests: with `precision=` that is bfloat16, 2 bytes and not 4.
+    """
+    state = jax.eval_shape(
+        lambda: TrainState.create(
+            apply_fn=None,
+            params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
+            tx=optax.adamw(3e-4),
+        )
+    )
+    return gshard.shard_train_state(
+        state,
+        mesh,
+        level,
+        scan_axes={f"^{STACK}/": 0},
+        precision=None if level == "p_g_os" else "bfloat16",
+    )
+
+
+def promised(plan: gshard.Plan) -> dict[str, dict[str, int]]:
+    """Wire bytes of one device and step by kind: what is promised, and theory.
+
+    `promise` counts elements at every hop over the shard axes; whatever the hops are, a device
+    sends (N-1)/N of the whole. What is divided moves in bfloat16. In theory a leaf outside the
+    stack of layers is gathered once, since the backward pass of the head follows its forward pass,
+    and that of an embedding does not need its table.
+    """
+    n = plan.group.size
+    hops = sum(1 / math.prod(plan.group.sizes[:i]) for i in range(len(plan.group.sizes)))
+    of_whole = [x.dtype.itemsize for x in jax.tree.leaves(plan.grads) if x.dim is None]
+    bytes_of: dict[str, float] = defaultdict(float)
+    for moved in gshard.promise(plan).moved:
+        if moved.purpose == "reduce":
+            bytes_of[moved.kind] += 2 * moved.elements * max(of_whole)
+        else:
+            bytes_of[moved.kind] += moved.elements / hops * 2
+    theory = dict(bytes_of)
+    for leaf in jax.tree.leaves(plan.params):
+        if leaf.dim is not None and not leaf.path.startswith(f"{STACK}/"):
+            theory["all-gather"] -= leaf.stored_size * 2
+    return {
+        f"{name}_bytes": {kind: round(x * (n - 1) / n) for kind, x in amounts.items()}
+        for name, amounts in (("promise", bytes_of), ("theory", theory))
+    }
+
+
+def abstract_batch(sizes: Sizes, mesh: Mesh, spec: jax.P) -> dict[str, jax.ShapeDtypeStruct]:
+    """One sequence for each device."""
+    shape, rows = (mesh.size, sizes.sequence), NamedSharding(mesh, spec)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    return {"tokens": tokens, "next": tokens}
+
+
+def lowered(program: str, mesh: Mesh, level: str, sizes: Sizes) -> jax.stages.Lowered:
+    """One of the programs that are compared: gshard's, or a baseline's."""
+    params, tx = abstract_params(sizes), optax.adamw(3e-4)
+    if program == "gshard":
+        state, plan = divided(params, mesh, level)
+        step = gshard.make_train_step(partial(loss_of, sizes=sizes), plan)
+        return step.lower(state, abstract_batch(sizes, mesh, plan.batch_spec))
+    by_rows = jax.P(mesh.axis_names)
+    by_hand = baseline(
+        partial(loss_of, sizes=sizes, rows=NamedSharding(mesh, by_rows)),
+        tx,
+        params,
+        mesh,
+        level,
+        stacks=(STACK,),
+        whole_weights=program == "gspmd, whole weights",
+        compute_dtype=jnp.bfloat16,
+    )
+    batch = abstract_batch(sizes, mesh, by_rows)
+    return by_hand.step.lower(params, jax.eval_shape(tx.init, params), batch)
+
+
+def measured(text: str) -> dict[str, Any]:
+    """Wire bytes of one device and step by kind of collective, and how many of them overlap."""
+    wire: dict[str, int] = defaultdict(int)
+    overlapped: dict[str, int] = defaultdict(int)
+    for collective in read_program(text).collectives:
+        if collective.group_size == 1:
+            continue
+        moved = collective.wire_bytes
+        if moved is None:
+            raise BenchmarkError(f"{collective.name} runs in a loop of unknown length")
+        wire[collective.kind] += moved
+        overlapped[collective.kind] += moved * collective.asynchronous
+    return {"wire_bytes": wire, "asynchronous_bytes": overlapped}
+
+
+def run(
+    program: str, target: Target, level: str, sizes: Sizes, dump: Path | None
+) -> dict[str, Any]:
+    """Compiles one program and reads it."""
+    axes, devices = target.axes, target.described_devices()
+    mesh = gshard.make_mesh(axes, devices=devices)
+    start = time.perf_counter()
+    compiled = lowered(program, mesh, level, sizes).compile()
+    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    if dump is not None:
+        dump.write_text(text)
+    memory = compiled.memory_analysis()
+    params = abstract_params(sizes)
+    return {
+        "program": program,
+        "compile_seconds": round(seconds, 1),
+        **measured(text),
+        "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
+        "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        **promised(divided(params, mesh, level)[1]),
+        "versions": {"gshard": gshard.__version__, **dict(_versions())},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for name in _PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def main() -> None:
+    """Prints one line of JSON: what was found, or `{"error": ...}` for what cannot be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("program", "target", "level"):
+        parser.add_argument(name)
+    parser.add_argument("sizes", type=json.loads)
+    parser.add_argument("--dump", type=Path)
+    args = parser.parse_args()
+    try:
+        target, sizes = parse_target(args.target), Sizes(**args.sizes)
+        found = run(args.program, target, args.level, sizes, args.dump)
+    except BenchmarkError as error:
+        found = {"program": args.program, "error": str(error)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

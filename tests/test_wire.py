@@ -1,0 +1,227 @@
+"""`benchmarks.wire`: its arguments, its theory against a count by hand, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from benchmarks import wire
+from benchmarks.llama import Sizes, abstract_params, cross_entropy
+from benchmarks.targets import BenchmarkError, parse_target
+from benchmarks.wire_compile import divided, promised
+
+ROOT = Path(__file__).parents[1]
+LAYER = 4 * 4096**2 + 3 * 4096 * 11008  # attention, and a gated MLP
+TABLE = 32000 * 4096  # the embedding; the head is as large
+NORMS = (2 * 32 + 1) * 4096
+TINY = ("--layers", "2", "--width", "128", "--vocabulary", "512", "--sequence", "128")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--target", "v5e:16x16"], "Did you mean 'tpu-v5e'?"),
+        (["--target", "abacus:4"], "Choose one of cpu, a100, h100, b200, tpu-v4"),
+        (["--target", "h100"], "h100:HOSTSxGPUS"),
+        (["--target", "h100:4x9"], "at most 8 GPUs"),
+        (["--target", "h100:0x8"], "h100:HOSTSxGPUS"),
+        (["--target", "tpu-v5e:16x32"], "8x16, 16x16 chips"),
+        (["--target", "tpu-v5p:8x8"], "multiples of 4 up to 16x16x24"),
+        (["--target", "tpu-v5p:16x16x28"], "multiples of 4 up to 16x16x24"),
+        (["--target", "cpu:1"], "cpu:2 to cpu:64"),
+        (["--target", "cpu:8", "--level", "zero9"], "Choose one of dp, os, os_g, p_g_os"),
+        (["--target", "cpu:8", "--width", "100"], "a multiple of 128"),
+        (["--target", "cpu:8", "--layers", "0"], "layers=0"),
+        (["--target", "cpu:8", "--sequence", "192"], "the sequence of 128"),
+    ],
+)
+def test_what_cannot_be_is_one_line(given, said):
+    with pytest.raises(BenchmarkError) as caught:
+        wire.arguments(given)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "axes"),
+    [
+        ("cpu:8", 8, {"shard": 8}),
+        ("h100:32x8", 256, {"shard": 256}),
+        ("b200:1x8", 8, {"shard": 8}),
+        ("tpu-v5e:16x16", 256, {"x": 16, "y": 16}),
+        ("tpu-v5p:8x8x16", 1024, {"x": 8, "y": 8, "z": 16}),
+        ("tpu-v5p:2x2x1", 4, {"x": 2, "y": 2}),
+        ("tpu-7x:4x4x4", 128, {"x": 4, "y": 4, "z": 4, "core": 2}),
+    ],
+)
+def test_a_torus_has_an_axis_for_each_dimension(text, devices, axes):
+    target = parse_target(text)
+    assert (target.devices, target.axes) == (devices, axes)
+
+
+def test_the_model_is_llama_2_7b():
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(abstract_params(Sizes()))]
+    assert sum(sizes) == 32 * LAYER + 2 * TABLE + NORMS == 6_738_415_616
+
+
+def plan_of(axes, level):
+    mesh = AbstractMesh(axes, tuple("xyz"[: len(axes)]), axis_types=(AxisType.Auto,) * len(axes))
+    return divided(abstract_params(Sizes()), mesh, level)[1]
+
+
+@pytest.mark.parametrize("axes", [(256,), (16, 16), (4, 8, 8)])
+@pytest.mark.parametrize("level", wire.LEVELS)
+def test_theory_is_what_a_hand_counts(level, axes):
+    """In bytes of bfloat16, the norms in float32 where parameters rest in it."""
+    plan = plan_of(axes, level)
+    layers, tables, share = 2 * 32 * LAYER, 2 * 2 * TABLE, 255 / 256
+    once = layers + tables
+    wanted = {
+        "dp": {"all-reduce": 2 * (once + 2 * NORMS)},
+        "os": {"reduce-scatter": once, "all-gather": once, "all-reduce": 4 * NORMS},
+        "os_g": {"reduce-scatter": once, "all-gather": once, "all-reduce": 4 * NORMS},
+        "p_g_os": {
+            "reduce-scatter": once,
+            "all-gather": 2 * layers + tables,
+            "all-reduce": 8 * NORMS,
+        },
+    }[level]
+    found = promised(plan)
+    assert found["theory_bytes"] == {kind: round(x * share) for kind, x in wanted.items()}
+    bound = wanted | ({"all-gather": 2 * once} if level == "p_g_os" else {})
+    assert found["promise_bytes"] == {kind: round(x * share) for kind, x in bound.items()}
+
+
+def test_at_rest_a_parameter_takes_12_bytes_over_the_devices():
+    plan = plan_of((16, 16), "p_g_os")
+    rest = sum(x.bytes_per_device for x in jax.tree.leaves((plan.params, plan.opt_state)))
+    assert rest == pytest.approx(12 * (6_738_415_616 - NORMS) / 256 + 12 * NORMS, abs=64)
+
+
+def test_cross_entropy_by_slices_is_that_of_the_whole():
+    keys = jax.random.split(jax.random.key(0), 3)
+    x_BxTxD = jax.random.normal(keys[0], (2, 256, 64))
+    head_DxV = jax.random.normal(keys[1], (64, 512))
+    next_BxT = jax.random.randint(keys[2], (2, 256), 0, 512)
+    weights_B = jnp.array([1.0, 3.0])
+
+    def by_slices(x_BxTxD, head_DxV):
+        return weights_B @ cross_entropy(x_BxTxD, head_DxV, next_BxT, 128)
+
+    def whole(x_BxTxD, head_DxV):
+        logits_BxTxV = x_BxTxD @ head_DxV
+        losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, next_BxT)
+        return weights_B @ losses_BxT.sum(1)
+
+    found, wanted = (
+        jax.value_and_grad(f, argnums=(0, 1))(x_BxTxD, head_DxV) for f in (by_slices, whole)
+    )
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-6)
+    for x, y in zip(found[1], wanted[1], strict=True):
+        np.testing.assert_allclose(x, y, atol=5e-6 * np.abs(y).max())
+
+
+def test_the_baseline_that_counts():
+    def ran(name, wire_bytes, peak):
+        memory = {"peak_memory": peak}
+        return {"program": name, "wire_bytes": {"all-gather": wire_bytes}, "memory_bytes": memory}
+
+    failed = {"program": "a", "error": "does not fit"}
+    assert wire.better([failed]) is None
+    assert wire.better([failed, ran("b", 5000, 1)])["program"] == "b"
+    assert wire.better([ran("a", 4000, 9), ran("b", 5000, 1)])["program"] == "a"
+    assert wire.better([ran("a", 5000, 9), ran("b", 5001, 1)])["program"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"),
+    [
+        ("E1\nXlaError: Couldn't find a suitable version of nvlink. The", "pip install nvidia-cu"),
+        ("temporaries (26.06G) exceeds available HBM (15.75G). HLO", "it takes 26.06G of 15.75G"),
+        ("Traceback\nValueError: too odd\nFor simplicity", "code 3: ValueError: too odd"),
+        ("", "code 3: no message"),
+    ],
+)
+def test_why_a_compilation_failed(stderr, said):
+    assert said in wire.reason(stderr, 3)
+
+
+def test_a_compilation_that_takes_too_long_is_ended(tmp_path):
+    target = parse_target("cpu:8")
+    found = wire.compiled("gshard", target, "os", Sizes(), tmp_path / "x.txt", timeout=0.1)
+    assert found == {"program": "gshard", "error": "not done after 0 s"}
+
+
+def measured(python, folder, *given):
+    """Runs the benchmark as a user does; returns what it printed and what it wrote."""
+    command = [python, "-m", "benchmarks.wire", *given]
+    command += ["--json", str(folder / "found.json"), "--dump", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads((folder / "found.json").read_text())
+
+
+def test_json_and_dump_of_a_run_on_the_cpu(tmp_path):
+    target = ("--target", "cpu:4", "--level", "os", "--gshard-only")
+    shown, found = measured(sys.executable, tmp_path, *target, *TINY)
+    assert "XLA on CPU moves bfloat16 as float32" in shown
+    assert (tmp_path / "gshard.hlo.txt").read_text().startswith("HloModule")
+    assert found["model"] == {
+        "layers": 2,
+        "width": 128,
+        "vocabulary": 512,
+        "sequence": 128,
+        "parameters": 656_000,
+    }
+    assert (found["target"], found["devices"], found["level"]) == ("cpu:4", 4, "os")
+    assert found["versions"]["jax"] == jax.__version__
+    (program,) = found["programs"]
+    for kind in ("all-gather", "reduce-scatter"):
+        assert program["wire_bytes"][kind] == 2 * found["theory_bytes"][kind]
+    assert program["memory_bytes"]["argument_size"] > 0
+    assert found["best_baseline"] is None
+
+
+def compiler(module):
+    """A Python that has a compiler for a machine that is not there, or skips."""
+    python = os.environ.get("GSHARD_TPU_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode:
+        pytest.skip(f"{module} is not installed; GSHARD_TPU_PYTHON= names a Python that has it")
+    return python
+
+
+@pytest.mark.slow
+def test_on_a_tpu_torus_nothing_is_reduced_whole(tmp_path):
+    small = ("--layers", "4", "--width", "512", "--vocabulary", "2048", "--sequence", "256")
+    python = compiler("libtpu")
+    _, found = measured(python, tmp_path, "--target", "tpu-v5e:4x4", *small)
+    ours, *baselines = found["programs"]
+    theory = found["theory_bytes"]
+    assert ours["wire_bytes"]["all-gather"] == theory["all-gather"]
+    assert ours["wire_bytes"]["reduce-scatter"] >= theory["reduce-scatter"]
+    assert (
+        ours["wire_bytes"]["all-reduce"] <= 0.01 * theory["reduce-scatter"] + theory["all-reduce"]
+    )
+    assert found["gshard_to_baseline"] < 1
+    assert [p["program"] for p in baselines] == list(wire.BASELINES)
+    assert {p.name for p in tmp_path.glob("*.txt")} == {"gshard.hlo.txt", "gspmd.hlo.txt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", wire.LEVELS[1:])
+def test_on_gpus_a_step_sends_what_theory_says(level, tmp_path):
+    python = compiler("jax_plugins.xla_cuda13")
+    target = ("--target", "h100:1x8", "--layers", "2", "--width", "512", "--sequence", "256")
+    _, found = measured(python, tmp_path, *target, "--level", level, "--gshard-only")
+    assert found["gshard_to_theory"] == pytest.approx(1, abs=1e-3)
