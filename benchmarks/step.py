@@ -1,22 +1,26 @@
-"""Step time of every level against `dp` and against plain `jit` on one device, in one process.
+"""Step time and temporary memory of every level, against GSPMD and against one device.
 
-    python -m benchmarks.step [--devices 8] [--rounds 30] [--width 256] [--layers 4]
+    python -m benchmarks.step [--models mlp gpt gpt-scan] [--devices 4 8] [--rows 1 16] [--json F]
 
-Machines are noisy, so nothing is timed alone: every round runs one step of each program in turn,
-and what is reported is the median of the rounds' ratios with the quartiles.
+Machines are noisy, so nothing is timed alone: the programs of a cell run in turn in one process,
+and what is reported is the median of the rounds' ratios with its 95 % bounds. `one device` runs the
+same total batch by plain `jit` on the same cores; GSPMD is `benchmarks.gspmd`, at `p_g_os` the
+variant that is faster in the cell at hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import platform
 import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import flax.linen as nn
+import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
@@ -24,93 +28,192 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
+from benchmarks.gspmd import LEVELS, baseline
+from benchmarks.models import PROBLEMS, Problem
+from benchmarks.timing import Ratio, in_turn, ratio
 
-LEVELS = ("dp", "os", "os_g", "p_g_os")
-
-
-class Residual(nn.Module):
-    """A residual multilayer perceptron: matrix products and nothing that needs explaining."""
-
-    width: int
-    layers: int
-
-    @nn.compact
-    def __call__(self, x_BxD):
-        for _ in range(self.layers):
-            h_BxF = nn.gelu(nn.Dense(4 * self.width)(x_BxD))
-            x_BxD = x_BxD + nn.Dense(self.width)(h_BxF)
-        return x_BxD
+ONE = "one device"
 
 
-def steppers(devices: int, width: int, layers: int, rows: int) -> dict[str, Callable[[], Any]]:
-    """One function per program; each call runs one step and waits for it."""
-    model = Residual(width, layers)
-    x_BxD = np.random.default_rng(0).normal(size=(devices * rows, width)).astype(np.float32)
-    params = model.init(jax.random.key(0), x_BxD[:1])["params"]
+class Program(NamedTuple):
+    """One compiled step: runs one, and the bytes of temporary memory that its compiler wants."""
 
-    def loss_fn(params, x_BxD):
-        return jnp.square(model.apply({"params": params}, x_BxD)).mean()
+    run: Callable[[], None]
+    temporary: int
 
-    def fresh() -> TrainState:
-        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(1e-3))
 
-    def keep_stepping(step: Callable[..., Any], state: Any, batch: Any) -> Callable[[], Any]:
-        def one() -> None:
-            nonlocal state
-            state, out = step(state, batch)
-            jax.block_until_ready(out)
+def on_one_device(problem: Problem, rows: int) -> Program:
+    """Plain `jit`, the whole batch on one device."""
+    tx = optax.adamw(1e-3)
 
-        return one
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(problem.loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
 
-    def plain(state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-        return state.apply_gradients(grads=grads), loss
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params, batch = jax.device_put((_copy(problem.params), problem.batch(rows)), place)
+    opt_state = jax.jit(tx.init)(params)
+    return _program(jax.jit(step, donate_argnums=(0, 1)), params, opt_state, batch)
 
-    on_one = jax.device_put(jax.tree.map(jnp.copy, fresh()), jax.devices()[0])
-    found = {"one device": keep_stepping(jax.jit(plain, donate_argnums=0), on_one, x_BxD)}
+
+def by_gspmd(problem: Problem, rows: int, level: str, mesh: Any, whole_weights: bool) -> Program:
+    """The frozen baseline."""
+    made = baseline(
+        problem.loss_fn,
+        optax.adamw(1e-3),
+        problem.params,
+        mesh,
+        level,
+        stacks=problem.stacks,
+        whole_weights=whole_weights,
+    )
+    of_params, _, of_batch = made.shardings
+    params = jax.tree.map(jax.device_put, _copy(problem.params), of_params)
+    batch = jax.device_put(problem.batch(rows), of_batch)
+    return _program(made.step, params, made.init(params), batch)
+
+
+def by_gshard(problem: Problem, rows: int, level: str, mesh: Any) -> Program:
+    """`make_train_step`, with all that it does by default."""
+    params, tx = problem.params, optax.adamw(1e-3)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
+    state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes)
+    step = gshard.make_train_step(problem.loss_fn, plan)
+    batch = gshard.shard_batch(problem.batch(rows), plan)
+    temporary = step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state.params, state.opt_state, metrics))
+
+    return Program(run, temporary)
+
+
+def _program(step: Any, params: Any, opt_state: Any, batch: Any) -> Program:
+    temporary = step.lower(params, opt_state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    def run() -> None:
+        nonlocal params, opt_state
+        params, opt_state, loss = step(params, opt_state, batch)
+        jax.block_until_ready((params, opt_state, loss))
+
+    return Program(run, temporary)
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(np.copy, tree)
+
+
+class Line(NamedTuple):
+    """One level in one cell; times in seconds, temporaries in bytes."""
+
+    model: str
+    devices: int
+    rows: int
+    level: str
+    seconds: float
+    to_gspmd: Ratio
+    to_dp: Ratio
+    to_one: Ratio
+    temporary: int
+    temporary_gspmd: int
+
+
+def cell(
+    name: str, devices: int, rows: int, rounds: int, levels: tuple[str, ...] = LEVELS
+) -> Iterator[Line]:
+    """All levels of one model on one mesh with one batch size."""
+    problem, total = PROBLEMS[name](), devices * rows
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
-    for level in LEVELS:
-        state, plan = gshard.shard_train_state(fresh(), mesh, level)
-        batch = gshard.shard_batch(x_BxD, plan)
-        found[level] = keep_stepping(gshard.make_train_step(loss_fn, plan), state, batch)
+    programs = {ONE: on_one_device(problem, total)}
+    for level in dict.fromkeys(("dp", *levels)):
+        programs[level] = by_gshard(problem, total, level, mesh)
+    for level in levels:
+        for whole in (False, True) if level == "p_g_os" else (False,):
+            programs[f"gspmd {level} {whole}"] = by_gspmd(problem, total, level, mesh, whole)
+    seconds = in_turn({name: program.run for name, program in programs.items()}, rounds)
+    for level in levels:
+        variants = [name for name in programs if name.startswith(f"gspmd {level} ")]
+        best = min(variants, key=lambda name: statistics.median(seconds[name]))
+        yield Line(
+            name,
+            devices,
+            rows,
+            level,
+            statistics.median(seconds[level]),
+            ratio(seconds[level], seconds[best]),
+            ratio(seconds[level], seconds["dp"]),
+            ratio(seconds[level], seconds[ONE]),
+            programs[level].temporary,
+            min(programs[name].temporary for name in variants),
+        )
+
+
+def table(lines: list[Line]) -> Table:
+    """What a person looks at."""
+    found = Table(title=f"jax {jax.__version__}, virtual CPU devices on {os.cpu_count()} cores")
+    heads = ("model", "devices", "rows", "level", "ms", "to GSPMD", "to dp", "to one device")
+    for head in (*heads, "temp MiB", "GSPMD's"):
+        found.add_column(head, justify="left" if head in ("model", "level") else "right")
+    for line in lines:
+        found.add_row(
+            line.model,
+            str(line.devices),
+            str(line.rows),
+            line.level,
+            f"{1000 * line.seconds:.1f}",
+            *(str(r) for r in (line.to_gspmd, line.to_dp, line.to_one)),
+            *(f"{b / 2**20:.2f}" for b in (line.temporary, line.temporary_gspmd)),
+            end_section=line.level == LEVELS[-1],
+        )
     return found
 
 
-def rounds(programs: dict[str, Callable[[], Any]], count: int) -> dict[str, list[float]]:
-    """Seconds of one step of every program, in `count` rounds after two of warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for i in range(count + 2):
-        for name, one in programs.items():
-            start = time.perf_counter()
-            one()
-            if i >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
+def medians(lines: list[Line]) -> dict[str, dict[str, float]]:
+    """Per level, over all cells: of the time ratios and of the temporary memory."""
+    found = {}
+    for level in dict.fromkeys(line.level for line in lines):
+        own = [line for line in lines if line.level == level]
+        found[level] = {
+            "to_gspmd": statistics.median(line.to_gspmd.median for line in own),
+            "to_dp": statistics.median(line.to_dp.median for line in own),
+            "to_one": statistics.median(line.to_one.median for line in own),
+            "temporary": statistics.median(line.temporary / line.temporary_gspmd for line in own),
+        }
+    return found
 
 
 def main() -> None:
-    """Runs the benchmark and prints its table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, default=8, help="virtual CPU devices")
+    """Runs the benchmark, prints its table and writes its file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
+    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], help="virtual devices")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16], help="rows per device")
+    parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rows", type=int, default=16, help="rows per device")
+    parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
-    gshard.virtual_devices(args.devices)
-    seconds = rounds(steppers(args.devices, args.width, args.layers, args.rows), args.rounds)
-
-    table = Table(title=f"jax {jax.__version__}, {args.devices} x {jax.devices()[0].device_kind}")
-    for name in ("program", "median ms", "against dp", "against one device"):
-        table.add_column(name, justify="left" if name == "program" else "right")
-    for name, times in seconds.items():
-        cells = []
-        for base in ("dp", "one device"):
-            ratios = [a / b for a, b in zip(times, seconds[base], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        table.add_row(name, f"{1000 * statistics.median(times):.1f}", *cells)
-    Console(width=100).print(table)
+    gshard.virtual_devices(max(args.devices))
+    console, lines = Console(width=120), []
+    for model in args.models:
+        for devices in args.devices:
+            for rows in args.rows:
+                with console.status(f"{model}, {devices} devices, {rows} rows each"):
+                    lines += cell(model, devices, rows, args.rounds, tuple(args.levels))
+                console.print(table(lines[-len(args.levels) :]))
+    if len(lines) > len(args.levels):
+        console.print("medians over all cells", medians(lines))
+    if args.json:
+        versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
+        about = {"python": platform.python_version(), "cores": os.cpu_count(), **versions}
+        rows = [line._asdict() for line in lines]
+        report = {"machine": about, "rounds": args.rounds, "cells": rows, "medians": medians(lines)}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""The models that are timed, small enough for two cores: the loss, its parameters and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.gpt import BYTES, GPT, next_byte_loss
+
+
+class Problem(NamedTuple):
+    """Something to train.
+
+    Attributes:
+      loss_fn: `loss_fn(params, batch)`, a mean over rows.
+      params: whole, on the host.
+      batch: from a number of rows to an array of them.
+      stacks: subtrees of `params` whose dimension 0 a scan walks.
+    """
+
+    loss_fn: Callable[[Any, Any], jax.Array]
+    params: Any
+    batch: Callable[[int], np.ndarray]
+    stacks: tuple[str, ...] = ()
+
+
+class ResidualMLP(nn.Module):
+    """Matrix products and nothing that needs explaining."""
+
+    width: int
+    layers: int
+
+    @nn.compact
+    def __call__(self, x_BxD):
+        for _ in range(self.layers):
+            h_BxF = nn.gelu(nn.Dense(4 * self.width)(x_BxD))
+            x_BxD = x_BxD + nn.Dense(self.width)(h_BxF)
+        return x_BxD
+
+
+def mlp(width: int = 256, layers: int = 4) -> Problem:
+    model = ResidualMLP(width, layers)
+    rng = np.random.default_rng(0)
+
+    def loss_fn(params, x_BxD):
+        return jnp.square(model.apply({"params": params}, x_BxD) - x_BxD[:, ::-1]).mean()
+
+    def batch(rows: int) -> np.ndarray:
+        return rng.normal(size=(rows, width)).astype(np.float32)
+
+    return Problem(loss_fn, _whole(model, batch(1)), batch)
+
+
+def gpt(width: int = 192, layers: int = 4, length: int = 32, scan: bool = False) -> Problem:
+    model = GPT(width, layers, heads=4, scan=scan)
+    rng = np.random.default_rng(0)
+
+    def batch(rows: int) -> np.ndarray:
+        return rng.integers(0, BYTES, size=(rows, length + 1)).astype(np.uint8)
+
+    params = _whole(model, batch(1)[:, :-1])
+    return Problem(partial(next_byte_loss, model), params, batch, ("blocks",) if scan else ())
+
+
+def _whole(model: nn.Module, x: np.ndarray) -> Any:
+    return jax.tree.map(np.asarray, model.init(jax.random.key(0), x)["params"])
+
+
+PROBLEMS: dict[str, Callable[..., Problem]] = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "gpt-scan": partial(gpt, scan=True),
+}
