@@ -6,6 +6,7 @@ silently, every time, or fail deep inside a compiled program.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ class Fit:
         self._paths, self._leaves, _ = flatten(wanted)
         self._what = what
         self._structure: Any = None  # the one that was last found to fit
+        self._made: list[weakref.ref[Any]] = []
 
     def __call__(self, tree: Any, beside: Any = None) -> None:
         """Raises a `GShardError` that names the leaves that do not fit.
@@ -41,6 +43,9 @@ class Fit:
         if self._structure is None or structure != self._structure:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
+        elif self._as_made(leaves):
+            refuse_donated(leaves)
+            return self._refuse_among(leaves, beside)
         refuse_donated(leaves)
         if self._donated:
             self._refuse_shared(leaves, jax.tree.leaves(beside))
@@ -56,6 +61,23 @@ class Fit:
                 "to its place with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
                 "plan.abstract_state()))."
             )
+
+    def made(self, tree: Any) -> None:
+        """Arrays that the checked program returned: to check them again would cost more than it.
+
+        They are held weakly, so that a state that is dropped is freed.
+        """
+        self._made = [weakref.ref(x) for x in jax.tree.leaves(tree)]
+
+    def _as_made(self, leaves: list[Any]) -> bool:
+        if len(leaves) != len(self._made):
+            return False
+        return all(made() is x for made, x in zip(self._made, leaves, strict=True))
+
+    def _refuse_among(self, leaves: list[Any], beside: Any) -> None:
+        others = jax.tree.leaves(beside)
+        if self._donated and any(x is other for other in others for x in leaves):
+            self._refuse_shared(leaves, others)
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
         """An array that is there twice would be given away and used, which crashes JAX."""
@@ -77,7 +99,7 @@ class Fit:
 
 def refuse_donated(leaves: list[Any]) -> None:
     """Raises a `DonatedStateError` when an array's memory is gone."""
-    if any(_is_array(x) and x.is_deleted() for x in leaves):
+    if any(x.is_deleted() for x in leaves if _is_array(x)):
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Go on with what that step returned (state, metrics = step(state, batch)), or "

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from gshard import fit
 from tests.zoo import ZOO, feature_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
@@ -222,3 +223,32 @@ def test_every_byte_is_aliased_nnx(level):
     step = gshard.make_train_step(NNX_MODEL.loss, plan)
     memory = step.lower(*pair, NNX_MODEL.batch(0, ROWS, 0)).compile().memory_analysis()
     assert memory.alias_size_in_bytes == bytes_on_one_device(nnx.state(pair))
+
+
+def test_what_the_step_returned_is_not_looked_at_again_leaf_by_leaf(monkeypatch):
+    seen: list[Any] = []
+    fault = fit._fault
+    monkeypatch.setattr(fit, "_fault", lambda x, wanted: seen.append(x) or fault(x, wanted))
+    params = {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}
+    state, plan = gshard.shard_train_state(
+        (params, optax.adam(0.1)), gshard.make_mesh(), "p_g_os", segment_size=8
+    )
+    step = gshard.make_train_step(lambda p, x: jnp.mean(x @ p["w"] + p["b"]), plan)
+    rows = gshard.shard_batch(np.ones((8, 8), np.float32), plan)
+    old = state
+    state, _ = step(state, rows)
+    first = len(seen)
+    assert first == len(jax.tree.leaves(state))
+    again, _ = step(state, rows)
+    assert len(seen) == first
+    # What is not what the step returned is looked at: an older state, a leaf that was replaced.
+    for used in (old, state):
+        with pytest.raises(gshard.DonatedStateError):
+            step(used, rows)
+    with pytest.raises(gshard.GShardError, match="w is float32\\[9, 4\\]"):
+        step(again.replace(params={**again.params, "w": jnp.ones((9, 4))}), rows)
+    with pytest.raises(gshard.GShardError, match="the same array"):
+        step(again, again.params["w"])
+    moved = again.replace(params=jax.tree.map(jnp.copy, again.params))
+    step(moved, rows)
+    assert len(seen) > first
