@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.layout import Layout
-from gshard.mesh import Group
+from gshard.mesh import Group, Hop
 
 BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
+LARGE = 2**16  # elements of a leaf that costs more to copy than to move alone (benchmarks)
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
@@ -32,6 +33,37 @@ def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Arra
 
     with jax.named_scope(f"gshard/{purpose}"):
         return layout.cut(on_user_axes(whole, [part], [layout.user_spec], layout.group)[0])
+
+
+def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
+    """The first half of `gather`: what `n` neighbours then hold between them.
+
+    Dimension `layout.dim` of the result holds one part of every sub-group, in their order.
+    """
+    return _over_hops(part, layout, layout.group.sub_group(n)[0], purpose)
+
+
+def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
+    """The second half of `gather`: the logical whole of what `gather_across` gave."""
+    whole = _over_hops(held, layout, layout.group.sub_group(n)[1], purpose)
+    dim, size = layout.dim or 0, layout.part_shape[layout.dim or 0]
+    # By place in the sub-group and then by sub-group: the parts lie the other way round.
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+    parts = whole.reshape(*before, n, -1, size, *after)
+    return layout.cut(jnp.swapaxes(parts, dim, dim + 1).reshape(whole.shape))
+
+
+def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
+    def gathered(parts: list[jax.Array]) -> list[jax.Array]:
+        (x,) = parts
+        for hop in hops:
+            x = lax.all_gather(
+                x, hop.axis, axis=layout.dim or 0, tiled=True, axis_index_groups=hop.groups
+            )
+        return [x]
+
+    with jax.named_scope(f"gshard/{purpose}"):
+        return on_user_axes(gathered, [part], [layout.user_spec], layout.group)[0]
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
@@ -216,7 +248,8 @@ def _nothing(x: jax.Array) -> Any:
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
 
-    A leaf of more than a quarter of that goes alone, without a copy; 0 puts every leaf alone.
+    A leaf of more than a quarter of that, or of more than `LARGE`, goes alone, without a copy; 0
+    puts every leaf alone.
 
     Args:
       sizes: elements of each whole leaf.
@@ -230,7 +263,7 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if size * 4 > buffer_max_size:
+        if size > min(LARGE, buffer_max_size // 4):
             found.append([i])
             continue
         bucket = open_bucket.get(kind)

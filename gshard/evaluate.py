@@ -12,9 +12,10 @@ from gshard.arguments import shown
 from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
+from gshard.divided_leaf import Use
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
-from gshard.first_use import Use, with_divided
+from gshard.first_use import with_divided
 from gshard.fit import Fit
 from gshard.loss import check_reduced, is_named, is_numeric
 from gshard.plan import Plan, check_call, check_state

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from gshard.collectives import gather
-from gshard.first_use import Use
+from gshard.divided_leaf import Use
 from gshard.plan import Plan, all_whole
 from gshard.precision import is_floating
 from gshard.state import FROZEN
@@ -52,10 +52,10 @@ def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> d
     return stored
 
 
-def extra_uses(layouts: dict[str, Any]) -> list[Use | None]:
-    """One per leaf; None for a whole one."""
+def extra_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
+    """One per leaf; None for a whole one. `reshard` as in `Use`."""
     found = jax.tree.leaves(layouts)
-    return [None if x.dim is None else Use(x, x, PURPOSE) for x in found]
+    return [None if x.dim is None else Use(x, x, PURPOSE, reshard=reshard) for x in found]
 
 
 def apart(

@@ -5,111 +5,30 @@ through casts (so that the compute dtype travels), into `jit`, `checkpoint` and 
 of `scan`, and is gathered where something first needs it whole. Hence a scanned model holds one
 layer at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
 
-The gradient of a leaf arrives at its *tap*, a second input of zeros that nothing reads: shaped like
-the part, it receives the gradient scattered where it arises; shaped like the whole, the local one.
+Where nothing is rematerialised by the user, what is saved for the backward pass would hold the
+leaves that were made whole. With `reshard_after_forward` (ZeRO, section 7.2.2) it holds the parts,
+and the backward pass gathers again.
+
+What a leaf is here, and how its gradient leaves: `divided_leaf`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
 from gshard import constraints
-from gshard.collectives import gather, scatter
+from gshard.divided_leaf import Divided, Order, Use
 from gshard.equations import CHECKPOINTS, JITS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
-from gshard.layout import DEVICE, Layout
 from gshard.places import Places
 
-_VIEWS = ("transpose", "reshape", "squeeze", "convert_element_type", "reduce_precision", "copy")
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a leaf becomes whole, and how its gradient leaves.
-
-    Attributes:
-      stored: the layout at rest; gathered when it is divided.
-      reduced: the layout of the gradient at the tap; scattered when it is divided.
-      purpose: what the gather is counted as.
-      converts: the gradient is scattered in the dtype of `reduced`; else in the one it arises in.
-    """
-
-    stored: Layout
-    reduced: Layout
-    purpose: str = "gather"
-    converts: bool = False
-
-    @property
-    def pointless(self) -> bool:
-        """Nothing to gather and nothing to scatter."""
-        return self.stored.dim is None and self.reduced.dim is None
-
-    @property
-    def scannable(self) -> bool:
-        """A scan over dimension 0 can take the leaf divided."""
-        others = self.stored.user and self.stored.user[0]
-        return self.stored.dim != 0 and self.reduced.dim != 0 and not others
-
-    def layer(self) -> Use:
-        """The use of one layer of a stack."""
-        return dataclasses.replace(self, stored=self.stored.layer(), reduced=self.reduced.layer())
-
-    def tap(self) -> jax.Array:
-        """Zeros that receive the gradient."""
-        return jnp.zeros(self.reduced.part_shape, self.reduced.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _whole(use: Use, stored: jax.Array, tap: jax.Array) -> jax.Array:
-    del tap
-    return gather(stored, use.stored, use.purpose)
-
-
-def _whole_forward(use: Use, stored: jax.Array, tap: jax.Array) -> tuple[jax.Array, None]:
-    return _whole(use, stored, tap), None
-
-
-def _whole_backward(use: Use, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The stored leaf is never differentiated; its cotangent is dead code.
-    nothing = jnp.zeros(use.stored.part_shape, cotangent.dtype)
-    summed = cotangent.astype(use.reduced.dtype) if use.converts else cotangent
-    return nothing, scatter(summed, use.reduced)
-
-
-_whole.defvjp(_whole_forward, _whole_backward)
-
-
-class _Divided:
-    """A leaf that is not whole yet. Made whole once per scope, however often it is used there."""
-
-    def __init__(self, use: Use, stored: jax.Array, tap: jax.Array):
-        self.use, self.stored, self.tap = use, stored, tap
-        self._result: jax.Array | None = None
-
-    def whole(self) -> jax.Array:
-        result = self._result
-        if result is None:
-            result = self._result = _whole(self.use, self._fetched(), self.tap)
-        return result
-
-    def cast(self, dtype: Any) -> _Divided:
-        tap = self.tap if self.use.converts else self.tap.astype(dtype)
-        use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
-        return _Divided(use, self._fetched().astype(dtype), tap)
-
-    def _fetched(self) -> jax.Array:
-        """The part, on the device."""
-        if not self.use.stored.on_host:
-            return self.stored
-        return jax.device_put(self.stored, jax.memory.Space.Device)
+# What a whole leaf can go through without being used: applied again to one that is made again.
+_VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")
 
 
 def with_divided(
@@ -119,6 +38,7 @@ def with_divided(
     leaves: Sequence[jax.Array],
     taps: Sequence[jax.Array],
     *args: Any,
+    sync_comm: bool = False,
 ) -> Any:
     """`fun(whole leaves, *args)`, its leaves made whole at their first use.
 
@@ -131,9 +51,10 @@ def with_divided(
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
+      sync_comm: a leaf is gathered when it is used; else while what is before it is computed.
     """
     values = [
-        leaf if use is None else _Divided(use, leaf, tap)
+        leaf if use is None else Divided(use, leaf, tap)
         for use, leaf, tap in zip(uses, leaves, taps, strict=True)
     ]
     abstract = [
@@ -146,18 +67,24 @@ def with_divided(
         constraints.explain(error, axes)
         raise
     constraints.refuse(closed.jaxpr, axes)
-    out = _evaluate(closed.jaxpr, closed.consts, [*values, *jax.tree.leaves(args)])
-    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+    inputs = [*values, *jax.tree.leaves(args)]
+    out = _evaluate(closed.jaxpr, closed.consts, inputs, Order(sync_comm))
+    return jax.tree.unflatten(jax.tree.structure(shapes), [_make_whole(v) for v in out])
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Evaluates one scope; the results are whole."""
+def _evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], order: Order, saved: bool = True
+) -> list[Any]:
+    """Evaluates one scope; of the results some may be divided.
+
+    `saved`: what its backward pass needs is saved by the forward pass, and not computed again.
+    """
     env: dict[Any, Any] = {}
     places = Places(jaxpr)
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
-            once = isinstance(value, _Divided) and places.several(v)
+            once = isinstance(value, Divided) and places.several(v)
             env[v] = value.whole() if once else value
 
     def read(v: Any) -> Any:
@@ -166,70 +93,146 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
-            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars])
+            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], order, saved)
         write(eqn.outvars, results)
-    return [_make_whole(read(v)) for v in jaxpr.outvars]
+    return [read(v) for v in jaxpr.outvars]
 
 
-def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    if not any(isinstance(v, _Divided) for v in values):
+def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
+    if not any(isinstance(v, Divided) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
-    if name == "convert_element_type":
+    if name == "convert_element_type" and values[0].moves_as(eqn.params["new_dtype"]):
         return [values[0].cast(eqn.params["new_dtype"])]
+    if name in (*_VIEWS, "convert_element_type") and len(values) == 1:
+        return [values[0].seen(eqn)]
     if name in JITS:
-        return _evaluate(*body_of(eqn), values)
+        return _evaluate(*body_of(eqn), values, order, saved)
     if name in CHECKPOINTS:
-        return _evaluate_checkpoint(eqn, values)
+        return _evaluate_checkpoint(eqn, values, order)
     if name == "scan":
-        return _evaluate_scan(eqn, values)
-    return bind(eqn, [_make_whole(v) for v in values])
+        return _evaluate_scan(eqn, values, order, saved)
+    return _on_whole(partial(bind, eqn), values, order, saved)
 
 
-def _evaluate_checkpoint(eqn: Any, values: list[Any]) -> Sequence[Any]:
+def _on_whole(
+    fun: Callable[[Sequence[Any]], Sequence[Any]],
+    values: Sequence[Any],
+    order: Order,
+    saved: bool,
+) -> Sequence[Any]:
+    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts."""
+    _wait(values, order, saved)
+    reshard = [isinstance(v, Divided) and v.use.gathers_again for v in values]
+    if not saved or not any(reshard):
+        return fun([_make_whole(v) for v in values])
+    again = [v for v, one in zip(values, reshard, strict=True) if one]
+    others = [_make_whole(v) for v, one in zip(values, reshard, strict=True) if not one]
+
+    def call(others: Sequence[Any], wholes: Sequence[Any]) -> Sequence[Any]:
+        rest, leaves = iter(others), iter(wholes)
+        return fun([next(leaves if one else rest) for one in reshard])
+
+    def forward(others: Sequence[Any], wholes: Sequence[Any]) -> tuple[Any, Any]:
+        out, pullback = jax.vjp(call, others, wholes)
+        held, structure = jax.tree.flatten(pullback)
+        which = [next((i for i, w in enumerate(wholes) if w is x), None) for x in held]
+        rest = [x for x, i in zip(held, which, strict=True) if i is None]
+        backward = partial(_backward, again, order, which, structure)
+        return out, jax.tree_util.Partial(backward, rest, list(wholes))
+
+    run = jax.custom_vjp(call)
+    run.defvjp(forward, lambda backward, cotangents: backward(cotangents))
+    return run(others, [v.whole() for v in again])
+
+
+def _wait(values: Sequence[Any], order: Order, saved: bool) -> None:
+    """Holds back the leaves among the operands of one use."""
+    leaves = [v for v in values if isinstance(v, Divided)]
+    if leaves:
+        after = order.forward([v for v in values if not isinstance(v, Divided)])
+        for leaf in leaves:
+            leaf.wait(after, order if saved else None)
+
+
+def _backward(
+    leaves: Sequence[Divided],
+    order: Order,
+    which: Sequence[int | None],
+    structure: Any,
+    rest: Sequence[Any],
+    wholes: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> Any:
+    """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
+
+    The last use of a forward pass is the first of the backward pass, and keeps its leaves.
+    `which` says of each saved array which leaf it is; None: one of `rest`.
+    """
+    turning = any(i is not None for i in which) and order.turn()
+    after, saved = order.backward(cotangents), iter(rest)
+
+    def leaf(i: int) -> Any:
+        return wholes[i] if turning else leaves[i].whole_again(after)
+
+    held = [next(saved) if i is None else leaf(i) for i in which]
+    return jax.tree.unflatten(structure, held)(cotangents)
+
+
+def _evaluate_checkpoint(eqn: Any, values: list[Any], order: Order) -> Sequence[Any]:
     """Rebuilt, so that the gather is inside and happens again in the backward pass."""
     body, consts = body_of(eqn)
-    flat, restore = _open(values)
+    _wait(values, order, saved=False)
+    flat, restore = _open([_kept(v) for v in values])
     again = jax.checkpoint(
-        lambda *flat: _evaluate(body, consts, restore(flat)),
+        lambda *flat: _results(body, consts, restore(flat), order),
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
     )
     return again(*flat)
 
 
-def _evaluate_scan(eqn: Any, values: list[Any]) -> Sequence[Any]:
+def _results(body: Any, consts: Sequence[Any], args: list[Any], outer: Order) -> list[Any]:
+    """Of a scope whose backward pass computes again what it needs; whole."""
+    out = _evaluate(body, consts, args, Order(outer.sync), saved=False)
+    return [_make_whole(v) for v in out]
+
+
+def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
     """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before."""
     body, consts = body_of(eqn)
     fixed, carried, _ = scan_sizes(eqn)
-    before = [_make_whole(v) for v in values[: fixed + carried]]
     _warn_of_divided_stacks(values[fixed + carried :])
     layers = [
-        v if not isinstance(v, _Divided) or v.use.scannable else v.whole()
+        v if not isinstance(v, Divided) or (v.use.scannable and v.of is None) else v.whole()
         for v in values[fixed + carried :]
     ]
     flat, restore = _open(layers, layer=True)
+    again = [v for v in layers if isinstance(v, Divided) and v.use.reshard]
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        out = _evaluate(body, consts, [*before[:fixed], *carry, *restore(x)])
-        return out[:carried], out[carried:]
+    def scan(values: Sequence[Any]) -> Sequence[Any]:
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            out = _results(body, consts, [*values[:fixed], *carry, *restore(x)], order)
+            return out[:carried], out[carried:]
 
-    if any(isinstance(v, _Divided) for v in layers) and not _has_checkpoint(body):
-        step = jax.checkpoint(step, policy=_keep_all_but_layers(layers), prevent_cse=False)
-    carry, stacked = jax.lax.scan(
-        step,
-        before[fixed:],
-        flat,
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *stacked]
+        if again and not _has_checkpoint(body):
+            step = jax.checkpoint(step, policy=_keep_all_but_layers(again), prevent_cse=False)
+        carry, stacked = jax.lax.scan(
+            step,
+            list(values[fixed : fixed + carried]),
+            list(values[fixed + carried :]),
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+            unroll=eqn.params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    return _on_whole(scan, [*values[: fixed + carried], *flat], order, saved)
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
     """Not of those that a rule of the user divides there, knowing that a scan walks it."""
-    uses = [v.use for v in values if isinstance(v, _Divided) and not v.use.scannable]
+    uses = [v.use for v in values if isinstance(v, Divided) and not v.use.scannable]
     others = [use.stored.path for use in uses if use.stored.user and use.stored.user[0]]
     if others:
         warn(
@@ -246,21 +249,21 @@ def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
         )
 
 
-def _keep_all_but_layers(layers: Sequence[Any]) -> Callable[..., bool]:
+def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
     """A `jax.checkpoint` policy: a layer made whole, and mere views of it, are made again.
 
     Else a scan would stack every layer that it made whole for its backward pass. A policy sees a
     primitive and the shapes it is given, so `_whole` is known by the shapes of part and tap.
     """
-    uses = [v.use.layer() for v in layers if isinstance(v, _Divided)]
-    known = {(use.stored.part_shape, use.reduced.part_shape) for use in uses}
+    uses = [v.use.layer() for v in layers]
+    known = {(use.kept_shape, use.reduced.part_shape) for use in uses}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
             return tuple(aval.shape for aval in avals) not in known
         if primitive.name == "device_put":  # a part that is fetched
-            return avals[0].shape not in {part for part, _ in known}
-        return primitive.name not in _VIEWS
+            return avals[0].shape not in {use.stored.part_shape for use in uses}
+        return primitive.name not in (*_VIEWS, "convert_element_type", "optimization_barrier")
 
     return policy
 
@@ -278,20 +281,23 @@ def _open(
     values: Sequence[Any], layer: bool = False
 ) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
     """Flat arrays that may cross into another scope, and what makes them leaves again there."""
-    uses = [v.use if isinstance(v, _Divided) else None for v in values]
-    flat = [x for v in values for x in ((v.stored, v.tap) if isinstance(v, _Divided) else (v,))]
+    leaves = [v if isinstance(v, Divided) else None for v in values]
+    flat = [x for v in values for x in (v.given(layer) if isinstance(v, Divided) else (v,))]
 
     def restore(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
         return [
-            next(rest)
-            if use is None
-            else _Divided(use.layer() if layer else use, next(rest), next(rest))
-            for use in uses
+            next(rest) if leaf is None else leaf.elsewhere(layer, next(rest), next(rest))
+            for leaf in leaves
         ]
 
     return flat, restore
 
 
+def _kept(value: Any) -> Any:
+    """Made whole where that is kept for the backward pass, else as it is."""
+    return value.whole() if isinstance(value, Divided) and not value.use.reshard else value
+
+
 def _make_whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, _Divided) else value
+    return value.whole() if isinstance(value, Divided) else value

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from gshard.arguments import shown, whole_number
 from gshard.batch import check_rows
 from gshard.collectives import BUFFER_MAX_SIZE, agree, largest, reduce_scalar
-from gshard.errors import GShardError
+from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan
-from gshard.promise import accumulation
+from gshard.promise import accumulation, resharding
 from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
 from gshard.state import OVERWRITTEN, Parts, PureLoss
 from gshard.tree import same_leaves
@@ -42,13 +42,28 @@ class Options:
     accumulate: str = "level"
     buffer_max_size: int = BUFFER_MAX_SIZE
     sync_buffers: bool = False
+    reshard_after_forward: bool | int = True
+    sync_comm: bool = False
     by_rows: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("has_aux", "sync_buffers"):
+        for name in ("has_aux", "sync_buffers", "sync_comm"):
             if not isinstance(getattr(self, name), bool):
                 raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
         whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
+
+
+def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
+    """Refuses options that this plan cannot follow, and names one that changes nothing."""
+    accumulation(plan, options.micro_batches, options.accumulate, sync)
+    divided = (*jax.tree.leaves(plan.params), *jax.tree.leaves(plan.extras))
+    reshard = resharding(plan, options.reshard_after_forward)
+    if reshard is not True and all(layout.dim is None for layout in divided):
+        warn(
+            f"reshard_after_forward={options.reshard_after_forward} changes nothing at level "
+            f"{plan.level.name!r}, where no parameter is divided. Use level 'p_g_os', or leave it "
+            "out."
+        )
 
 
 @dataclass(frozen=True)
@@ -178,7 +193,8 @@ def _on_devices(
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
         targets = accumulating(plan, accumulate)
-        how = (options.has_aux, options.by_rows)
+        reshard = resharding(plan, options.reshard_after_forward)
+        how = (options.has_aux, options.by_rows, reshard, options.sync_comm)
         make = partial(MicroBatch, loss, structure, stored, targets, plan, *how)
         given = (leaves, extras, layouts, batch, rng, options.micro_batches)
 

@@ -131,6 +131,15 @@ def virtual_devices(count: int) -> None:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """One collective along one axis, over `size` devices; `groups`: of places, where not all."""
+
+    axis: str
+    size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
 class Group:
     """The axes of a mesh: state is divided over `shard` and copied over `replica`, the data axes.
 
@@ -162,6 +171,35 @@ class Group:
     def devices(self) -> int:
         """Devices in all shard groups together."""
         return self.size * self.copies
+
+    def sub_group(self, n: int) -> tuple[list[Hop], list[Hop]]:
+        """A gather over the group as one across sub-groups of `n` neighbours and one within them.
+
+        Raises:
+          GShardError: `n` neighbours are not a part of the group.
+        """
+        across, within, rest = [], [], n
+        for axis, size in zip(reversed(self.shard), reversed(self.sizes), strict=True):
+            if rest == 1:
+                across.append(Hop(axis, size))
+            elif rest % size == 0:
+                within.append(Hop(axis, size))
+                rest //= size
+            elif size % rest == 0:
+                places = np.arange(size).reshape(-1, rest)
+                within.append(Hop(axis, rest, tuple(map(tuple, places.tolist()))))
+                across.append(Hop(axis, size // rest, tuple(map(tuple, places.T.tolist()))))
+                rest = 1
+            else:
+                break
+        if n < 1 or rest > 1 or len(self.shard) > len({hop.axis for hop in across + within}):
+            axes = " x ".join(map(str, self.sizes))
+            raise GShardError(
+                f"a sub-group of {n} devices does not divide the shard group of {axes}. Give a "
+                f"divisor of {self.sizes[-1]}"
+                + (", or that times whole axes before it." if self.sizes[1:] else ".")
+            )
+        return across, within
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:

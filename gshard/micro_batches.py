@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
+from gshard.divided_leaf import Use
 from gshard.extras import all_gathered, apart, extra_uses
-from gshard.first_use import Use, with_divided
+from gshard.first_use import with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, refuse_keys
 from gshard.plan import Plan, all_whole
@@ -47,6 +48,8 @@ class MicroBatch:
         plan: Plan,
         has_aux: bool,
         by_rows: bool,
+        reshard: bool | int,
+        sync_comm: bool,
         scale: jax.Array | None,
     ):
         self.form = LossForm(loss, structure, has_aux, by_rows)
@@ -54,9 +57,12 @@ class MicroBatch:
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
         self.targets = targets
-        self.scale = scale
+        self.scale, self.reshard, self.sync_comm = scale, reshard, sync_comm
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
-        uses = [Use(s, t, converts=converts) for s, t in zip(stored, targets, strict=True)]
+        uses = [
+            Use(s, t, converts=converts, reshard=s.dim is None or reshard)
+            for s, t in zip(stored, targets, strict=True)
+        ]
         self.uses = [None if use.pointless else use for use in uses]
 
     def __call__(
@@ -83,10 +89,9 @@ class MicroBatch:
         """The loss as a function of where gradients are taken, and these places."""
         rng, extras = fold_keys((rng, extras), self.device, i)
         more, structure = jax.tree.flatten(extras)
-        uses = [*self.uses, *extra_uses(layouts)]
-        more_taps = [
-            x if u is None else u.tap() for x, u in zip(more, extra_uses(layouts), strict=True)
-        ]
+        of_extras = extra_uses(layouts, self.reshard)
+        uses = [*self.uses, *of_extras]
+        more_taps = [x if u is None else u.tap() for x, u in zip(more, of_extras, strict=True)]
 
         def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
             extras = jax.tree.unflatten(structure, leaves[len(self.uses) :])
@@ -103,9 +108,17 @@ class MicroBatch:
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
-            taps = [*points, *more_taps]
-            more = jax.tree.leaves({**extras, **overwritten})
-            loss, rest = with_divided(form, uses, self.axes, [*given, *more], taps, batch, rng)
+            given += jax.tree.leaves({**extras, **overwritten})
+            loss, rest = with_divided(
+                form,
+                uses,
+                self.axes,
+                given,
+                [*points, *more_taps],
+                batch,
+                rng,
+                sync_comm=self.sync_comm,
+            )
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
         return at, points, overwritten

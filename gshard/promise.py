@@ -66,7 +66,13 @@ class Promise:
         return sum(m.elements for m in self.moved if m.kind == kind)
 
 
-def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") -> Promise:
+def promise(
+    plan: Plan,
+    *,
+    micro_batches: int = 1,
+    accumulate: str = "level",
+    reshard_after_forward: bool | int = True,
+) -> Promise:
     """What `plan` promises for a step of `micro_batches` micro-batches.
 
     Counts every leaf once a pass. A stack of layers that several scans walk moves once for each.
@@ -75,10 +81,12 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
       plan: of `shard_train_state`.
       micro_batches: k, 1 or more.
       accumulate: as in `make_train_step`.
+      reshard_after_forward: as in `make_train_step`.
     """
     if not hasattr(plan, "grads"):
         raise GShardError(f"promise(plan) was called with {shown(plan)}.")
     accumulate = accumulation(plan, micro_batches, accumulate)
+    reshard = resharding(plan, reshard_after_forward)
     # What a device sees: over the user's own axes its part is all there is.
     stored, reduced, extras = (
         [layout.local() for layout in jax.tree.leaves(tree)]
@@ -87,13 +95,13 @@ def promise(plan: Plan, *, micro_batches: int = 1, accumulate: str = "level") ->
     carried = [r.whole() if accumulate == "local" else r for r in reduced]
     totals: dict[tuple[str, str, bool], int] = {}
     for s, r in zip(stored, reduced, strict=True):
-        for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate):
+        for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate, reshard):
             key = (kind, purpose, at_most)
             totals[key] = totals.get(key, 0) + elements
     for extra in extras:  # for the forward and again for the backward, where the loss reads it
         if extra.dim is not None:
             key = ("all-gather", "extras", True)
-            totals[key] = totals.get(key, 0) + 2 * micro_batches * _hops(extra)
+            totals[key] = totals.get(key, 0) + micro_batches * _gathers(extra, reshard)
     optimizer = jax.tree.leaves(plan.layouts.opt_state)
     held = {"params": stored, "gradients": carried, "optimizer": optimizer, "extras": extras}
     return Promise(
@@ -110,7 +118,7 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
 
 
 def _moved(
-    stored: Layout, reduced: Layout, micro_batches: int, accumulate: str
+    stored: Layout, reduced: Layout, micro_batches: int, accumulate: str, reshard: bool | int
 ) -> Iterator[tuple[str, str, int, bool]]:
     """(kind, purpose, elements, at most) of one leaf in one step."""
     sums = micro_batches if accumulate == "sync" else 1
@@ -125,13 +133,40 @@ def _moved(
     if stored.dim is None:
         yield "all-gather", "publish", _hops(reduced), False
     else:  # for the forward and again for the backward
-        yield "all-gather", "gather", 2 * micro_batches * _hops(stored), True
+        yield "all-gather", "gather", micro_batches * _gathers(stored, reshard), True
 
 
 def _hops(layout: Layout) -> int:
     """Elements of one gather or scatter: one hop per shard axis, each smaller than the last."""
     sizes = layout.group.sizes
     return sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
+
+
+def _gathers(layout: Layout, reshard: bool | int) -> int:
+    """Elements of the gathers of one leaf for a forward and a backward pass."""
+    if isinstance(reshard, bool):
+        return _hops(layout) * (2 if reshard else 1)
+    size, total = layout.stored_size // layout.group.size, 0
+    across, within = layout.group.sub_group(reshard)
+    for times, hops in ((1, across), (2, within)):
+        for hop in hops:
+            size *= hop.size
+            total += times * size
+    return total
+
+
+def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
+    """`True`, `False`, or how many neighbours keep a leaf between them after the forward pass.
+
+    Raises:
+      GShardError: it is neither, or does not divide the group.
+    """
+    if isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    what = ", True (parts are kept) or False (whole leaves are)"
+    n = whole_number("reshard_after_forward", reshard_after_forward, 1, what)
+    plan.group.sub_group(n)
+    return {plan.group.size: True, 1: False}.get(n, n)
 
 
 def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = True) -> str:

@@ -15,13 +15,13 @@ from gshard.batch import check_rows, shard_batch
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
-from gshard.gradients import Options, gradients
+from gshard.gradients import Options, check_options, gradients
 from gshard.guard import Guard, Watch
 from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import GShardState, keep_unless, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.post_update import after_update
-from gshard.promise import Promise, accumulation, promise
+from gshard.promise import Promise, promise
 from gshard.scaler import GradScaler
 from gshard.state import Parts
 
@@ -37,6 +37,8 @@ def make_train_step(
     max_bad_steps: int | None = 10,
     micro_batches: int = 1,
     accumulate: str = "level",
+    reshard_after_forward: bool | int = True,
+    sync_comm: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
     post_update: Callable[..., Any] | None = None,
@@ -74,6 +76,12 @@ def make_train_step(
         scatter), `"local"` (reduced once, at the end), `"scatter"` (scattered over the shard group
         every time, 1/N kept; replicas and whole leaves are summed at the end) or `"sync"` (each
         reduced over all devices as it arises, and only reduced gradients are added up).
+      reshard_after_forward: where parameters rest divided, what the backward pass needs of them is
+        gathered again (`True`), kept whole from the forward pass (`False`), or kept between so many
+        neighbours, and gathered among them (a divisor of the shard group). What `jax.checkpoint`
+        makes again is gathered again in any case but `False`.
+      sync_comm: a divided parameter is gathered when all else is there that it is used with; by
+        default while what comes before it is computed.
       sync_buffers: what the loss returns anew is that of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
@@ -89,8 +97,16 @@ def make_train_step(
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
     plan.kind.check_step(plan.template)
-    options = Options(has_aux, micro_batches, accumulate, buffer_max_size, sync_buffers)
-    accumulation(plan, micro_batches, accumulate)  # refuses bad options now
+    options = Options(
+        has_aux,
+        micro_batches,
+        accumulate,
+        buffer_max_size,
+        sync_buffers,
+        reshard_after_forward,
+        sync_comm,
+    )
+    check_options(plan, options)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     if max_bad_steps is not None:
@@ -141,6 +157,7 @@ class TrainStep:
             self.plan,
             micro_batches=self.options.micro_batches,
             accumulate=self.options.accumulate,
+            reshard_after_forward=self.options.reshard_after_forward,
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -149,6 +166,7 @@ class TrainStep:
         self._watch.look(parts.opt_state.guard)
         new, metrics, guard = self.jitted(parts, self._place(batch), self._rng)
         self._watch.add(guard, new.opt_state.guard)
+        self._check.made(new)
         state = self.plan.kind.update(state, dataclasses.replace(new, static=parts.static))
         return metrics if state is None else (state, metrics)
 

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from gshard.arguments import names_of, shown
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
-from gshard.gradients import Options, end_reduction, gradients, unreduced_gradients
+from gshard.gradients import Options, check_options, end_reduction, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
-from gshard.promise import accumulation
 from gshard.state import OVERWRITTEN
 from gshard.unreduced import Unreduced
 
@@ -28,6 +27,8 @@ def value_and_grad(
     mutable: str | Sequence[str] = (),
     micro_batches: int = 1,
     accumulate: str = "level",
+    reshard_after_forward: bool | int = True,
+    sync_comm: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
 ) -> Callable[..., Any]:
@@ -48,6 +49,8 @@ def value_and_grad(
       accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
         moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it, and
         `"sync"` is refused.
+      reshard_after_forward: as in `make_train_step`.
+      sync_comm: as in `make_train_step`.
       sync_buffers: as in `make_train_step`.
       buffer_max_size: elements of one bucket.
 
@@ -60,7 +63,6 @@ def value_and_grad(
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
     if not isinstance(sync, bool):
         raise GShardError(f"sync={shown(sync)} must be True or False.")
-    accumulation(plan, micro_batches, accumulate, sync)  # refuses bad options now
     if not sync and OVERWRITTEN in plan.extras:
         raise GShardError(
             "sync=False: gradients over separate calls add up, and those that replace their "
@@ -68,8 +70,16 @@ def value_and_grad(
             "batches of one step in one call, with micro_batches=."
         )
     options = Options(
-        has_aux, micro_batches, accumulate, buffer_max_size, sync_buffers, by_rows=not sync
+        has_aux,
+        micro_batches,
+        accumulate,
+        buffer_max_size,
+        sync_buffers,
+        reshard_after_forward,
+        sync_comm,
+        by_rows=not sync,
     )
+    check_options(plan, options, sync)
     names = names_of("mutable", mutable)
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:

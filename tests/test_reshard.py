@@ -1,0 +1,244 @@
+"""`reshard_after_forward`: what is kept of a gathered leaf for the backward pass."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.hlo import read_program
+from tests.test_first_use import LAYERS, LOSSES, D, cross_entropy, layer, one_device, params, rows
+
+MESHES = {"4": {"shard": 4}, "6": {"shard": 6}, "2x4": {"a": 2, "b": 4}, "4x2": {"a": 4, "b": 2}}
+# On 2x4 half of the last axis, all of it; on 4x2 the last axis and half of the one before it.
+SUB_GROUPS = [("4", 2), ("6", 3), ("6", 2), ("2x4", 2), ("2x4", 4), ("4x2", 2), ("4x2", 4)]
+
+
+def divided(loss, shape, reshard, **options):
+    n = int(np.prod(list(shape.values())))
+    mesh = gshard.make_mesh(shape, devices=jax.devices()[:n])
+    state, plan = gshard.shard_train_state(
+        (params(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=16, scan_axes={"stack": 0}
+    )
+    made = gshard.value_and_grad(loss, plan, reshard_after_forward=reshard, **options)
+    return jax.jit(made), state, plan
+
+
+def batch():
+    """Other rows for every device, of each mesh."""
+    return {k: np.concatenate([rows(seed)[k] for seed in range(3)]) for k in rows()}
+
+
+def assert_gradients(loss, shape, reshard, tolerance=3e-6, **options):
+    fun, state, plan = divided(loss, shape, reshard, **options)
+    given = batch()
+    value, grads = fun(state.params, given)
+    expected_value, expected = one_device(loss, params(), given)
+    np.testing.assert_allclose(value, expected_value, rtol=2e-6)
+    for name, layout in plan.grads.items():
+        largest = np.abs(expected[name]).max()
+        error = np.abs(layout.cut(np.asarray(grads[name])) - expected[name]).max()
+        assert error <= tolerance * largest, (name, error / largest)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reshard", [False, 2])
+def test_the_gradients_of_one_device(name, reshard):
+    assert_gradients(LOSSES[name], MESHES["4"], reshard)
+
+
+@pytest.mark.parametrize("mesh, n", SUB_GROUPS)
+@pytest.mark.parametrize(
+    "name", ["unrolled", "scan", "scan, checkpoint", pytest.param("tied", marks=pytest.mark.slow)]
+)
+def test_parts_of_any_sub_group_come_together_in_order(name, mesh, n):
+    assert_gradients(LOSSES[name], MESHES[mesh], n)
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2])
+def test_micro_batches(reshard):
+    assert_gradients(LOSSES["unrolled"], MESHES["4"], reshard, micro_batches=2)
+
+
+def distinct(p, batch):
+    """Every layer a leaf of its own, used through a view; the last one outside any product."""
+    x = p["embed"][batch["ids"]]
+    for i in range(LAYERS):
+        x = layer(x, p[f"layer_{i}"].T.reshape(D, D))
+    return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+
+def of_distinct_leaves():
+    given = params()
+    stack = given.pop("stack")
+    return given | {f"layer_{i}": w for i, w in enumerate(stack)}
+
+
+def lowered(reshard):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+    )
+    fun = gshard.value_and_grad(distinct, plan, reshard_after_forward=reshard)
+    return jax.jit(fun).lower(state.params, rows()), plan
+
+
+def test_an_unrolled_model_without_remat_gathers_again_what_its_backward_needs():
+    """Every kernel twice, the last one and the table once; scattered once each."""
+    whole, plan = lowered(False)
+    assert plan.params["bias"].dim is None
+    again, _ = lowered(True)
+    between, _ = lowered(2)
+    kernels = LAYERS + 1
+    for found, gathers in ((whole, kernels + 1), (again, 2 * kernels)):
+        assert found.as_text().count('"stablehlo.all_gather"') == gathers
+    # Across and within for each leaf, and for kernels but the last one within once more.
+    assert between.as_text().count('"stablehlo.all_gather"') == 3 * kernels + 1
+    for found in (whole, again, between):
+        assert found.as_text().count('"stablehlo.reduce_scatter"') == kernels + 1
+
+
+def test_a_gather_waits_for_what_comes_before_its_use():
+    """Else a compiler may gather everything first, or keep the first gather for the backward.
+
+    The first layer follows the table, which is used with numbers of tokens: nothing to wait for.
+    """
+    barriers = [
+        lowered(reshard)[0].as_text().count("stablehlo.optimization_barrier")
+        for reshard in (True, False)
+    ]
+    assert barriers == [LAYERS + LAYERS, LAYERS]
+
+
+@pytest.mark.parametrize("reshard", [True, False, 2, 4, 1])
+@pytest.mark.parametrize("name", ["scan", "scan, checkpoint", "unrolled"])
+def test_it_moves_no_more_than_promised(name, reshard):
+    fun, state, plan = divided(LOSSES[name], MESHES["4"], reshard)
+    found = gshard.audit(fun, state.params, batch(), plan=plan)
+    promised = gshard.promise(plan, reshard_after_forward=reshard)
+    assert found.elements("all-gather") <= promised.elements("all-gather")
+    kept = gshard.promise(plan, reshard_after_forward=False).elements("all-gather")
+    assert found.elements("all-gather") >= kept
+
+
+@pytest.mark.parametrize("name", ["scan", "scan, checkpoint"])
+def test_false_keeps_the_layers_of_a_scan_and_a_number_a_share_of_them(name):
+    def gathers(reshard):
+        fun, state, _ = divided(LOSSES[name], MESHES["4"], reshard)
+        text = fun.lower(state.params, batch()).compile().as_text()
+        found = [x for x in read_program(text).collectives if x.kind == "all-gather"]
+        return sorted(x.elements for x in found if x.times == LAYERS)
+
+    assert gathers(False) == [D * D]
+    assert gathers(True) == [D * D] * 2
+    assert gathers(2) == [D * D // 2, D * D, D * D]
+
+
+@pytest.mark.parametrize(
+    "reshard, words",
+    [
+        (3, ("sub-group of 3", "divisor of 4")),
+        (8, ("sub-group of 8", "divisor of 4")),
+        (0, ("reshard_after_forward=0", "1 or more")),
+        ("yes", ("reshard_after_forward='yes'", "True", "False")),
+    ],
+)
+def test_what_does_not_divide_the_group_is_refused(reshard, words):
+    with pytest.raises(gshard.GShardError) as error:
+        divided(LOSSES["scan"], MESHES["4"], reshard)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_over_two_axes_a_sub_group_is_a_block_of_neighbours():
+    with pytest.raises(gshard.GShardError, match="sub-group of 6.*2 x 4.*divisor of 4, or"):
+        divided(LOSSES["scan"], MESHES["2x4"], 6)
+
+
+def test_it_says_that_it_changes_nothing_where_parameters_are_whole():
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "os", segment_size=16)
+    with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=False changes nothing"):
+        gshard.make_train_step(LOSSES["scan"], plan, reshard_after_forward=False)
+
+
+def test_a_train_step_counts_it_in_its_promise():
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        (params(), optax.adam(0.1)), mesh, "p_g_os", segment_size=16, scan_axes={"stack": 0}
+    )
+    found = []
+    for reshard in (True, False):
+        step = gshard.make_train_step(LOSSES["scan"], plan, reshard_after_forward=reshard)
+        found.append(step.promise.elements("all-gather"))
+    assert found[0] == 2 * found[1] > 0
+
+
+def test_a_weight_that_a_recurrence_closes_over_is_gathered_again_once():
+    def recurrent(p, batch):
+        x = p["embed"][batch["ids"]]
+        h = jnp.zeros((x.shape[0], D))
+        w = p["stack"][0]
+
+        def cell(h, x):
+            return jnp.tanh(h @ w + x @ p["out"][:, :D]), None
+
+        h, _ = jax.lax.scan(cell, h, jnp.swapaxes(x, 0, 1))
+        return cross_entropy(h @ p["out"] + p["bias"], batch["labels"][:, 0])
+
+    assert_gradients(recurrent, MESHES["4"], True)
+    fun, state, plan = divided(recurrent, MESHES["4"], True)
+    found = gshard.audit(fun, state.params, batch(), plan=plan)
+    assert found.elements("all-gather") <= gshard.promise(plan).elements("all-gather")
+
+
+def test_sync_comm_waits_for_its_own_operands_and_changes_no_bit():
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+    )
+    found, texts = [], []
+    for sync in (False, True):
+        fun = jax.jit(gshard.value_and_grad(distinct, plan, sync_comm=sync))
+        found.append(jax.tree.leaves(fun(state.params, batch())))
+        texts.append(fun.lower(state.params, batch()).as_text())
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(x, y)
+    # The first layer waits too, for the rows of the table that it is used with.
+    counts = [text.count("stablehlo.optimization_barrier") for text in texts]
+    assert counts == [2 * LAYERS, 2 * LAYERS + 1]
+    with pytest.raises(gshard.GShardError, match="sync_comm='no' must be True or False"):
+        gshard.value_and_grad(distinct, plan, sync_comm="no")
+
+
+@pytest.mark.slow
+def test_two_layers_are_whole_at_a_time_on_a_gpu():
+    """Compiled for eight H100s, without one: what the schedule holds, and what runs beside what."""
+    python = os.environ.get("GSHARD_GPU_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import jax_cuda13_plugin"], capture_output=True).returncode:
+        pytest.skip("no CUDA plugin is installed; GSHARD_GPU_PYTHON= names a Python that has one")
+    done = subprocess.run(
+        [python, "-m", "tests.layers_on_gpu"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    layers = 8
+    # The backward pass has the last one still, and no use of the first: nothing is before it.
+    assert found["default"]["gathers"] == found["sync"]["gathers"] == 2 * layers - 2
+    assert found["kept"]["gathers"] == layers
+    assert found["default"]["whole"] == 2 and found["sync"]["whole"] == 1
+    # Most run beside the product before; with sync_comm beside a gradient's at most.
+    assert found["default"]["spans"] >= 10 > layers // 2 >= found["sync"]["spans"]
+    assert found["default"]["temp"] <= 0.6 * found["kept"]["temp"]
