@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard.arguments import names_of, shown, whole_number
 from gshard.errors import GShardError, did_you_mean, warn
+from gshard.torus import torus_of
 
 REPLICA = "replica"
 SHARD = "shard"
@@ -35,13 +36,15 @@ def make_mesh(
 
     Args:
       shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
-        one axis, `"shard"`, over all devices that `replica` and `extra` leave.
+        one axis, `"shard"`, over all devices that `replica` and `extra` leave; on a TPU torus,
+        without these two, one axis for each of its dimensions: `"shard_x"`, `"shard_y"`, ...
       replica: copies of the divided state (hybrid sharding). A `"replica"` axis of this size comes
         first: state is divided inside a copy, and gradients are summed over the copies.
       extra: sizes of axes of your own by name, such as `{"model": 2}` for tensor parallelism,
         beside one shard axis. They come last, so that their devices are neighbours; gshard divides
         nothing over them.
-      devices: the devices, in order. By default all of `jax.devices()`.
+      devices: the devices, in order (of a torus in that of their places). By default all of
+        `jax.devices()`.
 
     Returns:
       A `jax.sharding.Mesh` whose axes all have the type `Auto`.
@@ -52,6 +55,9 @@ def make_mesh(
     given = list(jax.devices()) if devices is None else _devices(devices)
     replica = whole_number("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
+    if shape is None and replica == 1 and not own and (torus := torus_of(given)) is not None:
+        axes = tuple(f"{SHARD}_{name}" for name in "xyz"[: torus.ndim])
+        return Mesh(torus, axes, axis_types=(AxisType.Auto,) * torus.ndim)
     if shape is None:
         taken = replica * math.prod(own.values())
         if len(given) % taken:

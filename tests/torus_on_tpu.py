@@ -1,0 +1,73 @@
+"""Compiles a step for TPU slices that are not there; prints meshes and what moves, as JSON.
+
+Run in a process of its own by `tests/test_torus.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from jax.experimental import topologies
+from jax.sharding import NamedSharding
+
+import gshard
+
+SLICES = ("v5e:2x4", "v5e:4x4", "v5p:2x2x2", "v5p:2x2x4", "tpu7x:2x2x2")
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return ((x @ params["a"]) @ params["b"]).mean()
+
+
+def main() -> None:
+    found = {}
+    for name in SLICES:
+        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        random.Random(0).shuffle(devices)
+        mesh = gshard.make_mesh(devices=devices)
+        state = jax.eval_shape(
+            lambda: TrainState.create(
+                apply_fn=None,
+                params={"a": jnp.zeros((512, 1024)), "b": jnp.zeros((1024, 512))},
+                tx=optax.adam(1e-3),
+            )
+        )
+        state, plan = gshard.shard_train_state(state, mesh, "p_g_os")
+        rows = NamedSharding(mesh, plan.batch_spec)
+        batch = jax.ShapeDtypeStruct((8 * len(devices), 512), jnp.float32, sharding=rows)
+        step = gshard.make_train_step(loss, plan)
+        report = gshard.audit(step, state, batch)
+        along = [[d.coords[i] for d in line] for line, i in _lines(mesh)]
+        found[name] = {
+            "mesh": dict(mesh.shape),
+            "in order": all(places == list(range(len(places))) for places in along),
+            "scattered": report.elements("reduce-scatter"),
+            "promised": step.promise.elements("reduce-scatter"),
+            "reduced": sum(
+                row.elements or 0
+                for row in report.collectives
+                if row.kind == "all-reduce" and not row.scalar
+            ),
+        }
+    print(json.dumps(found))
+
+
+def _lines(mesh: Any) -> Iterator[tuple[Any, int]]:
+    """For each axis of several the devices along it, and which coordinate is another for each."""
+    if len(mesh.axis_names) == 1:
+        return
+    for axis in range(mesh.devices.ndim):
+        line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
+        yield line, next(i for i in range(3) if line[0].coords[i] != line[1].coords[i])
+
+
+if __name__ == "__main__":
+    main()
