@@ -50,15 +50,25 @@ def assert_gradients(loss, shape, reshard, tolerance=3e-6, **options):
         assert error <= tolerance * largest, (name, error / largest)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("reshard", [False, 2])
+QUICK = ("unrolled", "scan", "scan, checkpoint", "tied")
+
+
+@pytest.mark.parametrize(
+    "name, reshard",
+    [
+        pytest.param(name, reshard, marks=[] if reshard or name in QUICK else pytest.mark.slow)
+        for reshard in (False, 2)
+        for name in LOSSES
+    ],
+)
 def test_the_gradients_of_one_device(name, reshard):
     assert_gradients(LOSSES[name], MESHES["4"], reshard)
 
 
 @pytest.mark.parametrize("mesh, n", SUB_GROUPS)
 @pytest.mark.parametrize(
-    "name", ["unrolled", "scan", "scan, checkpoint", pytest.param("tied", marks=pytest.mark.slow)]
+    "name",
+    ["unrolled", *(pytest.param(n, marks=pytest.mark.slow) for n in QUICK[1:])],
 )
 def test_parts_of_any_sub_group_come_together_in_order(name, mesh, n):
     assert_gradients(LOSSES[name], MESHES[mesh], n)
