@@ -20,6 +20,7 @@ _OF_MATRICES = frozenset({
     "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
     "householder_product", "lu", "qr", "schur", "svd", "triangular_solve", "tridiagonal",
 })  # fmt: skip
+_RESHAPES = ("reshape", "squeeze", "expand_dims")
 # Newton-Schulz sums five times or ten, and each time moves its result twice.
 _MUCH_SMALLER = 32
 PRODUCTS = _OF_MATRICES | {"dot_general"}
@@ -64,6 +65,22 @@ def join(*dims: Dim) -> Dim:
     """What is divided in one case or another, taken as one."""
     found = {dim for dim in dims if dim is not None}
     return UNKNOWN if len(found) > 1 else next(iter(found), None)
+
+
+def back(eqn: Any, dim: Dim) -> list[Dim]:
+    """How the operands lie of which the one result is to be divided on `dim`; None: not known."""
+    out, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+    found: list[Dim] = []
+    for shape in (v.aval.shape for v in eqn.invars):
+        if dim is None or dim == UNKNOWN:
+            found.append(None)
+        elif name == "transpose":
+            found.append(eqn.params["permutation"][dim])
+        elif name in _RESHAPES:
+            found.append(_reshaped(out, dim, shape))
+        else:
+            found.append(dim if shape == out else None)
+    return found
 
 
 def _body(jaxpr: Any, dims: Sequence[Dim]) -> tuple[list[Dim], bool]:
@@ -112,14 +129,18 @@ def _through(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim], out: Sequence
             found.append(eqn.params["permutation"].index(dim))
         elif name == "broadcast_in_dim":
             found.append(eqn.params["broadcast_dimensions"][dim])
-        elif name in ("reshape", "squeeze", "expand_dims"):
-            before = math.prod(shape[:dim])
-            ends = (d for d, size in enumerate(out) if math.prod(out[:d]) == before)
-            found.append(next((d for d in ends if out[d] == shape[dim]), UNKNOWN))
+        elif name in _RESHAPES:
+            found.append(_reshaped(shape, dim, out))
         else:
             same = len(shape) == len(out) and shape[dim] == out[dim]
             found.append(dim if same else UNKNOWN)
     return join(*found)
+
+
+def _reshaped(shape: Sequence[int], dim: int, out: Sequence[int]) -> Dim:
+    before = math.prod(shape[:dim])
+    places = (d for d in range(len(out)) if math.prod(out[:d]) == before)
+    return next((d for d in places if out[d] == shape[dim]), UNKNOWN)
 
 
 def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Dim]:

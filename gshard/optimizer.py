@@ -219,13 +219,15 @@ def _update_own(
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
-    divided = [*reduced, *jax.tree.leaves(plan.opt_state), *reduced]
+    results = [*reduced, *jax.tree.leaves(plan.opt_state)]
     update = partial(tx.update, **_accepted(tx, extra))
     with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
         inner = held(cut(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
         try:
-            updates, inner = with_whole_products(update, plan, arguments, divided)
+            updates, inner = with_whole_products(
+                update, plan, arguments, [*results, *reduced], results
+            )
         except (TypeError, ValueError) as error:
             _explain(error)
             raise

@@ -2,9 +2,9 @@
 
 XLA divides each product of divided matrices anew and gathers for each: fifteen times in
 Newton-Schulz. Here the update is traced. What its products need is gathered once, and what follows
-from that alone is computed whole on every device, in a `shard_map`, where XLA cannot divide it
-again. A product that needs nothing of other devices (a stack that is divided on its layers) and all
-else is left as it is.
+from that alone, up to the last product, is computed whole on every device, in a `shard_map`, where
+XLA cannot divide it again; each device keeps its part of the result. A product that needs nothing
+of other devices (a stack that is divided on its layers) and all else is left as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 from jax.extend import core
 
 from gshard.collectives import BUFFER_MAX_SIZE, publish_leaves
-from gshard.divisions import PRODUCTS, UNKNOWN, Dim, flow, join
+from gshard.divisions import PRODUCTS, UNKNOWN, Dim, back, flow, join
 from gshard.equations import opened
 from gshard.layout import Layout
 from gshard.traced import Step, Traced
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 
 def with_whole_products(
-    fun: Callable[..., Any], plan: Plan, args: Sequence[Any], layouts: Sequence[Layout]
+    fun: Callable[..., Any],
+    plan: Plan,
+    args: Sequence[Any],
+    layouts: Sequence[Layout],
+    results: Sequence[Layout],
 ) -> Any:
     """`fun(*args)` in the global view, its matrix products on whole operands.
 
@@ -35,11 +39,13 @@ def with_whole_products(
       plan: says how they are divided.
       args: pytrees of arrays.
       layouts: of all their leaves, in order.
+      results: where the leaves of the result will lie.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     flat = jax.tree.leaves(args)
     traced = Traced(closed.jaxpr, closed.consts, PRODUCTS)
-    update = _Update(traced, [layout.dim for layout in layouts], [], plan)
+    ends = [layout.dim for layout in results]
+    update = _Update(traced, [layout.dim for layout in layouts], [], ends, [], plan)
     out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -47,12 +53,30 @@ def with_whole_products(
 class _Update:
     """A traced update, of which some steps run on whole values."""
 
-    def __init__(self, traced: Traced, dims: Sequence[Dim], whole: Sequence[int], plan: Plan):
-        """Args: the steps; the divided dimension of every input; inputs that are whole already."""
+    def __init__(
+        self,
+        traced: Traced,
+        dims: Sequence[Dim],
+        whole: Sequence[int],
+        ends: Sequence[Dim],
+        read: Sequence[int],
+        plan: Plan,
+    ):
+        """Decides what is gathered.
+
+        Args:
+          traced: the steps.
+          dims: the divided dimension of every input.
+          whole: inputs that are whole already.
+          ends: the dimension on which every output will be divided.
+          read: outputs that later products need whole.
+          plan: has the devices.
+        """
         self._plan, self._traced = plan, traced
         self._steps, self._outputs = traced.steps, traced.outputs
         self._dims: dict[int, Dim] = dict.fromkeys(range(len(traced.avals)))
         self._dims.update(zip(traced.inputs, dims, strict=True))
+        self._look_back(ends, read)
         self._settle({traced.inputs[i] for i in whole})
 
     @property
@@ -100,7 +124,9 @@ class _Update:
         given = sorted({i for step in steps for i in step.ins} - made - set(literals))
         results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
         sources = [self._sources[i] for i in copies]
-        places = [self._layout(i) for i in sources]
+        places = [self._layout(i, self._dims[i]) for i in sources]
+        needed = {i for step in later if step.whole or step.branches for i in step.ins}
+        kept = [self._layout(i, None if i in needed else self._ends.get(i)) for i in results]
         parts = self._plan.pin([values[i] for i in sources], places)
         if ends[:-1]:
             parts, _ = jax.lax.optimization_barrier((parts, ends[-2]))
@@ -119,9 +145,29 @@ class _Update:
             out_specs=jax.P(),
             check_vma=False,
         )(parts, [values[i] for i in given])
-        values.update(zip(results, found, strict=True))
+        # Without these barriers XLA takes the part where it is read, maybe after a norm of all of
+        # them, and so keeps every whole until then.
+        found = jax.lax.optimization_barrier(found)
+        found = jax.lax.optimization_barrier(self._plan.pin(found, kept))
         ends.append(found)
+        cut = (place.cut(x) for place, x in zip(kept, found, strict=True))
+        values.update(zip(results, cut, strict=True))
         return later
+
+    def _look_back(self, ends: Sequence[Dim], read: Sequence[int]) -> None:
+        """Which values a product is computed from, and how the others will lie at the end."""
+        self._read = {self._outputs[i] for i in read}
+        self._ends = dict(zip(self._outputs, ends, strict=True))
+        for step in reversed(self._steps):
+            if self._leads_on(step):
+                self._read.update(step.ins)
+            elif len(step.outs) == 1:
+                before = zip(step.ins, back(step.eqn, self._ends.get(step.outs[0])), strict=True)
+                self._ends.update((i, dim) for i, dim in before if dim is not None)
+
+    def _leads_on(self, step: Step) -> bool:
+        """Whether it is a product, or one is computed from it."""
+        return step.holds or not self._read.isdisjoint(step.outs)
 
     def _settle(self, whole: set[int]) -> None:
         """Decides what is gathered and which steps run on whole values."""
@@ -132,7 +178,7 @@ class _Update:
         copies = {i: self._traced.new(self._traced.avals[i]) for i in sorted(found - made)}
         self._sources = {copy: i for i, copy in copies.items()}
         for step in self._steps:
-            if step.whole or step.branches or step.opened:
+            if step.whole or step.branches or step.holds:
                 step.ins = [copies.get(i, i) for i in step.ins]
 
     def _judge(self, known: set[int]) -> set[int]:
@@ -150,16 +196,17 @@ class _Update:
             divided = [i for i, dim in zip(step.ins, dims, strict=True) if dim is not None]
             makers = set().union(*(origins[i] for i in divided))
             outs, wants = flow(step.eqn, dims)
+            follows = any(whole) and self._leads_on(step)
             step.whole, step.branches = False, ()
             if not traced.foreign.isdisjoint(step.ins):
                 traced.foreign.update(i for i in step.outs if traced.avals[i].size > 1)
-            elif step.eqn.primitive.name == "cond" and divided and (wants or any(whole)):
+            elif step.eqn.primitive.name == "cond" and divided and (wants or follows):
                 outs = self._into_branches(step, dims[1:], whole[1:])
             elif wants and (one := self._enough(step, dims)):
                 wanted.update(*(origins[i] for i in one))
                 self._whole |= one
                 outs, _ = flow(step.eqn, self._dims_of(step))
-            elif (wants or (any(whole) and not divided)) and step.free:
+            elif (wants or (follows and not divided)) and step.free:
                 step.whole = True
                 wanted |= makers
                 self._whole.update(divided, step.outs)
@@ -183,8 +230,10 @@ class _Update:
     def _into_branches(self, step: Step, dims: Sequence[Dim], whole: Sequence[bool]) -> list[Dim]:
         """Gathers inside the branches, which not every step of training takes."""
         given = [i for i, w in enumerate(whole) if w]
+        ends = [None if i in self._read else self._ends.get(i) for i in step.outs]
+        read = [n for n, i in enumerate(step.outs) if i in self._read]
         step.branches = found = [
-            _Update(Traced(*opened(branch), PRODUCTS), dims, given, self._plan)
+            _Update(Traced(*opened(branch), PRODUCTS), dims, given, ends, read, self._plan)
             for branch in step.eqn.params["branches"]
         ]
         outs: list[Dim] = []
@@ -195,6 +244,6 @@ class _Update:
                 self._whole.add(out)
         return outs
 
-    def _layout(self, i: int) -> Layout:
-        aval, dim = self._traced.avals[i], None if self._dims[i] == UNKNOWN else self._dims[i]
+    def _layout(self, i: int, dim: Dim) -> Layout:
+        aval, dim = self._traced.avals[i], None if dim == UNKNOWN else dim
         return Layout("", aval.shape, aval.dtype, dim, self._plan.group, None, "")

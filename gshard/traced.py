@@ -25,7 +25,7 @@ class Step:
       ins: numbers of its operands.
       outs: numbers of its results.
       free: it may run inside a `shard_map`.
-      opened: it holds a primitive of those that calls are opened for.
+      holds: it is or holds a primitive of those that calls are opened for.
       whole: it is to run on whole values, on every device.
       branches: of a `cond`, to be run in place of its own.
     """
@@ -34,7 +34,7 @@ class Step:
     ins: list[int]
     outs: list[int]
     free: bool
-    opened: bool
+    holds: bool
     whole: bool = False
     branches: Sequence[Callable[[Sequence[Any]], Any]] = ()
 

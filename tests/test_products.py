@@ -12,6 +12,8 @@ from optax import contrib
 import gshard
 from gshard import products
 from gshard.divisions import UNKNOWN, flow
+from gshard.equations import all_equations
+from gshard.host_groups import variables
 
 N = 4
 AG = "all-gather"
@@ -175,15 +177,41 @@ def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypa
     jax.__version_info__ < (0, 12),
     reason="XLA of JAX 0.10 drops the barrier on CPU, then schedules",
 )
-def test_two_buckets_are_whole_at_a_time(monkeypatch):
+@pytest.mark.parametrize("clip", [False, True])
+def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
     shapes = {f"w{i}": (32, 64) for i in range(8)}
     temporaries = []
     for size in (32 * 64, 8 * 32 * 64):
         monkeypatch.setattr(products, "BUFFER_MAX_SIZE", size)
         tx = OPTIMIZERS["by hand"]()
+        tx = optax.chain(tx, optax.clip_by_global_norm(0.1)) if clip else tx
         _, _, audit, _ = updated(tx, "p_g_os", steps=0, params=arrays(0, shapes))
         temporaries.append(audit.memory["temp"])
     assert temporaries[0] < temporaries[1] / 2
+
+
+def test_what_follows_the_last_product_is_divided(monkeypatch):
+    """A clip of the result waits for a number of all of them; no whole matrix may wait with it."""
+    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 200)
+    tx = optax.chain(OPTIMIZERS["by hand"](), optax.clip_by_global_norm(0.1))
+    params = {k: x for k, x in arrays(0).items() if x.ndim == 2}
+    found, right, audit, plan = updated(tx, "p_g_os", 1, params)
+    assert_close(found, right)
+    assert moved(audit) == {AG: sum(x.stored_size for x in jax.tree.leaves(plan.grads))}
+    state, _ = gshard.shard_train_state((params, tx), mesh(), "p_g_os", segment_size=16)
+    program = jax.make_jaxpr(state.tx.update)(state.params, state.opt_state, state.params)
+    wholes, placed = set(), []
+    for eqn in all_equations(program.jaxpr):
+        reads = wholes.intersection(variables(eqn.invars))
+        if eqn.primitive.name == "shard_map":
+            assert not reads
+            wholes.update(v for v in eqn.outvars if v.aval.size > 1)
+        elif reads and eqn.primitive.name == "sharding_constraint":
+            placed.append(eqn.params["sharding"].spec)
+        elif reads:
+            assert eqn.primitive.name in ("optimization_barrier", "pad", "jit"), eqn
+            wholes.update(eqn.outvars)
+    assert placed and all("shard" in spec for spec in placed)
 
 
 def test_a_projection_gathers_its_small_factors_alone():
