@@ -25,6 +25,8 @@ from gshard.state import FROZEN, OVERWRITTEN, Kind
 from gshard.tree import flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
+_SHARED = 2**14  # elements
+
 
 def make_plan(
     state: Any,
@@ -125,7 +127,8 @@ def _offloaded(plan: Plan) -> Plan:
     """The plan with the optimizer state and divided parameters in the host's memory.
 
     A number stays on the device, and so does a parameter that every device holds whole: fetching it
-    would take longer than it saves.
+    would take longer than it saves. So does what is small and belongs to no parameter, such as
+    Muon's coefficients: all would have to be fetched together with it.
     """
     if isinstance(plan.mesh, Mesh):
         try:
@@ -136,9 +139,13 @@ def _offloaded(plan: Plan) -> Plan:
                 f"{plan.mesh.devices.flat[0]} does not. Leave it out here. (JAX says: {error})"
             ) from error
 
+    names = {layout.path for layout in jax.tree.leaves(plan.grads)}
+
     def arrays(x: Layout) -> Layout:
-        fits = x.shape and x.size and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return x.at(HOST) if fits else x
+        keys = x.path.split("/")
+        shared = names.isdisjoint("/".join(keys[i:]) for i in range(len(keys) + 1))
+        fits = x.shape and x.size > (_SHARED if shared else 0)
+        return x.at(HOST) if fits and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     def divided(x: Layout) -> Layout:
         return x if x.dim is None else x.at(HOST)

@@ -46,12 +46,21 @@ def with_whole_products(
     traced = Traced(closed.jaxpr, closed.consts, PRODUCTS)
     ends = [layout.dim for layout in results]
     update = _Update(traced, [layout.dim for layout in layouts], [], ends, [], plan)
+    on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
+    update.in_order = traced.computed_from(on_host).isdisjoint(update.sources)
     out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 class _Update:
-    """A traced update, of which some steps run on whole values."""
+    """A traced update, of which some steps run on whole values.
+
+    Attributes:
+      in_order: buckets wait for each other. Where they are made of state on the host, they wait for
+        that (`streaming`), and an order of their own would tie it together.
+    """
+
+    in_order = True
 
     def __init__(
         self,
@@ -83,6 +92,11 @@ class _Update:
     def gathers(self) -> bool:
         """Whether anything is to be made whole."""
         return bool(self._sources) or any(step.branches for step in self._steps)
+
+    @property
+    def sources(self) -> list[int]:
+        """The values that are gathered."""
+        return list(self._sources.values())
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """The results; args in the global view."""
@@ -123,12 +137,14 @@ class _Update:
         literals = self._traced.literals
         given = sorted({i for step in steps for i in step.ins} - made - set(literals))
         results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
+        if not results:
+            return later
         sources = [self._sources[i] for i in copies]
         places = [self._layout(i, self._dims[i]) for i in sources]
         needed = {i for step in later if step.whole or step.branches for i in step.ins}
         kept = [self._layout(i, None if i in needed else self._ends.get(i)) for i in results]
         parts = self._plan.pin([values[i] for i in sources], places)
-        if ends[:-1]:
+        if ends[:-1] and self.in_order:
             parts, _ = jax.lax.optimization_barrier((parts, ends[-2]))
 
         def on_device(parts: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:

@@ -1,8 +1,8 @@
 """State that rests in the host's memory: through the device in groups, for one update.
 
 An update is traced and split into groups (`host_groups`). A group is fetched when the one before it
-is on its way back, and a large stack of layers goes in turns, so that the device never holds much
-of the state.
+is on its way back and the one before that is computed, and a large stack of layers goes in turns,
+so that the device never holds much of the state.
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ def _evaluate(closed: Any, groups: Sequence[Group], args: Sequence[Any]) -> list
         if number not in grouped:
             scope.run(eqn)
     sent: list[Any] = []  # what the group before sends back
+    done: list[list[Any]] = [[], []]  # what groups give
     for group in groups:
         inputs = [jaxpr.invars[i] for i in group.inputs]
         # Without this order the compiler fetches everything at once.
-        waited, _ = lax.optimization_barrier((scope.read(inputs), sent))
+        waited, *_ = lax.optimization_barrier((scope.read(inputs), sent, done[-2]))
         scope.write(inputs, waited)
         equations = [jaxpr.eqns[number] for number in group.equations]
         made = {v for eqn in equations for v in eqn.outvars}
@@ -135,7 +136,8 @@ def _evaluate(closed: Any, groups: Sequence[Group], args: Sequence[Any]) -> list
         else:
             for eqn in equations:
                 scope.run(eqn)
-        sent = [x for x in scope.read([jaxpr.outvars[i] for i in places]) if _on_host(x)]
+        done.append(scope.read([jaxpr.outvars[i] for i in places]))
+        sent = [x for x in done[-1] if _on_host(x)]
     return scope.read(jaxpr.outvars)
 
 

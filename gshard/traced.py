@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,14 @@ class Traced:
     def bytes(self, *values: int) -> int:
         """Of whole values."""
         return sum(self.avals[i].size * self.avals[i].dtype.itemsize for i in values)
+
+    def computed_from(self, values: Iterable[int]) -> set[int]:
+        """These values and all that depends on them."""
+        found = set(values)
+        for step in self.steps:
+            if not found.isdisjoint(step.ins):
+                found.update(step.outs)
+        return found
 
     def _open(
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], opened: Collection[str]

@@ -18,9 +18,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax import contrib
 
 import gshard
-from gshard import host_groups, planning
+from gshard import host_groups, planning, products
+from gshard.equations import all_equations
 from tests import reference
 from tests.zoo import ZOO, Model
 
@@ -238,6 +240,37 @@ def test_what_is_fetched_together(case, monkeypatch):
     assert plan.fetched_at_once == wanted
     assert f"{len(wanted)} group" in str(plan)
     assert f"the largest of {max(wanted):,} B" in str(plan)
+
+
+def orthogonal(grads: Any, _: Any) -> Any:
+    return jax.tree.map(lambda x: 1.5 * x - 0.5 * (x @ x.T) @ x, grads)
+
+
+PRODUCTS: dict[str, tuple[Factory, int]] = {  # and how often a bucket waits for another
+    "muon": (lambda: contrib.muon(1e-2), 0),
+    "of momentum": (lambda: optax.chain(optax.trace(0.9), optax.stateless(orthogonal)), 0),
+    "of gradients": (lambda: optax.chain(optax.stateless(orthogonal), optax.trace(0.9)), 2),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
+    """Neither coefficients that all share nor the order of buckets ties them together."""
+    make, wait = PRODUCTS[case]
+    monkeypatch.setattr(host_groups, "GROUP_SIZE", 1)
+    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 64)
+    start = {f"w{i}": np.ones((10, 10), np.float32) for i in range(4)}
+    state, plan = gshard.shard_train_state(
+        (start, make()), mesh(), "os_g", segment_size=16, offload=True
+    )
+    on_host = {x.path.split("/")[-1] for x in jax.tree.leaves(plan.opt_state) if x.on_host}
+    assert on_host == set(start)
+    assert plan.fetched_at_once == (2 * 10 * 4,) * 4
+    grads = jax.tree.map(plan.abstract, plan.grads)
+    program = jax.make_jaxpr(state.tx.update)(grads, state.opt_state, state.params)
+    names = [eqn.primitive.name for eqn in all_equations(program.jaxpr)]
+    barriers = names.count("optimization_barrier")
+    assert barriers == 3 * 4 + wait  # one before each group, two after each matrix
 
 
 def test_a_group_waits_for_the_one_before(monkeypatch):
