@@ -17,17 +17,19 @@ Dim = int | None
 
 # They take the matrices in the last two dimensions whole; all before are batches.
 _OF_MATRICES = frozenset({
-    "cholesky", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf", "hessenberg",
-    "householder_product", "lu", "qr", "schur", "svd", "triangular_solve", "tridiagonal",
+    "cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf",
+    "hessenberg", "householder_product", "lu", "ormqr", "qr", "ragged_dot", "ragged_dot_general",
+    "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve",
 })  # fmt: skip
-_RESHAPES = ("reshape", "squeeze", "expand_dims")
-# Newton-Schulz sums five times or ten, and each time moves its result twice.
-_MUCH_SMALLER = 32
 PRODUCTS = _OF_MATRICES | {"dot_general"}
+_RESHAPES = ("reshape", "squeeze", "expand_dims")
 
 
-def flow(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], bool]:
-    """The divided dimension of every output, and whether a product inside wants whole operands.
+def flow(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
+    """The divided dimension of every output, and what products inside move.
+
+    That is the elements that a ring sends where results are summed over devices, twice their size,
+    loops counted; infinite where XLA would gather, or nobody knows how often a loop turns.
 
     Args:
       eqn: an equation.
@@ -35,30 +37,36 @@ def flow(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], bool]:
     """
     name = eqn.primitive.name
     if all(dim is None for dim in dims):
-        return [None] * len(eqn.outvars), False
+        return [None] * len(eqn.outvars), 0
     if name == "cond":
         found = [_body(opened(branch)[0], dims[1:]) for branch in eqn.params["branches"]]
         joined = [join(*several) for several in zip(*(outs for outs, _ in found), strict=True)]
-        return joined, any(wants for _, wants in found)
+        return joined, max(moved for _, moved in found)
     if name == "scan":
         body, _ = body_of(eqn)
         fixed, carried, _ = scan_sizes(eqn)
-        layers = [_next(dim, -1) for dim in dims[fixed + carried :]]
-        outs, wants = _loop(body, dims[:fixed], dims[fixed : fixed + carried], layers)
-        return [*outs[:carried], *(_next(dim, 1) for dim in outs[carried:])], wants
+        layers = [_inside(dim) for dim in dims[fixed + carried :]]
+        outs, moved = _loop(body, dims[:fixed], dims[fixed : fixed + carried], layers)
+        outside = [dim if dim is None or dim == UNKNOWN else dim + 1 for dim in outs[carried:]]
+        return [*outs[:carried], *outside], moved * max(1, eqn.params["length"])
     if name == "while":
-        fixed = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-        mine = dims[eqn.params["cond_nconsts"] : fixed]
-        return _loop(opened(eqn.params["body_jaxpr"])[0], mine, dims[fixed:], [])
+        asked, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        mine, carry = dims[asked : asked + fixed], dims[asked + fixed :]
+        outs, moved = _loop(opened(eqn.params["body_jaxpr"])[0], mine, carry, [])
+        every = [join(a, b) for a, b in zip(carry, outs, strict=True)]
+        _, more = _body(opened(eqn.params["cond_jaxpr"])[0], [*dims[:asked], *every])
+        return outs, math.inf if moved + more else 0
     inner = called(eqn)
     if inner is not None:
         return _body(inner[0], dims)
     shapes = [v.aval.shape for v in eqn.invars]
+    if name in _OF_MATRICES:
+        return _of_matrices(eqn, shapes, dims)
     outs = [
         None if math.prod(v.aval.shape) == 1 else _through(eqn, shapes, dims, v.aval.shape)
         for v in eqn.outvars
     ]
-    return outs, _wants_whole(eqn, shapes, dims)
+    return outs, _moved(eqn, shapes, dims) if name == "dot_general" else 0
 
 
 def join(*dims: Dim) -> Dim:
@@ -83,14 +91,14 @@ def back(eqn: Any, dim: Dim) -> list[Dim]:
     return found
 
 
-def _body(jaxpr: Any, dims: Sequence[Dim]) -> tuple[list[Dim], bool]:
+def _body(jaxpr: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
     known: dict[Any, Dim] = dict(zip(jaxpr.invars, dims, strict=True))
-    wants = False
+    moved = 0
     for eqn in jaxpr.eqns:
         outs, more = flow(eqn, [_of(v, known) for v in eqn.invars])
         known.update(zip(eqn.outvars, outs, strict=True))
-        wants |= more
-    return [_of(v, known) for v in jaxpr.outvars], wants
+        moved += more
+    return [_of(v, known) for v in jaxpr.outvars], moved
 
 
 def _of(v: Any, known: dict[Any, Dim]) -> Dim:
@@ -99,19 +107,29 @@ def _of(v: Any, known: dict[Any, Dim]) -> Dim:
 
 def _loop(
     body: Any, fixed: Sequence[Dim], carry: Sequence[Dim], layers: Sequence[Dim]
-) -> tuple[list[Dim], bool]:
-    """What holds for every turn of a loop."""
+) -> tuple[list[Dim], float]:
+    """What holds for every turn of a loop, and what one turn moves."""
     while True:
-        outs, wants = _body(body, [*fixed, *carry, *layers])
+        outs, moved = _body(body, [*fixed, *carry, *layers])
         after = [join(a, b) for a, b in zip(carry, outs, strict=False)]
         if after == list(carry):
-            return outs, wants
+            return outs, moved
         carry = after
 
 
-def _next(dim: Dim, by: int) -> Dim:
-    """The dimension where one in front is gone (the divided one may be it) or new."""
-    return dim if dim is None or dim == UNKNOWN else dim + by
+def _inside(dim: Dim) -> Dim:
+    """A scanned operand's dimension inside the loop, where the leading one is gone."""
+    if dim == 0:  # the divided one itself: each device has some of the turns
+        return UNKNOWN
+    return dim if dim is None or dim == UNKNOWN else dim - 1
+
+
+def _of_matrices(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Dim], float]:
+    """Nothing moves where every device has batches of its own."""
+    batches, divided = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
+    if all(0 <= dim < batches for dim in divided):
+        return [join(*divided)] * len(eqn.outvars), 0
+    return [UNKNOWN] * len(eqn.outvars), math.inf
 
 
 def _through(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim], out: Sequence[int]) -> Dim:
@@ -160,28 +178,20 @@ def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Di
     return found
 
 
-def _wants_whole(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> bool:
-    """Whether XLA would gather for a product, maybe more than once.
+def _moved(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
+    """What a product moves: see `flow`.
 
-    Not where every device has batches of its own, or rows of its own for a factor that is whole;
-    nor where it sums into what is much smaller: that costs less than gathering.
+    Nothing where every device has batches of its own, or rows of its own for a factor that is
+    whole; nor for a vector.
     """
-    if eqn.primitive.name in _OF_MATRICES:
-        return any(
-            dim is not None and (dim == UNKNOWN or dim >= len(shape) - 2)
-            for shape, dim in zip(shapes, dims, strict=True)
-        )
-    if eqn.primitive.name != "dot_general":
-        return False
     contracted, batches = eqn.params["dimension_numbers"]
     for shape, summed, batch in zip(shapes, contracted, batches, strict=True):
         rest = math.prod(shape[d] for d in summed)
         free = math.prod(shape) // max(1, rest * math.prod(shape[d] for d in batch))
         if free <= 1 or rest <= 1:
-            return False
+            return 0
     places = zip(_of_product(eqn, shapes, dims), dims, strict=True)
     kept = {place for place, dim in places if dim is not None}
     if kept == {None}:
-        sizes = (math.prod(x) for x, dim in zip(shapes, dims, strict=True) if dim is not None)
-        return math.prod(eqn.outvars[0].aval.shape) * _MUCH_SMALLER > sum(sizes)
-    return len(kept) > 1 or UNKNOWN in kept
+        return 2 * math.prod(eqn.outvars[0].aval.shape)
+    return math.inf if len(kept) > 1 or UNKNOWN in kept else 0

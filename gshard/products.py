@@ -9,6 +9,7 @@ of other devices (a stack that is divided on its layers) and all else is left as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -206,42 +207,49 @@ class _Update:
         traced, wanted = self._traced, set()
         self._whole = set(known)
         origins = {i: {i} for i in traced.inputs}
+        foreign = set(traced.foreign)
+        summed: dict[frozenset[int], float] = {}
         for step in self._steps:
             whole = [i in self._whole for i in step.ins]
             dims = self._dims_of(step)
             divided = [i for i, dim in zip(step.ins, dims, strict=True) if dim is not None]
             makers = set().union(*(origins[i] for i in divided))
-            outs, wants = flow(step.eqn, dims)
+            outs, moved = flow(step.eqn, dims)
             follows = any(whole) and self._leads_on(step)
             step.whole, step.branches = False, ()
-            if not traced.foreign.isdisjoint(step.ins):
-                traced.foreign.update(i for i in step.outs if traced.avals[i].size > 1)
-            elif step.eqn.primitive.name == "cond" and divided and (wants or follows):
+            if not foreign.isdisjoint(step.ins):  # left to XLA, with all that follows
+                foreign.update(i for i in step.outs if traced.avals[i].size > 1)
+            elif step.eqn.primitive.name == "cond" and divided and (moved or follows):
                 outs = self._into_branches(step, dims[1:], whole[1:])
-            elif wants and (one := self._enough(step, dims)):
-                wanted.update(*(origins[i] for i in one))
-                self._whole |= one
+            elif moved == math.inf and (one := self._enough(step, dims)) is not None:
+                wanted |= origins[one]  # a small factor; the rest stays divided
+                self._whole.add(one)
                 outs, _ = flow(step.eqn, self._dims_of(step))
-            elif (wants or (follows and not divided)) and step.free:
-                step.whole = True
+            elif step.free and (moved == math.inf or (follows and not divided)):
+                step.whole = True  # XLA would gather, maybe often; or all that it reads is whole
                 wanted |= makers
                 self._whole.update(divided, step.outs)
+            elif step.free and moved:  # summed over devices, unless all sums are more than it
+                summed[frozenset(makers)] = summed.get(frozenset(makers), 0) + moved
             for i, dim in zip(step.outs, outs, strict=True):
                 self._dims[i] = dim
                 smaller = step.free and traced.bytes(*makers) <= traced.bytes(i)
                 origins[i] = makers if smaller else {i}
+        for makers, moved in summed.items():
+            if moved > sum(traced.avals[i].size for i in makers):
+                wanted |= makers
         return wanted
 
     def _dims_of(self, step: Step) -> list[Dim]:
         return [None if i in self._whole else self._dims[i] for i in step.ins]
 
-    def _enough(self, step: Step, dims: Sequence[Dim]) -> set[int]:
+    def _enough(self, step: Step, dims: Sequence[Dim]) -> int | None:
         """The operand that alone need be whole: a small factor of divided rows."""
         for i in sorted(step.ins, key=self._traced.bytes):
             rest = [None if j == i else dim for j, dim in zip(step.ins, dims, strict=True)]
             if step.eqn.primitive.name == "dot_general" and not flow(step.eqn, rest)[1]:
-                return {i}
-        return set()
+                return i
+        return None
 
     def _into_branches(self, step: Step, dims: Sequence[Dim], whole: Sequence[bool]) -> list[Dim]:
         """Gathers inside the branches, which not every step of training takes."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from optax import contrib
 
 import gshard
-from gshard import products
+from gshard import divisions, products
 from gshard.divisions import UNKNOWN, flow
 from gshard.equations import all_equations
 from gshard.host_groups import variables
@@ -236,6 +238,60 @@ def test_a_projection_gathers_its_small_factors_alone():
     assert moved(audit) == {AG: 64 * 2, "all-reduce": 2 * 24}
 
 
+@pytest.mark.parametrize("rank", [8, 24, 32, 40])
+def test_what_is_summed_is_counted_over_all_products(rank):
+    """Of (64, 48) a result of (rank, 48), summed while twice that is no more than the matrix."""
+    two = jnp.asarray(np.random.default_rng(3).normal(size=(64, rank)) / 8, jnp.float32)
+    tx = optax.stateless(lambda g, _: jax.tree.map(lambda x: two @ (two.T @ x), g))
+    params = arrays(0, {"w": (64, 48)})
+    found, right, audit, _ = updated(tx, "p_g_os", 1, params, rules={"w": 0})
+    assert_close(found, right)
+    assert moved(audit) == ({"all-reduce": rank * 48} if rank <= 32 else {AG: 64 * 48})
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+def test_what_is_summed_in_a_loop_is_counted_by_turns(turns):
+    """Of (64, 16), a result of (16, 16), twice: a quarter and a half of the matrix, each turn."""
+
+    def twice(x):
+        turn = lambda _, y: y - 0.001 * y @ (y.T @ y)  # noqa: E731
+        return jax.lax.fori_loop(0, turns, turn, x)
+
+    params = arrays(0, {"w": (64, 16)})
+    found, right, audit, _ = updated(on_matrices(twice), "p_g_os", 1, params, rules={"w": 0})
+    assert_close(found, right)
+    assert moved(audit) == ({"all-reduce": turns * 256} if turns == 2 else {AG: 64 * 16})
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: (lambda w, v: (v * w[:, None, :]) @ v)(*jnp.linalg.eigh(x @ x.mT)) @ x,
+        lambda x: (lambda u, s, v: (u * s[:, None, :]) @ v)(*jnp.linalg.svd(x, False)),
+        lambda x: jnp.linalg.solve(x @ x.mT + jnp.eye(6), x),
+        lambda x: (lambda q, r: (q @ r).mT)(*jnp.linalg.qr(x.mT)),
+    ],
+    ids=["eigh", "svd", "solve", "qr"],
+)
+def test_decompositions_of_stacks_divided_on_their_layers_move_nothing(product):
+    params = arrays(0, {"stack": (8, 6, 10)})
+    tx = optax.stateless(lambda g, _: jax.tree.map(product, g))
+    _, _, audit, plan = updated(tx, "os_g", 0, params, rules={"stack": 0})
+    assert plan.grads["stack"].dim == 0
+    assert moved(audit) == {}
+
+
+def test_every_function_of_matrices_is_known():
+    linalg = jax.lax.linalg
+    public = {getattr(linalg, name).name for name in dir(linalg) if name.endswith("_p")}
+    x, sizes = jnp.ones((4, 4)), jnp.array([4])
+    ragged = jax.make_jaxpr(lambda x: jax.lax.ragged_dot(x, x[None], sizes))(x).jaxpr
+    solve = jax.make_jaxpr(jnp.linalg.solve)(x, x).jaxpr
+    names = {e.primitive.name for jaxpr in (ragged, solve) for e in all_equations(jaxpr)}
+    named = {name for name in names if "dot" in name or "solve" in name}
+    assert public - {"lu_pivots_to_permutation"} | named <= divisions.PRODUCTS
+
+
 def test_inner_products_are_summed_not_gathered():
     def update(g, _):
         sizes = {k: x.ravel() @ x.ravel() if x.ndim == 1 else jnp.sum(x * x) for k, x in g.items()}
@@ -333,62 +389,71 @@ def test_no_rule_divides_the_layers_where_parameters_rest_divided():
 def followed(f, dims, *shapes):
     jaxpr = jax.make_jaxpr(lambda *xs: jax.jit(f)(*xs))(*(jnp.zeros(s) for s in shapes)).jaxpr
     (eqn,) = jaxpr.eqns
-    outs, wants = flow(eqn, dims)
-    return outs[0], wants
+    outs, cost = flow(eqn, dims)
+    return outs[0], cost
 
 
 def loop(x, w):
     return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x)
 
 
+def until_small(x):
+    return jax.lax.while_loop(lambda x: jnp.max(x @ x.T) > 1, lambda x: x / 2, x)
+
+
 @pytest.mark.parametrize(
-    "f, dims, shapes, dim, wants",
+    "f, dims, shapes, dim, cost",
     [
-        (lambda x: x.T * 2, [0], [(4, 6)], 1, False),
-        (lambda x: x.reshape(3, 2, 6), [1], [(6, 6)], 2, False),
-        (lambda x: x.reshape(24), [1], [(4, 6)], UNKNOWN, False),
-        (lambda x: x[None], [1], [(4, 6)], 2, False),
-        (lambda x: x.sum(0), [1], [(4, 6)], 0, False),
-        (lambda x: x.sum(0), [0], [(4, 6)], None, False),
-        (lambda x, y: x + y, [0, 1], [(4, 4), (4, 4)], UNKNOWN, False),
-        (lambda x, y: x + y, [0, None], [(4, 4), (4, 4)], 0, False),
-        (lambda x: jnp.concatenate([x, x]), [1], [(4, 6)], 1, False),
-        (lambda x: jnp.concatenate([x, x]), [0], [(4, 6)], UNKNOWN, False),
-        (lambda x: x @ x.T, [0], [(4, 6)], UNKNOWN, True),
-        (lambda x: x.T @ x, [0], [(4, 6)], None, True),
-        (lambda x: x.T @ x, [0], [(512, 2)], None, False),
-        (lambda x, y: x @ y, [0, None], [(4, 6), (6, 5)], 0, False),
-        (lambda x, y: x @ y, [0, None], [(4, 6), (6,)], 0, False),
-        (lambda x, y: x @ y, [0, 0], [(6,), (6,)], None, False),
-        (lambda x, y: x @ y, [0, 0], [(3, 4, 6), (3, 6, 5)], 0, False),
-        (lambda x, y: x @ y, [1, 0], [(3, 4, 6), (3, 6, 5)], UNKNOWN, True),
-        (lambda x: jnp.linalg.cholesky(x), [0], [(3, 4, 4)], 0, False),
-        (lambda x: jnp.linalg.cholesky(x), [1], [(3, 4, 4)], UNKNOWN, True),
-        (loop, [0, None], [(4, 6), (6, 6)], 0, False),
-        (loop, [1, None], [(4, 6), (6, 6)], None, True),
-        (lambda x: jax.lax.scan(lambda c, y: (c, y * 2), 0.0, x)[1], [1], [(3, 4)], 1, False),
+        (lambda x: x.T * 2, [0], [(4, 6)], 1, 0),
+        (lambda x: x.reshape(3, 2, 6), [1], [(6, 6)], 2, 0),
+        (lambda x: x.reshape(24), [1], [(4, 6)], UNKNOWN, 0),
+        (lambda x: x[None], [1], [(4, 6)], 2, 0),
+        (lambda x: x.sum(0), [1], [(4, 6)], 0, 0),
+        (lambda x: x.sum(0), [0], [(4, 6)], None, 0),
+        (lambda x, y: x + y, [0, 1], [(4, 4), (4, 4)], UNKNOWN, 0),
+        (lambda x, y: x + y, [0, None], [(4, 4), (4, 4)], 0, 0),
+        (lambda x: jnp.concatenate([x, x]), [1], [(4, 6)], 1, 0),
+        (lambda x: jnp.concatenate([x, x]), [0], [(4, 6)], UNKNOWN, 0),
+        (lambda x: x @ x.T, [0], [(4, 6)], UNKNOWN, math.inf),
+        (lambda x: x.T @ x, [0], [(4, 6)], None, 2 * 36),
+        (lambda x: x.T @ x, [0], [(512, 2)], None, 2 * 4),
+        (lambda x, y: x @ y, [0, None], [(4, 6), (6, 5)], 0, 0),
+        (lambda x, y: x @ y, [0, None], [(4, 6), (6,)], 0, 0),
+        (lambda x, y: x @ y, [0, 0], [(6,), (6,)], None, 0),
+        (lambda x, y: x @ y, [0, 0], [(3, 4, 6), (3, 6, 5)], 0, 0),
+        (lambda x, y: x @ y, [1, 0], [(3, 4, 6), (3, 6, 5)], UNKNOWN, math.inf),
+        (lambda x: jnp.linalg.cholesky(x), [0], [(3, 4, 4)], 0, 0),
+        (lambda x: jnp.linalg.cholesky(x), [1], [(3, 4, 4)], UNKNOWN, math.inf),
+        (lambda x: jnp.linalg.eigh(x)[0], [0], [(3, 4, 4)], 0, 0),
+        (lambda x: jnp.linalg.svd(x)[1], [2], [(3, 4, 5)], UNKNOWN, math.inf),
+        (lambda x, y: jnp.linalg.solve(x, y), [0, 0], [(3, 4, 4), (3, 4, 5)], 0, 0),
+        (lambda x, y: jnp.linalg.solve(x, y), [0, 2], [(3, 4, 4), (3, 4, 5)], UNKNOWN, math.inf),
+        (until_small, [0], [(4, 6)], 0, math.inf),
+        (loop, [0, None], [(4, 6), (6, 6)], 0, 0),
+        (loop, [1, None], [(4, 6), (6, 6)], None, 3 * 2 * 24),
+        (lambda x: jax.lax.scan(lambda c, y: (c, y * 2), 0.0, x)[1], [1], [(3, 4)], 1, 0),
         (
             lambda x: jax.lax.scan(lambda c, y: (c + y, y), x[0], x)[0],
             [0],
             [(3, 4)],
             UNKNOWN,
-            False,
+            0,
         ),
         (
             lambda x: jax.lax.while_loop(lambda y: y.sum() < 9, lambda y: y.T, x),
             [0],
             [(4, 4)],
             UNKNOWN,
-            False,
+            0,
         ),
         (
             lambda x: jax.lax.cond(x[0, 0] > 0, lambda y: y, lambda y: y @ y, x),
             [0],
             [(4, 4)],
             0,
-            True,
+            math.inf,
         ),
     ],
 )
-def test_how_a_divided_dimension_passes_through(f, dims, shapes, dim, wants):
-    assert followed(f, dims, *shapes) == (dim, wants)
+def test_how_a_divided_dimension_passes_through(f, dims, shapes, dim, cost):
+    assert followed(f, dims, *shapes) == (dim, cost)
