@@ -7,9 +7,7 @@ pins every layout, and publishes the update where parameters are whole.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -25,6 +23,7 @@ from gshard.scaler import ScalerState
 from gshard.streaming import at_rest, fetched, sizes_at_once, streamed
 from gshard.tree import flatten, same_leaves
 from gshard.unreduced import refuse_unreduced
+from gshard.user_update import user_update
 
 if TYPE_CHECKING:
     from gshard.gradients import Gradients
@@ -188,14 +187,6 @@ def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
     return jax.tree.unflatten(structure, [difference(x, y) if c else x for c, x, y in triples])
 
 
-def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
-    """Those extra arguments that the update takes; optax's own mostly take any."""
-    parameters = inspect.signature(tx.update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return extra
-    return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
-
-
 def _update_own(
     tx: optax.GradientTransformation,
     plan: Plan,
@@ -220,35 +211,11 @@ def _update_own(
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
     results = [*reduced, *jax.tree.leaves(plan.opt_state)]
-    update = partial(tx.update, **_accepted(tx, extra))
     with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
         inner = held(cut(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
-        try:
-            updates, inner = with_whole_products(
-                update, plan, arguments, [*results, *reduced], results
-            )
-        except (TypeError, ValueError) as error:
-            _explain(error)
-            raise
-        known = (layout.path for layout in jax.tree.leaves(plan.opt_state))
-        same_leaves(inner, known, "the state that the optimizer returns is")
+        update = user_update(tx, plan, extra)
+        updates, inner = with_whole_products(update, plan, arguments, [*results, *reduced], results)
         updates = held(updates, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
     return updates, state._replace(inner=inner), own
-
-
-def _explain(error: Exception) -> None:
-    """Puts an optimizer's demand for more than a train step has in gshard's words."""
-    said = str(error)
-    if "batch dimension" in said:
-        raise GShardError(
-            "the optimizer wants one gradient for each example, and a train step has their mean: "
-            f"{said}"
-        ) from error
-    if "required keyword-only argument" in said or "must be provided" in said:
-        raise GShardError(
-            f"the optimizer needs more than gradients and parameters: {said}. make_train_step "
-            "gives it value= (the loss); pass what else it needs in your own loop: "
-            "state.tx.update(grads, state.opt_state, state.params, ...)."
-        ) from error

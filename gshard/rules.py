@@ -105,13 +105,15 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
 def by_path(pattern: str, dim: int | str) -> Rule:
     """Decides for the leaves whose path matches a regular expression (searched, not anchored).
 
+    Single numbers, such as an optimizer's counts, are passed by: they have no dimension.
+
     Args:
       pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
       dim: the dimension to divide (negative counts from the end), or `"whole"`.
     """
     compiled = arguments.pattern(pattern, "rule")
     return by_predicate(
-        lambda leaf: compiled.search(leaf.path) is not None, dim, f"rule {pattern!r}"
+        lambda leaf: bool(leaf.shape and compiled.search(leaf.path)), dim, f"rule {pattern!r}"
     )
 
 
@@ -130,6 +132,11 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
         return checked(leaf, WHOLE if dim.dim is None else dim.dim, dim.reason)
     if isinstance(dim, str) and dim == WHOLE:
         return Choice(None, reason)
+    if not leaf.shape:
+        raise GShardError(
+            f"{reason} gives {shown(dim)} for {leaf.path}, which is a single number. Give 'whole' "
+            "for it, or None."
+        )
     chosen = dimension(dim, len(leaf.shape))
     if chosen is None:
         raise GShardError(

@@ -492,6 +492,21 @@ def test_an_optimizer_that_needs_what_the_step_has_not():
         gshard.make_train_step(MODEL.loss, plan)(state, batch())
 
 
+@pytest.mark.parametrize(
+    "leaf, parts",
+    [
+        (lambda x: 0.0, ("updates that the optimizer returns", "has ()", "for every leaf")),
+        (lambda x: None, ("updates that the optimizer returns", "missing")),
+        (lambda x: x.ravel()[:1], ("updates that the optimizer returns", "plan's shapes")),
+    ],
+)
+def test_an_optimizer_that_returns_no_update_for_a_leaf(leaf, parts):
+    tx = optax.stateless(lambda grads, _: jax.tree.map(leaf, grads))
+    state, plan = gshard.shard_train_state(plain(tx), gshard.make_mesh(), "os", **MODEL.options())
+    with refused(*parts):
+        gshard.make_train_step(MODEL.loss, plan)(state, batch())
+
+
 class Averaged(TrainState):
     ema: Any = None
 

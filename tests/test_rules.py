@@ -81,6 +81,13 @@ def test_a_rule_that_names_no_dimension_is_refused(dim):
         by_path("kernel", dim)(leaf((8, 8)))
 
 
+def test_a_path_passes_single_numbers_by_and_a_function_is_told():
+    assert by_path("kernel", 0)(leaf(())) is None
+    (own,) = as_rules(lambda leaf: 0)
+    with pytest.raises(gshard.GShardError, match="block/kernel, which is a single number"):
+        own(leaf(()))
+
+
 def test_a_rule_may_not_divide_the_scanned_dimension():
     with pytest.raises(gshard.GShardError, match="scan"):
         by_path("kernel", 0)(leaf((4, 8, 8), scan_dim=0))
