@@ -42,7 +42,11 @@ def with_whole_products(
       layouts: of all their leaves, in order.
       results: where the leaves of the result will lie.
     """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), args
+    )
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*abstract)
     flat = jax.tree.leaves(args)
     traced = Traced(closed.jaxpr, closed.consts, PRODUCTS)
     ends = [layout.dim for layout in results]

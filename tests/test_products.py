@@ -326,6 +326,27 @@ def test_what_the_user_places_is_left_to_the_compiler():
     assert len(seen) == 2 * 3
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda: contrib.muon(1e-2), lambda: on_matrices(lambda x: jax.nn.silu(x @ x.T) @ x)],
+    ids=["muon", "silu"],
+)
+def test_a_derivative_through_the_update(make):
+    """Calls and loops that are traced outside the `shard_map` are differentiated inside it."""
+    params, tx = {k: x for k, x in arrays(0).items() if x.ndim == 2}, make()
+    state, plan = gshard.shard_train_state((params, tx), mesh(), "os", segment_size=16)
+    grads = arrays(1, {k: x.shape for k, x in params.items()})
+
+    def sines(update, opt_state, params):
+        return lambda g: sum(jnp.sum(jnp.sin(x)) for x in update(g, opt_state, params)[0].values())
+
+    stored = {k: place.pad(grads[k]) for k, place in plan.grads.items()}
+    stored = {k: jax.device_put(x, plan.sharding(plan.grads[k])) for k, x in stored.items()}
+    found = jax.jit(jax.grad(sines(state.tx.update, state.opt_state, state.params)))(stored)
+    right = jax.jit(jax.grad(sines(tx.update, tx.init(params), params)))(grads)
+    assert_close({k: place.cut(np.asarray(found[k])) for k, place in plan.grads.items()}, right)
+
+
 # Stacked layers.
 
 
