@@ -61,11 +61,6 @@ class Use:
         return jnp.zeros(self.reduced.part_shape, self.reduced.dtype)
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether a backward pass gathers it anew."""
-        return bool(self.reshard) and self.stored.dim is not None
-
-    @property
     def neighbours(self) -> int:
         """How many keep the leaf between them for the backward pass; 0 where parts are kept."""
         return 0 if isinstance(self.reshard, bool) or self.stored.dim is None else self.reshard
@@ -100,6 +95,7 @@ class Order:
         self._backward: Sequence[jax.Array] = ()
         self._scattered: list[jax.Array] = []
         self._turned = False
+        self._leaves: list[Divided] = []
 
     def forward(self, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """What must be known before a leaf is gathered that is used with `operands`."""
@@ -118,6 +114,23 @@ class Order:
         before, self._backward = self._backward, now
         # Gradients that wait to be scattered are whole too: all but the latest have left.
         return [*(now if self.sync else before), *self._scattered[-2:-1]]
+
+    def holds(self, leaf: Divided) -> None:
+        """A leaf of this scope."""
+        self._leaves.append(leaf)
+
+    def end_forward(self) -> None:
+        """Lets go of what only the forward pass needs: rules of JAX keep this beyond its trace."""
+        self._forward = ()
+        for leaf in self._leaves:
+            leaf.tap = leaf._result = None
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        self._backward, self._scattered = (), []
+        for leaf in self._leaves:
+            vars(leaf).clear()
+        self._leaves = []
 
     def scattered(self, part: jax.Array) -> None:
         """A gradient has left."""
@@ -158,22 +171,23 @@ def _is_inexact(x: Any) -> bool:
 class Divided:
     """A leaf that is not whole yet. Made whole once per scope, however often it is used there.
 
-    `of` and `view`: another one, of which this is what an equation of `_VIEWS` makes.
+    `of` and `view`: another one, of which this is what an equation of `VIEWS` makes. `used_once`:
+    by one equation; where several use it, it stays whole between them, and for their derivatives.
     """
 
     def __init__(
         self,
         use: Use,
         stored: jax.Array,
-        tap: jax.Array,
+        tap: Any,
         of: Divided | None = None,
         view: Any = None,
     ):
         self.use, self.stored, self.tap, self.of, self.view = use, stored, tap, of, view
+        self.used_once = of is None or of.used_once
         self.order: Order | None = None
         self._kept: jax.Array | None = None
         self._result: jax.Array | None = None
-        self._again: jax.Array | None = None
 
     @property
     def kept(self) -> jax.Array:
@@ -200,6 +214,8 @@ class Divided:
 
     def wait(self, after: Sequence[jax.Array], order: Order | None) -> None:
         """Not to be gathered before `after` is known; `order`: of its backward pass."""
+        if order is not None:
+            order.holds(self)
         if self.of is not None:
             self.of.wait(after, order)
             return
@@ -207,35 +223,28 @@ class Divided:
         if after and self.use.stored.dim is not None and self._kept is None:
             self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
 
-    def whole_again(self, after: Sequence[jax.Array]) -> jax.Array:
-        """Made whole anew in the backward pass, once `after` is known; once for all uses."""
-        result = self._again
-        if result is None:
-            if self.of is None:
-                # Without an order XLA would find the first gather, and keep what it made.
-                saved = self.kept if self.use.neighbours else self.stored
-                saved, _ = jax.lax.optimization_barrier((saved, list(after)))
-                result = self.use.gathered(saved if self.use.neighbours else self._fetched(saved))
-            else:
-                (result,) = bind(self.view, [self.of.whole_again(after)])
-            self._again = result
-        return result
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass of its use gathers it anew."""
+        return self.used_once and bool(self.use.reshard) and self.use.stored.dim is not None
 
-    def moves_as(self, dtype: Any) -> bool:
-        """Whether a cast to `dtype` comes before it moves; not one that widens a mere view."""
-        now = self.stored.dtype
-        return self.of is None or jnp.dtype(dtype).itemsize <= jnp.dtype(now).itemsize
+    def whole_again(self, after: Sequence[jax.Array]) -> jax.Array:
+        """Made whole anew in the backward pass, once `after` is known."""
+        if self.of is not None:
+            return bind(self.view, [self.of.whole_again(after)])[0]
+        # Without an order XLA would find the first gather, and keep what it made.
+        saved = self.kept if self.use.neighbours else self.stored
+        saved, _ = jax.lax.optimization_barrier((saved, list(after)))
+        return self.use.gathered(saved if self.use.neighbours else self._fetched(saved))
 
     def cast(self, dtype: Any) -> Divided:
         """The leaf in another dtype, in which it then moves."""
-        if self.of is not None:
-            return self.of.cast(dtype).seen(self.view)
         tap = self.tap if self.use.converts else self.tap.astype(dtype)
         use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
         return Divided(use, self._fetched(self.stored).astype(dtype), tap)
 
     def seen(self, view: Any) -> Divided:
-        """What one equation of `_VIEWS` makes of it."""
+        """What one equation of `VIEWS` makes of it."""
         return Divided(self.use, self.stored, self.tap, self, view)
 
     def given(self, layer: bool) -> tuple[jax.Array, jax.Array]:
@@ -244,8 +253,6 @@ class Divided:
 
     def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array) -> Divided:
         """The same, or one layer of it, in a scope that was given its arrays."""
-        if self.of is not None:
-            return self.of.elsewhere(layer, stored, tap).seen(self.view)
         if layer:
             return Divided(self.use.layer(), stored, tap)
         use = self.use

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 JITS = ("jit", "pjit")
+VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # the same numbers
 CHECKPOINTS = ("checkpoint", "remat2")
 _CALLS = (*JITS, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 

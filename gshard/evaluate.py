@@ -12,7 +12,7 @@ from gshard.arguments import shown
 from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
 from gshard.collectives import reduce_scalar
-from gshard.divided_leaf import Use
+from gshard.divided_leaf import Order, Use
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import with_divided
@@ -60,7 +60,9 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def on_device(leaves: list[jax.Array], batch: Any) -> Any:
             taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
-            out = with_divided(whole, all_uses, plan.group.axes, leaves, taps, batch)
+            order = Order(sync=False)
+            out = with_divided(whole, all_uses, plan.group.axes, leaves, taps, batch, order=order)
+            order.clear()
             flat, tree = jax.tree.flatten(out, is_leaf=is_named)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]

@@ -23,12 +23,19 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.divided_leaf import Divided, Order, Use
-from gshard.equations import CHECKPOINTS, JITS, bind, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JITS, VIEWS, bind, body_of, scan_sizes, with_inner
 from gshard.errors import some, warn
 from gshard.places import Places
 
-# What a whole leaf can go through without being used: applied again to one that is made again.
-_VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")
+# Their backward pass uses operands as they are.
+_PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "scan",
+)
 
 
 def with_divided(
@@ -38,7 +45,7 @@ def with_divided(
     leaves: Sequence[jax.Array],
     taps: Sequence[jax.Array],
     *args: Any,
-    sync_comm: bool = False,
+    order: Order,
 ) -> Any:
     """`fun(whole leaves, *args)`, its leaves made whole at their first use.
 
@@ -51,7 +58,7 @@ def with_divided(
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
-      sync_comm: a leaf is gathered when it is used; else while what is before it is computed.
+      order: when leaves are gathered; to be cleared when all derivatives have been taken.
     """
     values = [
         leaf if use is None else Divided(use, leaf, tap)
@@ -68,14 +75,15 @@ def with_divided(
         raise
     constraints.refuse(closed.jaxpr, axes)
     inputs = [*values, *jax.tree.leaves(args)]
-    out = _evaluate(closed.jaxpr, closed.consts, inputs, Order(sync_comm))
-    return jax.tree.unflatten(jax.tree.structure(shapes), [_make_whole(v) for v in out])
+    out = _evaluate(closed.jaxpr, closed.consts, inputs, order)
+    order.end_forward()
+    return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 def _evaluate(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], order: Order, saved: bool = True
 ) -> list[Any]:
-    """Evaluates one scope; of the results some may be divided.
+    """Evaluates one scope; the results are whole.
 
     `saved`: what its backward pass needs is saved by the forward pass, and not computed again.
     """
@@ -84,8 +92,10 @@ def _evaluate(
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
-            once = isinstance(value, Divided) and places.several(v)
-            env[v] = value.whole() if once else value
+            if isinstance(value, Divided):
+                value.used_once &= places.uses(v) <= 1
+                value = value.whole() if places.several(v) else value
+            env[v] = value
 
     def read(v: Any) -> Any:
         return v.val if isinstance(v, core.Literal) else env[v]
@@ -95,16 +105,16 @@ def _evaluate(
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
             results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], order, saved)
         write(eqn.outvars, results)
-    return [read(v) for v in jaxpr.outvars]
+    return [_make_whole(read(v)) for v in jaxpr.outvars]
 
 
 def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
     if not any(isinstance(v, Divided) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
-    if name == "convert_element_type" and values[0].moves_as(eqn.params["new_dtype"]):
+    if name == "convert_element_type" and values[0].of is None:
         return [values[0].cast(eqn.params["new_dtype"])]
-    if name in (*_VIEWS, "convert_element_type") and len(values) == 1:
+    if name in (*VIEWS, "convert_element_type") and len(values) == 1:
         return [values[0].seen(eqn)]
     if name in JITS:
         return _evaluate(*body_of(eqn), values, order, saved)
@@ -112,7 +122,15 @@ def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -
         return _evaluate_checkpoint(eqn, values, order)
     if name == "scan":
         return _evaluate_scan(eqn, values, order, saved)
-    return _on_whole(partial(bind, eqn), values, order, saved)
+    return _on_whole(partial(bind, eqn), values, order, saved and _saves_operands(eqn))
+
+
+def _saves_operands(eqn: Any) -> bool:
+    """Whether a backward pass of this equation uses operands as they are, and there is one."""
+    return eqn.primitive.name in _PRODUCTS and not any(
+        inner.primitive.name == "while" or "callback" in inner.primitive.name
+        for inner in with_inner(eqn)
+    )
 
 
 def _on_whole(
@@ -123,7 +141,7 @@ def _on_whole(
 ) -> Sequence[Any]:
     """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts."""
     _wait(values, order, saved)
-    reshard = [isinstance(v, Divided) and v.use.gathers_again for v in values]
+    reshard = [isinstance(v, Divided) and v.gathers_again for v in values]
     if not saved or not any(reshard):
         return fun([_make_whole(v) for v in values])
     again = [v for v, one in zip(values, reshard, strict=True) if one]
@@ -148,7 +166,7 @@ def _on_whole(
 
 def _wait(values: Sequence[Any], order: Order, saved: bool) -> None:
     """Holds back the leaves among the operands of one use."""
-    leaves = [v for v in values if isinstance(v, Divided)]
+    leaves = [v for v in values if isinstance(v, Divided) and v.used_once]
     if leaves:
         after = order.forward([v for v in values if not isinstance(v, Divided)])
         for leaf in leaves:
@@ -166,10 +184,10 @@ def _backward(
 ) -> Any:
     """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
 
-    The last use of a forward pass is the first of the backward pass, and keeps its leaves.
+    The last use of a forward pass is the first of the backward pass, and keeps its leaf.
     `which` says of each saved array which leaf it is; None: one of `rest`.
     """
-    turning = any(i is not None for i in which) and order.turn()
+    turning = len({i for i in which if i is not None}) == 1 and order.turn()
     after, saved = order.backward(cotangents), iter(rest)
 
     def leaf(i: int) -> Any:
@@ -194,8 +212,7 @@ def _evaluate_checkpoint(eqn: Any, values: list[Any], order: Order) -> Sequence[
 
 def _results(body: Any, consts: Sequence[Any], args: list[Any], outer: Order) -> list[Any]:
     """Of a scope whose backward pass computes again what it needs; whole."""
-    out = _evaluate(body, consts, args, Order(outer.sync), saved=False)
-    return [_make_whole(v) for v in out]
+    return _evaluate(body, consts, args, Order(outer.sync), saved=False)
 
 
 def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
@@ -227,6 +244,7 @@ def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Se
         )
         return [*carry, *stacked]
 
+    saved = saved and _saves_operands(eqn)
     return _on_whole(scan, [*values[: fixed + carried], *flat], order, saved)
 
 
@@ -263,7 +281,9 @@ def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
             return tuple(aval.shape for aval in avals) not in known
         if primitive.name == "device_put":  # a part that is fetched
             return avals[0].shape not in {use.stored.part_shape for use in uses}
-        return primitive.name not in (*_VIEWS, "convert_element_type", "optimization_barrier")
+        if primitive.name == "convert_element_type":  # of a layer, and not of an activation
+            return avals[0].size not in {use.stored.size for use in uses}
+        return primitive.name not in (*VIEWS, "optimization_barrier")
 
     return policy
 
@@ -295,8 +315,9 @@ def _open(
 
 
 def _kept(value: Any) -> Any:
-    """Made whole where that is kept for the backward pass, else as it is."""
-    return value.whole() if isinstance(value, Divided) and not value.use.reshard else value
+    """Made whole where that is kept for the backward pass, or a mere view; else as it is."""
+    kept = isinstance(value, Divided) and (value.of is not None or not value.use.reshard)
+    return value.whole() if kept else value
 
 
 def _make_whole(value: Any) -> Any:

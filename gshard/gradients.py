@@ -56,14 +56,18 @@ class Options:
 def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
     """Refuses options that this plan cannot follow, and names one that changes nothing."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
+    resharding(plan, options.reshard_after_forward)
     divided = (*jax.tree.leaves(plan.params), *jax.tree.leaves(plan.extras))
-    reshard = resharding(plan, options.reshard_after_forward)
-    if reshard is not True and all(layout.dim is None for layout in divided):
-        warn(
-            f"reshard_after_forward={options.reshard_after_forward} changes nothing at level "
-            f"{plan.level.name!r}, where no parameter is divided. Use level 'p_g_os', or leave it "
-            "out."
-        )
+    if any(layout.dim is not None for layout in divided):
+        return
+    why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"
+    for name, default in (("reshard_after_forward", True), ("sync_comm", False)):
+        value = getattr(options, name)
+        if value is not default:
+            warn(
+                f"{name}={value} changes nothing {why}, where no parameter is divided. Leave it "
+                "out, or use level 'p_g_os' on several devices."
+            )
 
 
 @dataclass(frozen=True)

@@ -200,10 +200,11 @@ class Group:
                 break
         if n < 1 or rest > 1 or len(self.shard) > len({hop.axis for hop in across + within}):
             axes = " x ".join(map(str, self.sizes))
+            last = self.sizes[-1]
+            more = ", or it times whole axes before" if self.sizes[1:] else ""
             raise GShardError(
-                f"a sub-group of {n} devices does not divide the shard group of {axes}. Give a "
-                f"divisor of {self.sizes[-1]}"
-                + (", or that times whole axes before it." if self.sizes[1:] else ".")
+                f"a shard group of {axes} devices does not fall into sub-groups of {n}. Give a "
+                f"divisor of {last}{more}."
             )
         return across, within
 

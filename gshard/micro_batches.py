@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
-from gshard.divided_leaf import Use
+from gshard.divided_leaf import Order, Use
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
@@ -69,9 +69,11 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
-        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i)
+        order = Order(self.sync_comm)
+        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
         run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
         (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
+        order.clear()
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
@@ -80,11 +82,21 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> jax.Array:
         """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
-        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i)
-        return at(points, overwritten)[1][1]
+        order = Order(self.sync_comm)
+        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
+        weight = at(points, overwritten)[1][1]
+        order.clear()
+        return weight
 
     def _at(
-        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+        self,
+        leaves: list[jax.Array],
+        extras: Any,
+        layouts: Any,
+        batch: Any,
+        rng: Any,
+        i: Any,
+        order: Order,
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """The loss as a function of where gradients are taken, and these places."""
         rng, extras = fold_keys((rng, extras), self.device, i)
@@ -117,7 +129,7 @@ class MicroBatch:
                 [*points, *more_taps],
                 batch,
                 rng,
-                sync_comm=self.sync_comm,
+                order=order,
             )
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import CHECKPOINTS, JITS, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JITS, VIEWS, body_of, scan_sizes
 
 
 class Places:
@@ -27,21 +27,36 @@ class Places:
 
         Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
         """
-        places, scans = self._count(var)
+        here, others, scans = self._count(var)
+        places = here + others
         return places > 1 or (places == 1 and scans > 0)
 
-    def _count(self, var: Any) -> tuple[int, int]:
-        """Scopes and casts that need a value (this scope itself is one), and scans that walk it."""
+    def uses(self, var: Any) -> int:
+        """How many operands of this scope's equations a value is, itself or as a mere view."""
+        found = int(var in self._returned)
+        for eqn, position in self._users.get(var, ()):
+            if eqn.primitive.name in JITS:
+                found += self._within(eqn).uses(body_of(eqn)[0].invars[position])
+            elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
+                found += self.uses(eqn.outvars[0])
+            else:
+                found += 1
+        return found
+
+    def _within(self, eqn: Any) -> Places:
+        if id(eqn) not in self._inner:
+            self._inner[id(eqn)] = Places(body_of(eqn)[0])
+        return self._inner[id(eqn)]
+
+    def _count(self, var: Any) -> tuple[bool, int, int]:
+        """Whether this scope needs a value, other scopes and casts that do, scans that walk it."""
         here, others, scans = var in self._returned, 0, 0
         scopes: set[int] = set()
         for eqn, position in self._users.get(var, ()):
             name = eqn.primitive.name
             if name in JITS:
-                body, _ = body_of(eqn)
-                if id(eqn) not in self._inner:
-                    self._inner[id(eqn)] = Places(body)
-                more = self._inner[id(eqn)]._count(body.invars[position])
-                others, scans = others + more[0], scans + more[1]
+                more = self._within(eqn)._count(body_of(eqn)[0].invars[position])
+                here, others, scans = here or more[0], others + more[1], scans + more[2]
             elif name in CHECKPOINTS or name == "convert_element_type":
                 others += id(eqn) not in scopes
                 scopes.add(id(eqn))
@@ -49,4 +64,4 @@ class Places:
                 scans += 1
             else:
                 here = True
-        return here + others, scans
+        return here, others, scans

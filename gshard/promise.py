@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import jax
+import numpy as np
 
 from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError
@@ -161,11 +162,17 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
     Raises:
       GShardError: it is neither, or does not divide the group.
     """
-    if isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    what = ", True (parts are kept) or False (whole leaves are)"
-    n = whole_number("reshard_after_forward", reshard_after_forward, 1, what)
-    plan.group.sub_group(n)
+    if isinstance(reshard_after_forward, (bool, np.bool_)):
+        return bool(reshard_after_forward)
+    try:
+        n = whole_number("reshard_after_forward", reshard_after_forward, 1)
+        plan.group.sub_group(n)
+    except GShardError as error:
+        raise GShardError(
+            f"reshard_after_forward={shown(reshard_after_forward)}: pass True (parts are kept for "
+            "the backward pass), False (whole parameters are), or how many neighbours keep each "
+            f"between them: {error}"
+        ) from None
     return {plan.group.size: True, 1: False}.get(n, n)
 
 

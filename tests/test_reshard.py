@@ -156,8 +156,8 @@ def test_false_keeps_the_layers_of_a_scan_and_a_number_a_share_of_them(name):
 @pytest.mark.parametrize(
     "reshard, words",
     [
-        (3, ("sub-group of 3", "divisor of 4")),
-        (8, ("sub-group of 8", "divisor of 4")),
+        (3, ("reshard_after_forward=3", "sub-groups of 3", "divisor of 4")),
+        (8, ("reshard_after_forward=8", "sub-groups of 8", "divisor of 4")),
         (0, ("reshard_after_forward=0", "1 or more")),
         ("yes", ("reshard_after_forward='yes'", "True", "False")),
     ],
@@ -169,15 +169,20 @@ def test_what_does_not_divide_the_group_is_refused(reshard, words):
 
 
 def test_over_two_axes_a_sub_group_is_a_block_of_neighbours():
-    with pytest.raises(gshard.GShardError, match="sub-group of 6.*2 x 4.*divisor of 4, or"):
+    with pytest.raises(gshard.GShardError, match="2 x 4 dev.*sub-groups of 6.*divisor of 4, or"):
         divided(LOSSES["scan"], MESHES["2x4"], 6)
 
 
 def test_it_says_that_it_changes_nothing_where_parameters_are_whole():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "os", segment_size=16)
-    with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=False changes nothing"):
-        gshard.make_train_step(LOSSES["scan"], plan, reshard_after_forward=False)
+    for option in ({"reshard_after_forward": False}, {"reshard_after_forward": 4}):
+        with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=.*at level 'os'"):
+            gshard.make_train_step(LOSSES["scan"], plan, **option)
+    alone = gshard.make_mesh(devices=jax.devices()[:1])
+    _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), alone, "p_g_os")
+    with pytest.warns(gshard.GShardWarning, match="sync_comm=True changes nothing on one device"):
+        gshard.make_train_step(LOSSES["scan"], plan, sync_comm=True)
 
 
 def test_a_train_step_counts_it_in_its_promise():
@@ -192,22 +197,114 @@ def test_a_train_step_counts_it_in_its_promise():
     assert found[0] == 2 * found[1] > 0
 
 
+@jax.checkpoint
+def block(x, w):
+    return jnp.tanh(x @ w)
+
+
+def power_iteration(w):
+    def turn(c):
+        return c[0] + 1, c[1] @ c[1] / jnp.linalg.norm(c[1])
+
+    return jax.lax.while_loop(lambda c: c[0] < 3, turn, (0, w))[1]
+
+
+def views_in_checkpoints(x, w):
+    for _ in range(3):
+        x = block(x, w.T)
+    return x
+
+
+def casts_of_views(x, w):
+    for _ in range(3):
+        x = jnp.tanh(x @ w.T.astype(jnp.bfloat16).astype(jnp.float32))
+    return x
+
+
+def returned_by_a_call(x, w):
+    x, w = jax.jit(lambda x, w: (jnp.tanh(x @ w), w))(x, w)
+    return block(x, w)
+
+
+HARD = {
+    "what has no derivative, in a loop that has none": lambda x, w: (
+        x @ power_iteration(jnp.sign(w))
+    ),
+    "a copy that is not differentiated": lambda x, w: x @ power_iteration(jax.lax.stop_gradient(w)),
+    "views given to checkpoints": views_in_checkpoints,
+    "here, and a view in a checkpoint": lambda x, w: block(x @ w, w.T),
+    "casts of views": casts_of_views,
+    "returned by a call": returned_by_a_call,
+    "several calls": lambda x, w: jax.jit(layer)(jax.jit(layer)(x, w), w),
+    "computed from it": lambda x, w: x @ jnp.concatenate([w, w[:, ::-1]], 1)[:, :D],
+}
+
+
+@pytest.mark.parametrize("reshard", [True, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", HARD)
+def test_unusual_uses_keep_their_gradient_and_the_promise(name, reshard):
+    def loss(p, batch):
+        x = HARD[name](p["embed"][batch["ids"]], p["stack"][0])
+        return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+    def on_kernel(p, batch):  # the same with a leaf of its own
+        x = HARD[name](p["embed"][batch["ids"]], p["kernel"])
+        return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
+
+    assert_gradients(loss, MESHES["4"], reshard, 2e-2 if "casts" in name else 5e-6)
+    given = {**params(), "kernel": params()["stack"][0]}
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=16)
+    fun = jax.jit(gshard.value_and_grad(on_kernel, plan, reshard_after_forward=reshard))
+    with jax.checking_leaks():
+        fun.lower(state.params, batch())
+    found = gshard.audit(fun, state.params, batch(), plan=plan)
+    promised = gshard.promise(plan, reshard_after_forward=reshard)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert found.elements(kind) <= promised.elements(kind)
+
+
+def test_a_leaf_of_several_uses_stays_whole_between_them():
+    """Gathered again for each, it would move more than promised; a penalty would gather all."""
+
+    def penalised(p, batch):
+        return distinct(p, batch) + 1e-4 * sum((w**2).sum() for w in p.values())
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+    )
+    text = jax.jit(gshard.value_and_grad(penalised, plan)).lower(state.params, batch()).as_text()
+    assert text.count('"stablehlo.all_gather"') == LAYERS + 2
+    assert "stablehlo.optimization_barrier" not in text
+
+
 def test_a_weight_that_a_recurrence_closes_over_is_gathered_again_once():
+    """By its backward pass, which the last product comes before."""
+
     def recurrent(p, batch):
         x = p["embed"][batch["ids"]]
-        h = jnp.zeros((x.shape[0], D))
-        w = p["stack"][0]
 
         def cell(h, x):
-            return jnp.tanh(h @ w + x @ p["out"][:, :D]), None
+            return jnp.tanh(h @ p["layer_0"] + x), None
 
-        h, _ = jax.lax.scan(cell, h, jnp.swapaxes(x, 0, 1))
+        h, _ = jax.lax.scan(cell, jnp.zeros((x.shape[0], D)), jnp.swapaxes(x, 0, 1))
         return cross_entropy(h @ p["out"] + p["bias"], batch["labels"][:, 0])
 
-    assert_gradients(recurrent, MESHES["4"], True)
-    fun, state, plan = divided(recurrent, MESHES["4"], True)
-    found = gshard.audit(fun, state.params, batch(), plan=plan)
-    assert found.elements("all-gather") <= gshard.promise(plan).elements("all-gather")
+    given = {
+        k: w for k, w in of_distinct_leaves().items() if k in ("embed", "layer_0", "out", "bias")
+    }
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=32)
+    counts = []
+    for reshard in (False, True):
+        fun = jax.jit(gshard.value_and_grad(recurrent, plan, reshard_after_forward=reshard))
+        _, grads = fun(state.params, batch())
+        expected = jax.grad(recurrent)(given, batch())
+        for name in given:
+            np.testing.assert_allclose(grads[name], expected[name], rtol=0, atol=2e-6)
+        counts.append(fun.lower(state.params, batch()).as_text().count('"stablehlo.all_gather"'))
+    assert counts == [3, 4]
 
 
 def test_sync_comm_waits_for_its_own_operands_and_changes_no_bit():
