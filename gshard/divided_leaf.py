@@ -112,8 +112,10 @@ class Order:
         """The same for the backward pass of that use."""
         now = [x for x in cotangents if _is_inexact(x)]
         before, self._backward = self._backward, now
-        # Gradients that wait to be scattered are whole too: all but the latest have left.
-        return [*(now if self.sync else before), *self._scattered[-2:-1]]
+        # Gradients that wait to be scattered are whole too: all have left, or all but the latest.
+        if self.sync:
+            return [*now, *self._scattered[-1:]]
+        return [*before, *self._scattered[-2:-1]]
 
     def holds(self, leaf: Divided) -> None:
         """A leaf of this scope."""

@@ -80,6 +80,9 @@ def main() -> None:
                 "case": [name, level, precision],
                 "host": plan.bytes_per_device["host"],
                 "group": max(plan.fetched_at_once),
+                "params": sum(
+                    x.bytes_per_device for x in jax.tree.leaves(plan.params) if x.on_host
+                ),
                 "plain": plain,
                 "offload": offload,
             }

@@ -372,7 +372,8 @@ def test_memory_on_a_tpu():
             assert offload[f"host_{use}"] == row["host"], (row, use)
         assert offload["host_temp"] == 0, row
         assert plain["argument"] - offload["argument"] == row["host"], row
-        assert offload["temp"] <= plain["temp"] + 2 * row["group"], row
+        # Groups of the update, and parts of parameters, which come when the compiler likes.
+        assert offload["temp"] <= plain["temp"] + 2 * row["group"] + row["params"], row
 
 
 def test_turns_are_not_taken_over_the_users_own_axis(monkeypatch):
