@@ -56,7 +56,7 @@ QUICK = ("unrolled", "scan", "scan, checkpoint", "tied")
 @pytest.mark.parametrize(
     "name, reshard",
     [
-        pytest.param(name, reshard, marks=[] if reshard or name in QUICK else pytest.mark.slow)
+        pytest.param(name, reshard, marks=[] if name in QUICK else pytest.mark.slow)
         for reshard in (False, 2)
         for name in LOSSES
     ],

@@ -172,6 +172,7 @@ def measured(python, folder, *given):
     return done.stdout, json.loads((folder / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_json_and_dump_of_a_run_on_the_cpu(tmp_path):
     target = ("--target", "cpu:4", "--level", "os", "--gshard-only")
     shown, found = measured(sys.executable, tmp_path, *target, *TINY)
