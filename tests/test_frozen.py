@@ -144,7 +144,8 @@ def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     # Layer by layer, forward and backward; the first kernel's input needs no gradient.
     assert 0.7 * bound <= sum(row.elements or 0 for row in rows) <= bound
     assert bool(rows) == divided
-    assert not divided or {row.times // row.count for row in rows if row.times} == {2}
+    # Some in the body of a loop over layers: more often than they are written.
+    assert not divided or any((row.times or 0) > row.count for row in rows)
 
 
 def test_a_scanned_frozen_stack_is_never_whole():
