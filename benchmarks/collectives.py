@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
+from benchmarks.machine import versions
 from benchmarks.processes import in_processes, is_first
 from benchmarks.timing import Ratio, in_turn, ratio
 from gshard.collectives import publish_leaves, reduce_leaves, scatter_leaves
@@ -121,7 +121,7 @@ def main() -> None:
         table.add_row(line.kind, str(line.elements * 4 // 1024), str(line.leaves), *cost)
     Console(width=100).print(table)
     if args.json:
-        about = {"python": platform.python_version(), "jax": jax.__version__, "place": place}
+        about = {"place": place, **versions()}
         rows = [line._asdict() for line in lines]
         args.json.write_text(json.dumps({"machine": about, "cells": rows}, indent=1) + "\n")
 

@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax
 import jax
 import numpy as np
 import optax
@@ -29,6 +27,7 @@ from rich.table import Table
 
 import gshard
 from benchmarks.gspmd import LEVELS, baseline
+from benchmarks.machine import versions
 from benchmarks.models import PROBLEMS, Problem
 from benchmarks.timing import Ratio, in_turn, ratio
 
@@ -209,8 +208,7 @@ def main() -> None:
     if len(lines) > len(args.levels):
         console.print("medians over all cells", medians(lines))
     if args.json:
-        versions = {"jax": jax.__version__, "flax": flax.__version__, "optax": optax.__version__}
-        about = {"python": platform.python_version(), "cores": os.cpu_count(), **versions}
+        about = {"cores": os.cpu_count(), **versions()}
         rows = [line._asdict() for line in lines]
         report = {"machine": about, "rounds": args.rounds, "cells": rows, "medians": medians(lines)}
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -91,17 +91,16 @@ class Target:
       text: as it was named.
       kind: `cpu`, or a key of the tables above.
       sizes: as named, such as (16, 16).
-      axes: sizes of the shard axes by name, laid to the machine: one for each dimension of a torus.
     """
 
     text: str
     kind: str
     sizes: tuple[int, ...]
-    axes: dict[str, int]
 
     @property
     def devices(self) -> int:
-        return math.prod(self.axes.values())
+        per_chip = _TPUS[self.kind][2] if self.kind in _TPUS else 1
+        return math.prod(self.sizes) * per_chip
 
     @property
     def platform(self) -> str:
@@ -120,13 +119,13 @@ class Target:
         return more
 
     def described_devices(self) -> list[Any]:
-        """Its devices, in an order in which neighbours of the mesh are neighbours on the machine.
+        """Its devices, in the order in which the compiler has them.
 
         Raises:
           BenchmarkError: the compiler for it is not installed.
         """
         import jax
-        from jax.experimental import mesh_utils, topologies
+        from jax.experimental import topologies
 
         if self.platform == "cpu":
             return jax.devices()
@@ -140,8 +139,7 @@ class Target:
         name = f"{_TPUS[self.kind][0]}:{'x'.join(map(str, self.sizes))}"
         # The two cores of a v4 chip are one device, as in practice.
         more = {"chip_config_name": "megacore"} if self.kind == "tpu-v4" else {}
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices
-        return list(mesh_utils.create_device_mesh(tuple(self.axes.values()), devices).flat)
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices
 
 
 def parse_target(text: str) -> Target:
@@ -161,12 +159,7 @@ def parse_target(text: str) -> Target:
     sizes = tuple(map(int, rest.split("x")))
     if not _fits(kind, sizes):
         raise BenchmarkError(f"target {text!r} cannot be: {_possible(kind)}.")
-    if kind in ("cpu", *_GPUS):
-        return Target(text, kind, sizes, {"shard": math.prod(sizes)})
-    axes = {name: size for name, size in zip("xyz", sizes, strict=False) if size > 1}
-    if _TPUS[kind][2] > 1:
-        axes["core"] = _TPUS[kind][2]
-    return Target(text, kind, sizes, axes or {"x": 1})
+    return Target(text, kind, sizes)
 
 
 def gpu_config(kind: str) -> str:

@@ -32,7 +32,7 @@ from benchmarks.targets import BenchmarkError, Target, parse_target
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 BASELINES = ("gspmd", "gspmd, whole weights")
-_SAME = ("parameters", "versions", "promise_bytes", "theory_bytes")  # whatever the program
+_SAME = ("mesh", "parameters", "versions", "promise_bytes", "theory_bytes")  # whatever the program
 _SAID = Console(stderr=True)
 
 
@@ -127,7 +127,6 @@ def results(
     return {
         "target": target.text,
         "devices": target.devices,
-        "mesh": target.axes,
         "level": level,
         "model": dataclasses.asdict(sizes) | {"parameters": same.pop("parameters")},
         **same,

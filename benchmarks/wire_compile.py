@@ -8,12 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +23,11 @@ from jax.sharding import Mesh, NamedSharding
 import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
+from benchmarks.machine import versions
 from benchmarks.targets import BenchmarkError, Target, parse_target
 from gshard.hlo import read_program
 
 STACK = "layers"
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 _USES = ("argument_size", "temp_size", "peak_memory")
 
 
@@ -133,8 +130,7 @@ def run(
     program: str, target: Target, level: str, sizes: Sizes, dump: Path | None
 ) -> dict[str, Any]:
     """Compiles one program and reads it."""
-    axes, devices = target.axes, target.described_devices()
-    mesh = gshard.make_mesh(axes, devices=devices)
+    mesh = gshard.make_mesh(devices=target.described_devices())
     start = time.perf_counter()
     compiled = lowered(program, mesh, level, sizes).compile()
     seconds = time.perf_counter() - start
@@ -146,21 +142,13 @@ def run(
     return {
         "program": program,
         "compile_seconds": round(seconds, 1),
+        "mesh": dict(mesh.shape),
         **measured(text),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         **promised(divided(params, mesh, level)[1]),
-        "versions": {"gshard": gshard.__version__, **dict(_versions())},
+        "versions": versions(),
     }
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
-    for name in _PACKAGES:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
 
 
 def main() -> None:

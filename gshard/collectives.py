@@ -27,12 +27,7 @@ def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Arra
     """All-gathers one leaf: this device's part to the logical whole."""
     if layout.dim is None:
         return part
-
-    def whole(parts: list[jax.Array]) -> list[jax.Array]:
-        return [_all_gather(x, layout.group, layout.dim) for x in parts]
-
-    with jax.named_scope(f"gshard/{purpose}"):
-        return layout.cut(on_user_axes(whole, [part], [layout.user_spec], layout.group)[0])
+    return layout.cut(_over_hops(part, layout, layout.group.hops, purpose))
 
 
 def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
@@ -55,12 +50,7 @@ def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gathe
 
 def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
-        (x,) = parts
-        for hop in hops:
-            x = lax.all_gather(
-                x, hop.axis, axis=layout.dim or 0, tiled=True, axis_index_groups=hop.groups
-            )
-        return [x]
+        return [_all_gather(x, hops, layout.dim) for x in parts]
 
     with jax.named_scope(f"gshard/{purpose}"):
         return on_user_axes(gathered, [part], [layout.user_spec], layout.group)[0]
@@ -144,13 +134,13 @@ def publish_leaves(
 
     def alone(part: jax.Array, layout: Layout) -> jax.Array:
         with jax.named_scope(f"gshard/{purpose}"):
-            return layout.cut(_all_gather(part, layout.group, layout.dim))
+            return layout.cut(_all_gather(part, layout.group.hops, layout.dim))
 
     def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         n = places[0].group.size
         rows = [_to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
         with jax.named_scope(f"gshard/{purpose}"):
-            row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group, 0)
+            row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
         wholes = [
             _from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)
         ]
@@ -319,9 +309,11 @@ def _split(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return out
 
 
-def _all_gather(part: jax.Array, group: Group, dim: int | None) -> jax.Array:
-    for axis in reversed(group.shard):
-        part = lax.all_gather(part, axis, axis=dim or 0, tiled=True)
+def _all_gather(part: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:
+    for hop in hops:
+        part = lax.all_gather(
+            part, hop.axis, axis=dim or 0, tiled=True, axis_index_groups=hop.groups
+        )
     return part
 
 

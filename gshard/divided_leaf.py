@@ -87,6 +87,7 @@ class Order:
     Else a compiler that looks far ahead gathers many of them first (GPU: all of an unrolled model).
 
     `sync`: when what a leaf is used with is known; else one use earlier, beside that computation.
+    A context, left when all derivatives have been taken: rules of JAX keep it beyond its trace.
     """
 
     def __init__(self, sync: bool):
@@ -122,13 +123,15 @@ class Order:
         self._leaves.append(leaf)
 
     def end_forward(self) -> None:
-        """Lets go of what only the forward pass needs: rules of JAX keep this beyond its trace."""
+        """Lets go of what only the forward pass needs, and belongs to its trace."""
         self._forward = ()
         for leaf in self._leaves:
             leaf.tap = leaf._result = None
 
-    def clear(self) -> None:
-        """Lets go of everything."""
+    def __enter__(self) -> Order:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._backward, self._scattered = (), []
         for leaf in self._leaves:
             vars(leaf).clear()

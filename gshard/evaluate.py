@@ -60,9 +60,9 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def on_device(leaves: list[jax.Array], batch: Any) -> Any:
             taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
-            order = Order(sync=False)
-            out = with_divided(whole, all_uses, plan.group.axes, leaves, taps, batch, order=order)
-            order.clear()
+            axes = plan.group.axes
+            with Order(sync=False) as order:
+                out = with_divided(whole, all_uses, axes, leaves, taps, batch, order=order)
             flat, tree = jax.tree.flatten(out, is_leaf=is_named)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]

@@ -28,12 +28,11 @@ from gshard.errors import some, warn
 from gshard.places import Places
 
 # Their backward pass uses operands as they are.
-_PRODUCTS = (
+_SAVING = (
     "dot_general",
     "conv_general_dilated",
     "ragged_dot_general",
     "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
     "scan",
 )
 
@@ -58,7 +57,7 @@ def with_divided(
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
-      order: when leaves are gathered; to be cleared when all derivatives have been taken.
+      order: when leaves are gathered; a context that is open.
     """
     values = [
         leaf if use is None else Divided(use, leaf, tap)
@@ -127,7 +126,7 @@ def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -
 
 def _saves_operands(eqn: Any) -> bool:
     """Whether a backward pass of this equation uses operands as they are, and there is one."""
-    return eqn.primitive.name in _PRODUCTS and not any(
+    return eqn.primitive.name in _SAVING and not any(
         inner.primitive.name == "while" or "callback" in inner.primitive.name
         for inner in with_inner(eqn)
     )

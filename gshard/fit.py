@@ -40,15 +40,19 @@ class Fit:
         `beside` is what the program is given too, and may not share a donated array.
         """
         leaves, structure = jax.tree.flatten(tree)
+        as_made = False
         if self._structure is None or structure != self._structure:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
-        elif self._as_made(leaves):
-            refuse_donated(leaves)
-            return self._refuse_among(leaves, beside)
+        else:
+            as_made = self._as_made(leaves)
         refuse_donated(leaves)
-        if self._donated:
-            self._refuse_shared(leaves, jax.tree.leaves(beside))
+        others = jax.tree.leaves(beside)
+        # A program returns no array twice, so those it made can share one with the batch alone.
+        if self._donated and (not as_made or any(x is y for y in others for x in leaves)):
+            self._refuse_shared(leaves, others)
+        if as_made:
+            return
         wrong = [
             f"{path} {fault}"
             for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
@@ -73,11 +77,6 @@ class Fit:
         if len(leaves) != len(self._made):
             return False
         return all(made() is x for made, x in zip(self._made, leaves, strict=True))
-
-    def _refuse_among(self, leaves: list[Any], beside: Any) -> None:
-        others = jax.tree.leaves(beside)
-        if self._donated and any(x is other for other in others for x in leaves):
-            self._refuse_shared(leaves, others)
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
         """An array that is there twice would be given away and used, which crashes JAX."""

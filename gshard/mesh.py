@@ -178,6 +178,12 @@ class Group:
         """Devices in all shard groups together."""
         return self.size * self.copies
 
+    @property
+    def hops(self) -> list[Hop]:
+        """A gather over the group: minor to major."""
+        pairs = zip(reversed(self.shard), reversed(self.sizes), strict=True)
+        return [Hop(axis, size) for axis, size in pairs]
+
     def sub_group(self, n: int) -> tuple[list[Hop], list[Hop]]:
         """A gather over the group as one across sub-groups of `n` neighbours and one within them.
 
@@ -185,16 +191,17 @@ class Group:
           GShardError: `n` neighbours are not a part of the group.
         """
         across, within, rest = [], [], n
-        for axis, size in zip(reversed(self.shard), reversed(self.sizes), strict=True):
+        for hop in self.hops:
             if rest == 1:
-                across.append(Hop(axis, size))
-            elif rest % size == 0:
-                within.append(Hop(axis, size))
-                rest //= size
-            elif size % rest == 0:
-                places = np.arange(size).reshape(-1, rest)
-                within.append(Hop(axis, rest, tuple(map(tuple, places.tolist()))))
-                across.append(Hop(axis, size // rest, tuple(map(tuple, places.T.tolist()))))
+                across.append(hop)
+            elif rest % hop.size == 0:
+                within.append(hop)
+                rest //= hop.size
+            elif hop.size % rest == 0:
+                places = np.arange(hop.size).reshape(-1, rest)
+                of_places = (tuple(map(tuple, table.tolist())) for table in (places, places.T))
+                within.append(Hop(hop.axis, rest, next(of_places)))
+                across.append(Hop(hop.axis, hop.size // rest, next(of_places)))
                 rest = 1
             else:
                 break

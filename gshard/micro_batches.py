@@ -69,11 +69,10 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
-        order = Order(self.sync_comm)
-        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
-        run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
-        (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
-        order.clear()
+        with Order(self.sync_comm) as order:
+            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
+            run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
+            (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
@@ -82,11 +81,9 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> jax.Array:
         """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
-        order = Order(self.sync_comm)
-        at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
-        weight = at(points, overwritten)[1][1]
-        order.clear()
-        return weight
+        with Order(self.sync_comm) as order:
+            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
+            return at(points, overwritten)[1][1]
 
     def _at(
         self,

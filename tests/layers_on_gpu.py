@@ -11,15 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 import gshard
+from benchmarks.targets import parse_target
 from gshard.hlo.text import read_module
-from tests.data.hlo.make_dumps import H100
 
 LAYERS, WIDTH, ROWS = 8, 4096, 512
 
@@ -53,10 +51,7 @@ def whole_at_once(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    description = topologies.get_topology_desc(
-        platform="cuda", target_config=H100, topology="1x8x1"
-    )
-    mesh = gshard.make_mesh(devices=list(np.array(description.devices)))
+    mesh = gshard.make_mesh(devices=parse_target("h100:1x8").described_devices())
     state = jax.eval_shape(
         lambda: TrainState.create(
             apply_fn=None,

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +20,7 @@ import gshard
 from gshard import host_groups, planning, products
 from gshard.equations import all_equations
 from tests import reference
+from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
@@ -353,17 +350,7 @@ def test_frozen_parameters_rest_there_too(precision, micro_batches):
 @pytest.mark.slow
 def test_memory_on_a_tpu():
     """Compiled for eight TPU chips, without one: bytes of both memories, and what is temporary."""
-    names = ("JAX_PLATFORMS", "TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")
-    more = dict(zip(names, ("cpu", "1", "1"), strict=True), TPU_WORKER_HOSTNAMES="localhost")
-    python = os.environ.get("GSHARD_TPU_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import libtpu"], capture_output=True).returncode:
-        pytest.skip("libtpu is not installed; GSHARD_TPU_PYTHON= names a Python that has it")
-    command = [python, "-m", "tests.offload_on_tpu"]
-    done = subprocess.run(
-        command, env=os.environ | more, capture_output=True, text=True, timeout=900, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout.splitlines()[-1])
+    rows = found_by("offload_on_tpu", "tpu-v5e:2x4")
     assert rows
     for row in rows:
         plain, offload = row["plain"], row["offload"]

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +10,7 @@ import pytest
 
 import gshard
 from gshard.hlo import read_program
+from tests.ahead_of_time import found_by
 from tests.test_first_use import LAYERS, LOSSES, D, cross_entropy, layer, one_device, params, rows
 
 MESHES = {"4": {"shard": 4}, "6": {"shard": 6}, "2x4": {"a": 2, "b": 4}, "4x2": {"a": 4, "b": 2}}
@@ -329,18 +324,7 @@ def test_sync_comm_waits_for_its_own_operands_and_changes_no_bit():
 @pytest.mark.slow
 def test_two_layers_are_whole_at_a_time_on_a_gpu():
     """Compiled for eight H100s, without one: what the schedule holds, and what runs beside what."""
-    python = os.environ.get("GSHARD_GPU_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import jax_cuda13_plugin"], capture_output=True).returncode:
-        pytest.skip("no CUDA plugin is installed; GSHARD_GPU_PYTHON= names a Python that has one")
-    done = subprocess.run(
-        [python, "-m", "tests.layers_on_gpu"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=Path(__file__).resolve().parents[1],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = found_by("layers_on_gpu", "h100:1x8")
     layers = 8
     # The backward pass has the last one still, and no use of the first: nothing is before it.
     assert found["default"]["gathers"] == found["sync"]["gathers"] == 2 * layers - 2

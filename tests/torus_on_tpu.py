@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
-from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 import gshard
+from benchmarks.targets import parse_target
 
-SLICES = ("v5e:2x4", "v5e:4x4", "v5p:2x2x2", "v5p:2x2x4", "tpu7x:2x2x2")
+SLICES = ("tpu-v5e:2x4", "tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-v5p:2x2x4", "tpu-7x:2x2x2")
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -30,7 +30,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 def main() -> None:
     found = {}
     for name in SLICES:
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        devices = parse_target(name).described_devices()
         random.Random(0).shuffle(devices)
         mesh = gshard.make_mesh(devices=devices)
         state = jax.eval_shape(
