@@ -80,7 +80,7 @@ class Gradients:
       aux: the loss's auxiliary output, reduced over the batch, or None.
       weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
         nothing to divide, and loss and gradient are 0.
-      finite: boolean scalar, whether every entry of every gradient is.
+      norm: float32 scalar, of the whole gradient; finite only if every entry is.
       updates: extras that the loss changed, by name, and those that their gradient replaces.
     """
 
@@ -88,8 +88,13 @@ class Gradients:
     loss: jax.Array
     aux: Any
     weight: jax.Array
-    finite: jax.Array
+    norm: jax.Array
     updates: dict[str, Any]
+
+    @property
+    def finite(self) -> jax.Array:
+        """Boolean scalar; false too where the norm of finite entries exceeds float32."""
+        return jnp.isfinite(self.norm)
 
 
 def gradients(
@@ -117,11 +122,11 @@ def gradients(
     def reduced(own: Any, scale: jax.Array | None) -> Any:
         return reduce(own, plan, how, options.buffer_max_size, scale)
 
-    (grads, value, aux, weight, finite), updates = _on_devices(
+    (grads, value, aux, weight, norm), updates = _on_devices(
         reduced, reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-    return Gradients(grads, value, aux, weight, finite, updates)
+    return Gradients(grads, value, aux, weight, norm, updates)
 
 
 def unreduced_gradients(
@@ -161,7 +166,7 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
             jax.tree.map(lambda x: x[0], own), plan, sums.accumulate, options.buffer_max_size
         )
 
-    grads, value, aux, weight, finite = jax.shard_map(
+    grads, value, aux, weight, norm = jax.shard_map(
         on_device,
         mesh=plan.mesh,
         in_specs=(plan.batch_spec,),
@@ -169,7 +174,7 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
         axis_names=set(plan.data_axes),
         check_vma=False,
     )((leaves, sums.loss, sums.weight, sums.aux))
-    return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, finite, {})
+    return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 
 def _on_devices(

@@ -16,7 +16,7 @@ import optax
 
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
-from gshard.guard import Guard
+from gshard.guard import Guard, guarded, keep_unless
 from gshard.own_parts import cut, held, own_parts, publish
 from gshard.products import with_whole_products
 from gshard.scaler import ScalerState
@@ -124,9 +124,9 @@ def _update(plan: Plan, grads: Any, loss: jax.Array, updates: jax.Array) -> Call
     """A function of the state and the parameters on the device: new own parts, new state."""
 
     def on_device(state: GShardState, params: Any) -> tuple[Any, GShardState]:
-        changes, after, own = _update_own(plan.tx, plan, grads, state, params, {"value": loss})
+        given = {"value": loss}
+        changes, after, own = _update_own(plan.tx, plan, grads, state, params, given, updates)
         new = keep_unless(updates, optax.apply_updates(own, changes), own)
-        after = after._replace(inner=keep_unless(updates, after.inner, state.inner))
         new, after = _computed(new, after, plan)
         return plan.pin(new, plan.grads), after
 
@@ -146,11 +146,6 @@ def fetched_at_once(plan: Plan) -> tuple[int, ...]:
     numbers = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
     jax.eval_shape(trace, grads, *numbers, parts.opt_state, parts.params)
     return tuple(found)
-
-
-def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
-    """The new values where a step updates, else the old ones."""
-    return jax.tree.map(lambda x, y: jnp.where(updates, x, y), new, old)
 
 
 def _computed(new: Any, state: GShardState, plan: Plan) -> tuple[Any, GShardState]:
@@ -194,8 +189,11 @@ def _update_own(
     state: GShardState,
     params: Any,
     extra: dict[str, Any],
+    updates: jax.Array | None = None,
 ) -> tuple[Any, GShardState, Any]:
     """Runs `tx` on every device's own part, in the global view and on logical shapes.
+
+    Where `updates` is false the state stays what it was.
 
     Returns:
       Updates, the new state (in storage) and the parameters' own parts.
@@ -215,7 +213,9 @@ def _update_own(
         inner = held(cut(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
         update = user_update(tx, plan, extra)
-        updates, inner = with_whole_products(update, plan, arguments, [*results, *reduced], results)
-        updates = held(updates, plan.grads, plan)
+        if updates is not None:
+            update = guarded(update, updates)
+        changes, inner = with_whole_products(update, plan, arguments, [*results, *reduced], results)
+        changes = held(changes, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
-    return updates, state._replace(inner=inner), own
+    return changes, state._replace(inner=inner), own

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from gshard.errors import GShardError
+from gshard.guard import keep_unless
 from gshard.layout import Layout
-from gshard.optimizer import keep_unless
 from gshard.plan import Plan
 from gshard.state import Parts
 from gshard.streaming import at_rest, fetched

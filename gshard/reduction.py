@@ -63,7 +63,7 @@ def reduce(
       scale: what the gradients were multiplied by.
 
     Returns:
-      Gradients, loss, aux, weight, and whether all entries are finite: the fields of `Gradients`.
+      Gradients, loss, aux, weight and the norm of the gradient: the fields of `Gradients`.
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
@@ -72,16 +72,31 @@ def reduce(
     divisor = jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # else each was, as it arose
         grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
-    bad = sum(jnp.sum(~jnp.isfinite(g), dtype=jnp.float32) for g in grads)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
+    grads = [_divided(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
     return (
-        [(g.astype(d) / factor).astype(d) for g, d in zip(grads, wide, strict=True)],
+        grads,
         reduce_scalar(value, axes) / divisor,
         plan.output(over_devices(aux, divisor, axes)),
         weight,
-        reduce_scalar(jnp.asarray(bad, jnp.float32), axes) == 0,
+        _norm(grads, plan),
     )
+
+
+def _divided(g: jax.Array, by: jax.Array) -> jax.Array:
+    # A product: XLA repeats it in each kernel that reads it, and writes a quotient to memory.
+    dtype = jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
+    return (g * (1 / by.astype(dtype))).astype(g.dtype)
+
+
+def _norm(grads: list[jax.Array], plan: Plan) -> jax.Array:
+    """Of the reduced gradient, the same number on every device; float32."""
+    squares = jnp.zeros((), jnp.float32)
+    for g, layout in zip(grads, jax.tree.leaves(plan.grads), strict=True):
+        times = plan.group.devices if layout.dim is None else plan.group.copies
+        squares += jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) / times
+    return jnp.sqrt(reduce_scalar(squares, plan.group.axes))
 
 
 def _sum_over_devices(

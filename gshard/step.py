@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
 from gshard.arguments import names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
@@ -16,9 +14,9 @@ from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
-from gshard.guard import Guard, Watch
+from gshard.guard import Guard, Watch, keep_unless
 from gshard.loss import fold_keys, typed_key
-from gshard.optimizer import GShardState, keep_unless, update_and_publish
+from gshard.optimizer import GShardState, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.post_update import after_update
 from gshard.promise import Promise, promise
@@ -205,8 +203,11 @@ class TrainStep:
                 scaler=keep_unless(result.weight != 0, scaled, before.scaler)
             )
         extras = {name: parts.extras[name] for name in result.updates}
-        norm = optax.tree.norm(jax.tree.map(lambda g: jnp.abs(g).astype(jnp.float32), result.grads))
-        metrics = {"loss": result.loss, "grad_norm": norm, "skipped_steps": guard.skipped}
+        metrics = {
+            "loss": result.loss,
+            "grad_norm": result.norm,
+            "skipped_steps": guard.skipped,
+        }
         if scale is not None:
             metrics["loss_scale"] = scale
         if self.options.has_aux:
