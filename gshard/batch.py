@@ -39,11 +39,13 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     mesh = plan.mesh
     if isinstance(mesh, AbstractMesh):
         raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
-    devices = _local_places(mesh, plan)
     rows = NamedSharding(mesh, plan.batch_spec)
+    placed = [_is_global(x, rows) for x in jax.tree.leaves(batch)]
+    if placed and all(placed):
+        return batch
     whole = NamedSharding(mesh, jax.P())
-    if not any(_is_global(x, rows) for x in jax.tree.leaves(batch)):
-        check_rows(batch, devices, 1)
+    if not any(placed):
+        check_rows(batch, _local_places(mesh, plan), 1)
 
     def place(x: Any) -> jax.Array:
         if _is_global(x, rows):

@@ -32,27 +32,33 @@ class Fit:
         self._paths, self._leaves, _ = flatten(wanted)
         self._what = what
         self._structure: Any = None  # the one that was last found to fit
-        self._made: list[weakref.ref[Any]] = []
+        self._made: list[int] = []  # identities of what the program returned
+        self._one_of_them: Any = None  # a weak reference: identities of what is gone are used anew
 
-    def __call__(self, tree: Any, beside: Any = None) -> None:
-        """Raises a `GShardError` that names the leaves that do not fit.
+    def __call__(self, tree: Any, beside: Any = None) -> tuple[list[Any], Any]:
+        """The leaves of a tree and its structure.
 
-        `beside` is what the program is given too, and may not share a donated array.
+        Args:
+          tree: as wanted.
+          beside: what the program is given too, and may not share a donated array.
+
+        Raises:
+          GShardError: names the leaves that do not fit.
         """
         leaves, structure = jax.tree.flatten(tree)
-        as_made = False
+        others = jax.tree.leaves(beside)
+        if self._as_made(leaves) and structure == self._structure:
+            _refuse_deleted(leaves)
+            # A program returns no array twice: they can share one with the batch alone.
+            if self._donated and any(id(x) in self._made for x in others):
+                self._refuse_shared(leaves, others)
+            return leaves, structure
         if self._structure is None or structure != self._structure:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
-        else:
-            as_made = self._as_made(leaves)
         refuse_donated(leaves)
-        others = jax.tree.leaves(beside)
-        # A program returns no array twice, so those it made can share one with the batch alone.
-        if self._donated and (not as_made or any(x is y for y in others for x in leaves)):
+        if self._donated:
             self._refuse_shared(leaves, others)
-        if as_made:
-            return
         wrong = [
             f"{path} {fault}"
             for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
@@ -65,18 +71,19 @@ class Fit:
                 "to its place with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
                 "plan.abstract_state()))."
             )
+        return leaves, structure
 
-    def made(self, tree: Any) -> None:
-        """Arrays that the checked program returned: to check them again would cost more than it.
+    def made(self, leaves: list[Any]) -> None:
+        """Leaves that the checked program returned: to check them again would cost more than it.
 
-        They are held weakly, so that a state that is dropped is freed.
+        None is held, so that a state that is dropped is freed.
         """
-        self._made = [weakref.ref(x) for x in jax.tree.leaves(tree)]
+        if _is_array(leaves[-1]):  # not within a trace
+            self._made, self._one_of_them = list(map(id, leaves)), weakref.ref(leaves[-1])
 
     def _as_made(self, leaves: list[Any]) -> bool:
-        if len(leaves) != len(self._made):
-            return False
-        return all(made() is x for made, x in zip(self._made, leaves, strict=True))
+        last = self._one_of_them
+        return last is not None and last() is leaves[-1] and list(map(id, leaves)) == self._made
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
         """An array that is there twice would be given away and used, which crashes JAX."""
@@ -98,7 +105,11 @@ class Fit:
 
 def refuse_donated(leaves: list[Any]) -> None:
     """Raises a `DonatedStateError` when an array's memory is gone."""
-    if any(x.is_deleted() for x in leaves if _is_array(x)):
+    _refuse_deleted([x for x in leaves if _is_array(x)])
+
+
+def _refuse_deleted(arrays: list[jax.Array]) -> None:
+    if any(x.is_deleted() for x in arrays):
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Go on with what that step returned (state, metrics = step(state, batch)), or "
