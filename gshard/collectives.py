@@ -8,6 +8,7 @@ with these manual as well (`on_user_axes`): else XLA would first gather it over 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -178,6 +179,8 @@ def reduce_leaves(
 
 def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:
     """The `sum`, `max` or `min` of one scalar over `axes`; NaN where one of them is."""
+    if math.prod(lax.axis_size(axis) for axis in axes) == 1:  # XLA would keep the collective
+        return x
     with jax.named_scope("gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))

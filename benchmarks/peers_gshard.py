@@ -1,0 +1,41 @@
+"""One process of gshard for `benchmarks.peers`, one device each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import unflatten_dict
+
+import gshard
+from benchmarks.groups import ADDRESS, on_own_cores, peak_memory, rank, serve, size
+from benchmarks.models import Problem
+from benchmarks.programs import by_gshard
+from examples.gpt import GPT, next_byte_loss
+
+
+def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    on_own_cores()
+    gshard.virtual_devices(1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(os.environ[ADDRESS], size(), rank())
+    stored = np.load(problem)
+    batch = stored["batch"]
+    flat = {name: stored[name] for name in stored.files if name != "batch"}
+    layers = len({name.partition("/")[0] for name in flat if name.startswith("block_")})
+    width = flat["Embed_0/embedding"].shape[1]
+    before = peak_memory()
+    model = GPT(width, layers, heads=heads, scan=False)
+    loss_fn = partial(next_byte_loss, model)
+    given = Problem(loss_fn, unflatten_dict(flat, sep="/"), lambda rows: batch[:rows])
+    made = by_gshard(given, len(batch), level, gshard.make_mesh())
+    return made.run, lambda: peak_memory() - before
+
+
+if __name__ == "__main__":
+    serve(lambda: make(sys.argv[1], sys.argv[2], int(sys.argv[3])))

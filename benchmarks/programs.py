@@ -1,0 +1,91 @@
+"""The programs that are timed: plain `jit` on one device, GSPMD by hand, and gshard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+import gshard
+from benchmarks.gspmd import baseline
+from benchmarks.models import Problem
+
+
+class Program(NamedTuple):
+    """One compiled step: runs one and gives its loss; bytes of temporary memory of its program."""
+
+    run: Callable[[], float]
+    temporary: int
+
+
+def on_one_device(problem: Problem, rows: int) -> Program:
+    """Plain `jit`, the whole batch on one device."""
+    tx = optax.adamw(1e-3)
+
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(problem.loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params, batch = jax.device_put((_copy(problem.params), problem.batch(rows)), place)
+    opt_state = jax.jit(tx.init)(params)
+    return _program(jax.jit(step, donate_argnums=(0, 1)), params, opt_state, batch)
+
+
+def by_gspmd(problem: Problem, rows: int, level: str, mesh: Any, whole_weights: bool) -> Program:
+    """The frozen baseline."""
+    made = baseline(
+        problem.loss_fn,
+        optax.adamw(1e-3),
+        problem.params,
+        mesh,
+        level,
+        stacks=problem.stacks,
+        whole_weights=whole_weights,
+    )
+    of_params, _, of_batch = made.shardings
+    params = jax.tree.map(jax.device_put, _copy(problem.params), of_params)
+    batch = jax.device_put(problem.batch(rows), of_batch)
+    return _program(made.step, params, made.init(params), batch)
+
+
+def by_gshard(problem: Problem, rows: int, level: str, mesh: Any) -> Program:
+    """`make_train_step`, with all that it does by default."""
+    params, tx = problem.params, optax.adamw(1e-3)
+    state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
+    state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes)
+    step = gshard.make_train_step(problem.loss_fn, plan)
+    own = rows // jax.process_count()  # every process gives its own rows
+    first = jax.process_index() * own
+    batch = gshard.shard_batch(problem.batch(rows)[first : first + own], plan)
+    temporary = step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    def run() -> float:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state.params, state.opt_state))
+        return float(metrics["loss"])
+
+    return Program(run, temporary)
+
+
+def _program(step: Any, params: Any, opt_state: Any, batch: Any) -> Program:
+    temporary = step.lower(params, opt_state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    def run() -> float:
+        nonlocal params, opt_state
+        params, opt_state, loss = step(params, opt_state, batch)
+        jax.block_until_ready((params, opt_state))
+        return float(loss)
+
+    return Program(run, temporary)
+
+
+def _copy(tree: Any) -> Any:
+    return jax.tree.map(np.copy, tree)
