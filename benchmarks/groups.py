@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 RANK, SIZE, ADDRESS = "BENCHMARK_RANK", "BENCHMARK_SIZE", "BENCHMARK_ADDRESS"
@@ -113,9 +114,9 @@ def size() -> int:
     return int(os.environ[SIZE])
 
 
-def peak_memory() -> int:
-    """Bytes of memory that this process has had at most."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory() -> int:
+    """Bytes of memory that this process has now (resident, Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def on_own_cores() -> None:

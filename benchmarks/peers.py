@@ -5,7 +5,8 @@
 PyTorch's DistributedDataParallel, with ZeroRedundancyOptimizer, and FSDP2 (`fully_shard`), on CPU
 over gloo, against gshard over as many processes of one device. All start with the same weights and
 see the same batch; their losses have to agree. Each process has its own cores where there are
-enough. Memory is what a process' peak grows by from the libraries loaded to the last step.
+enough. Memory is what a process has after the last step, above what it had with libraries loaded
+and connections made: weights, state, buffers and (gshard) what the compiler left.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 import gshard
-from benchmarks.groups import ADDRESS, on_own_cores, peak_memory, rank, serve, size
+from benchmarks.groups import ADDRESS, memory, on_own_cores, rank, serve, size
 from benchmarks.models import Problem
 from benchmarks.programs import by_gshard
 from examples.gpt import GPT, next_byte_loss
@@ -29,12 +29,12 @@ def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Calla
     flat = {name: stored[name] for name in stored.files if name != "batch"}
     layers = len({name.partition("/")[0] for name in flat if name.startswith("block_")})
     width = flat["Embed_0/embedding"].shape[1]
-    before = peak_memory()
+    before = memory()
     model = GPT(width, layers, heads=heads, scan=False)
     loss_fn = partial(next_byte_loss, model)
     given = Problem(loss_fn, unflatten_dict(flat, sep="/"), lambda rows: batch[:rows])
     made = by_gshard(given, len(batch), level, gshard.make_mesh())
-    return made.run, lambda: peak_memory() - before
+    return made.run, lambda: memory() - before
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, gelu, layer_norm, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.groups import ADDRESS, on_own_cores, peak_memory, rank, serve, size
+from benchmarks.groups import ADDRESS, memory, on_own_cores, rank, serve, size
 
 
 class Block(nn.Module):
@@ -87,7 +87,7 @@ def make(program: str, problem: str, heads: int) -> tuple[Callable[[], Any], Cal
     )
     stored = np.load(problem)
     text = torch.tensor(np.array_split(stored["batch"], size())[rank()].astype(np.int64))
-    before = peak_memory()
+    before = memory()
     model: Any = GPT({name: stored[name] for name in stored.files if name != "batch"}, heads)
     how = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-4}
     if program == "FSDP2":
@@ -112,7 +112,7 @@ def make(program: str, problem: str, heads: int) -> tuple[Callable[[], Any], Cal
         optimizer.zero_grad()
         return loss.item()
 
-    return step, lambda: peak_memory() - before
+    return step, lambda: memory() - before
 
 
 if __name__ == "__main__":

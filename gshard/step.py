@@ -49,8 +49,9 @@ def make_train_step(
     batch), `skipped_steps` (int32 scalar), with `has_aux` `aux`, and with a scaler `loss_scale`
     (float32 scalar, of this step).
 
-    A step whose gradient is not finite, on any device, changes nothing of the state but its count
-    of skipped steps. So does one whose global weight is 0 (`gshard.Weighted`).
+    A step whose gradient has no finite norm, because of any entry on any device, changes nothing of
+    the state but its count of skipped steps. So does one whose global weight is 0
+    (`gshard.Weighted`).
 
     Args:
       loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows,

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard.guard import guarded
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 DEVICES, ROWS = 3, 12
@@ -326,3 +327,58 @@ def test_bad_arguments_are_refused_in_words(name):
         make()
     for word in words:
         assert word in str(error.value)
+
+
+def decayed(g, s, p):
+    new = {"mean": 0.9 * s["mean"] + g, "count": s["count"] + 1}
+    return new["mean"] * p / new["count"], new
+
+
+def swapped(g, s, p):
+    return g + p, {"mean": s["count"] * g, "count": s["mean"]}
+
+
+def the_same_twice(g, s, p):
+    new = s["mean"] * 2 + g
+    return new, {"mean": new, "count": new}
+
+
+def constant(g, s, p):
+    return g, {"mean": jnp.full_like(g, 7.0), "count": s["count"]}
+
+
+def in_another_dtype(g, s, p):
+    new = (s["mean"] + g).astype(jnp.bfloat16)
+    return new * 2, {"mean": new, "count": s["count"] + new}
+
+
+UPDATES = [decayed, swapped, the_same_twice, constant, in_another_dtype]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("update", UPDATES, ids=lambda f: f.__name__)
+def test_state_is_chosen_where_it_arises_as_at_the_end(update, nested):
+    rng = np.random.default_rng(0)
+    g, p, mean, count = (jnp.asarray(rng.normal(size=5).astype(np.float32)) for _ in range(4))
+    state = {"mean": mean, "count": count}
+    inner = jax.jit(jax.jit(update)) if nested else update
+    changes, new = update(g, state, p)
+    kept = jax.jit(lambda on, *args: guarded(inner, on)(*args))
+    for on, expected in ((True, new), (False, state)):
+        found_changes, found = kept(jnp.bool_(on), g, state, p)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(x, y.astype(x.dtype))
+        if on:
+            np.testing.assert_array_equal(found_changes, changes)
+
+
+def test_a_norm_that_overflows_counts_as_not_finite():
+    """Every entry is finite, and their squares are not: Adam would keep infinities for good."""
+    state, plan = gshard.shard_train_state(
+        ({"w": np.ones((6, 4), np.float32)}, optax.adam(1e-2)), mesh(), "os", segment_size=4
+    )
+    step = gshard.make_train_step(lambda p, b: (p["w"] * 1e20).sum() + 0 * b["x"].sum(), plan)
+    before = gshard.full_params(state)["w"]
+    state, metrics = step(state, batch())
+    assert int(metrics["skipped_steps"]) == 1 and not np.isfinite(metrics["grad_norm"])
+    np.testing.assert_array_equal(gshard.full_params(state)["w"], before)
