@@ -6,6 +6,7 @@ one process are (`timing`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -52,19 +53,19 @@ class Group:
         return [self._read(process) for process in self._processes]
 
     def end(self) -> list[Any]:
-        """What every rank reports; the processes end."""
+        """What every rank reports, at last."""
         for process in self._processes:
             self._write(process, "end")
-        reports = [self._read(process) for process in self._processes]
-        for process in self._processes:
-            process.wait()
-        return reports
+        return [self._read(process) for process in self._processes]
 
     def stop(self) -> None:
-        """Ends the processes, whatever they do."""
-        for process in self._processes:
+        """Ends the processes, whatever they do; once is enough."""
+        while self._processes:
+            process = self._processes.pop()
             process.kill()
-            process.wait()
+            with contextlib.suppress(BrokenPipeError):  # what it was told and did not read
+                process.communicate()
+        self._said.close()
 
     def _write(self, process: subprocess.Popen[str], line: str) -> None:
         assert process.stdin is not None
@@ -80,9 +81,10 @@ class Group:
         return json.loads(line) if line else self._fail()
 
     def _fail(self) -> Any:
-        self.stop()
         self._said.seek(0)
-        raise SystemExit("a process of the benchmark ended:\n" + self._said.read()[-2000:])
+        said = self._said.read()[-2000:]
+        self.stop()
+        raise SystemExit(f"a process of the benchmark ended:\n{said}")
 
 
 def serve(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> None:

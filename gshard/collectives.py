@@ -22,6 +22,7 @@ from gshard.mesh import Group, Hop
 BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
 LARGE = 2**16  # elements of a leaf that costs more to copy than to move alone (benchmarks)
+LARGE_OVER_GLOO = BUFFER_MAX_SIZE  # between processes on CPU each collective waits for all of them
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
@@ -241,8 +242,8 @@ def _nothing(x: jax.Array) -> Any:
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
 
-    A leaf of more than a quarter of that, or of more than `LARGE`, goes alone, without a copy; 0
-    puts every leaf alone.
+    A leaf of more than a quarter of that, or of more than `LARGE` (over several processes on CPU
+    `LARGE_OVER_GLOO`), goes alone, without a copy; 0 puts every leaf alone.
 
     Args:
       sizes: elements of each whole leaf.
@@ -252,11 +253,13 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
     Returns:
       Lists of indices, together every index once.
     """
+    over_gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    alone = min(LARGE_OVER_GLOO if over_gloo else LARGE, buffer_max_size // 4)
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if size > min(LARGE, buffer_max_size // 4):
+        if size > alone:
             found.append([i])
             continue
         bucket = open_bucket.get(kind)
