@@ -4,7 +4,7 @@
 
 On one device no level divides anything, so whatever a step takes above plain `jit` is what gshard
 costs: the guard, the norm, and its Python. Ratios are paired, as in `benchmarks.step`. Memory is
-the compiler's: arguments and temporaries. Without a GPU it says so and measures nothing.
+the temporary one that the compiler wants. Without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations

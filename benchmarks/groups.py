@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
@@ -77,6 +78,9 @@ class Group:
 
     def _read(self, process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
+        while not select.select([process.stdout], [], [], 0.5)[0]:
+            if any(other.poll() is not None for other in self._processes):
+                self._fail()  # the one that is asked may wait for another in vain
         line = process.stdout.readline()
         return json.loads(line) if line else self._fail()
 

@@ -75,6 +75,8 @@ def measured(processes: int, rows: int, rounds: int, torch_python: str) -> list[
         finally:
             for group in groups.values():
                 group.stop()
+    if not np.all(np.isfinite(losses["dp"])):
+        raise SystemExit(f"the loss of gshard's dp is not finite: {losses['dp']}.")
     for name, found in losses.items():
         if not np.allclose(found, losses["dp"], rtol=CLOSE, atol=CLOSE):
             worst = int(np.argmax(np.abs(np.subtract(found, losses["dp"]))))
@@ -114,11 +116,14 @@ def torch_version(python: str) -> str:
       SystemExit: it has none.
     """
     code = "import torch; print(torch.__version__)"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    except OSError as error:
+        raise SystemExit(f"peers: --torch-python {python} does not run: {error}.") from None
     if done.returncode:
         raise SystemExit(
-            "peers: PyTorch is not installed: pip install 'gshard[peers]', or name a Python that "
-            "has it (and NumPy) with --torch-python."
+            f"peers: {python} does not import PyTorch: pip install 'gshard[peers]', or name a "
+            "Python that has it (and NumPy) with --torch-python.\n" + done.stderr[-500:]
         )
     return done.stdout.strip()
 

@@ -162,12 +162,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
+    for devices, processes in itertools.product(args.devices, args.processes):
+        if processes < 1 or devices % processes:
+            raise SystemExit(f"{devices} devices do not divide over {processes} processes.")
     gshard.virtual_devices(max(args.devices))
     console, lines, levels = Console(width=150), [], tuple(args.levels)
     cells = itertools.product(args.processes, args.models, args.devices, args.rows)
     for processes, model, devices, rows in cells:
-        if devices % processes:
-            raise SystemExit(f"{devices} devices do not divide over {processes} processes.")
         many = f"{processes} processes, " if processes > 1 else ""
         with console.status(f"{model}, {many}{devices} devices, {rows} rows each"):
             if processes == 1:

@@ -29,10 +29,11 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation."""
+    """The results of one equation, in the context that it was traced in (`compute_on`, ...)."""
     found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
     functions, params = found if isinstance(found, tuple) else ((), found)
-    out = eqn.primitive.bind(*functions, *values, **params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *values, **params)
     return out if eqn.primitive.multiple_results else [out]
 
 

@@ -33,7 +33,7 @@ class Fit:
         self._what = what
         self._structure: Any = None  # the one that was last found to fit
         self._made: list[int] = []  # identities of what the program returned
-        self._one_of_them: Any = None  # a weak reference: identities of what is gone are used anew
+        self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
     def __call__(self, tree: Any, beside: Any = None) -> tuple[list[Any], Any]:
         """The leaves of a tree and its structure.
@@ -76,14 +76,20 @@ class Fit:
     def made(self, leaves: list[Any]) -> None:
         """Leaves that the checked program returned: to check them again would cost more than it.
 
-        None is held, so that a state that is dropped is freed.
+        None is held, so that a state that is dropped is freed. An identity can be another's then:
+        weak references to two of the leaves tell that, and to all of them would cost too much.
         """
-        if _is_array(leaves[-1]):  # not within a trace
-            self._made, self._one_of_them = list(map(id, leaves)), weakref.ref(leaves[-1])
+        if leaves and _is_array(leaves[-1]):  # not within a trace
+            self._made = list(map(id, leaves))
+            self._ends = [weakref.ref(leaves[0]), weakref.ref(leaves[-1])]
 
     def _as_made(self, leaves: list[Any]) -> bool:
-        last = self._one_of_them
-        return last is not None and last() is leaves[-1] and list(map(id, leaves)) == self._made
+        return (
+            bool(self._made)
+            and list(map(id, leaves)) == self._made
+            and self._ends[0]() is leaves[0]
+            and self._ends[1]() is leaves[-1]
+        )
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
         """An array that is there twice would be given away and used, which crashes JAX."""

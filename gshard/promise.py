@@ -180,7 +180,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     """`local`, `scatter` or `sync`: how gradients accumulate over micro-batches.
 
     One micro-batch that is all is scattered as it arises at every level that divides the optimizer
-    state; without `sync` more may come in later calls.
+    state, unless `local` was asked for; without `sync` more may come in later calls.
 
     Raises:
       GShardError: `accumulate` is unknown, or would reduce what `sync=False` is not to reduce.
@@ -199,6 +199,6 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
             "sync=False asks for gradients that are not reduced. Choose accumulate='local' or "
             "'scatter', or leave out sync=False."
         )
-    if micro_batches == 1 and sync:
+    if micro_batches == 1 and sync and accumulate != "local":
         return "scatter"
     return plan.level.accumulate if accumulate == "level" else accumulate

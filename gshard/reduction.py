@@ -74,12 +74,13 @@ def reduce(
         grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
+    grads = [_divided(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
     return (
-        [_divided(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)],
+        grads,
         reduce_scalar(value, axes) / divisor,
         plan.output(over_devices(aux, divisor, axes)),
         weight,
-        _norm(grads, plan) / factor,
+        _norm(grads, plan),
     )
 
 
@@ -90,7 +91,7 @@ def _divided(g: jax.Array, by: jax.Array) -> jax.Array:
 
 
 def _norm(grads: list[jax.Array], plan: Plan) -> jax.Array:
-    """Of the gradient's sums, the same number on every device; float32."""
+    """Of the gradient, the same number on every device; float32."""
     squares = jnp.zeros((), jnp.float32)
     for g, layout in zip(grads, jax.tree.leaves(plan.grads), strict=True):
         times = plan.group.devices if layout.dim is None else plan.group.copies

@@ -72,7 +72,8 @@ def make_train_step(
         None for never.
       micro_batches: slices that each device takes its rows in, one after the other (k).
       accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
-        scatter), `"local"` (reduced once, at the end), `"scatter"` (scattered over the shard group
+        scatter; a single one is scattered), `"local"` (reduced once, at the end, small leaves in
+        buckets), `"scatter"` (scattered over the shard group
         every time, 1/N kept; replicas and whole leaves are summed at the end) or `"sync"` (each
         reduced over all devices as it arises, and only reduced gradients are added up).
       reshard_after_forward: where parameters rest divided, what the backward pass needs of them is

@@ -79,8 +79,13 @@ def test_a_process_that_ends_is_told_with_what_it_said():
 def test_without_pytorch_the_extra_is_named(tmp_path):
     if importlib.util.find_spec("torch") is not None:
         pytest.skip("PyTorch is installed")
-    with pytest.raises(SystemExit, match=r"pip install 'gshard\[peers\]'.*--torch-python"):
+    with pytest.raises(SystemExit, match=r"(?s)pip install 'gshard\[peers\]'.*--torch-python"):
         torch_version(sys.executable)
+
+
+def test_a_python_that_is_not_there_is_named():
+    with pytest.raises(SystemExit, match="--torch-python /no/python does not run"):
+        torch_version("/no/python")
 
 
 def test_without_a_gpu_nothing_is_measured():

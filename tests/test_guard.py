@@ -224,6 +224,41 @@ def test_the_reported_norm_of_complex_gradients():
     np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e20])
+def test_the_norm_is_that_of_the_mean_whatever_the_weights_sum_to(scale):
+    """The sums that are reduced are larger or smaller than the gradient by their weight."""
+
+    def loss(p, b):
+        errors = ((b["x"] @ p["a"] @ p["b"] - b["y"]) ** 2).mean(-1)
+        return gshard.Weighted((errors * scale).sum(), scale * errors.size)
+
+    state, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh(), "os", segment_size=4)
+    scaler = gshard.GradScaler(init_loss_scaling=1.0)
+    _, metrics = gshard.make_train_step(loss, plan, scaler=scaler)(state, batch())
+
+    def mean(p):
+        return ((batch()["x"] @ p["a"] @ p["b"] - batch()["y"]) ** 2).mean()
+
+    expected = optax.tree.norm(jax.grad(mean)(params()))
+    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
+    assert int(metrics["skipped_steps"]) == 0
+
+
+def test_an_equation_of_an_optimizer_keeps_its_context():
+    """As JAX has it: a random number inside another setting is that of the setting."""
+
+    def draws(g, s, p):
+        with jax.threefry_partitionable(False):
+            return g + jax.random.normal(jax.random.key(0), g.shape), {"n": s["n"] + 1}
+
+    given = jnp.zeros(8), {"n": jnp.int32(0)}, jnp.zeros(8)
+    with jax.threefry_partitionable(False):
+        expected = draws(*given)[0]
+    assert not np.array_equal(expected, jax.random.normal(jax.random.key(0), (8,)))
+    found = jax.jit(guarded(draws, jnp.bool_(True)))(*given)[0]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_nnx_skips_in_place():
     model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
     pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -26,7 +26,7 @@ def compiled(step, *args):
 
 
 def histogram(text):
-    return Counter(re.findall(r" = \S+ ([\w-]+)\(", text))
+    return Counter(re.findall(r" = (?:\(.*?\)|\S+) ([\w-]+)\(", text))
 
 
 def by_jit(problem, guarded):
@@ -64,6 +64,7 @@ def test_one_device_costs_what_jit_costs(name, level):
 
     assert not read_program(ours).collectives
     counts, expected = histogram(ours), histogram(plain)
+    assert expected["dot"] and bool(expected["while"]) == bool(problem.stacks)
     assert {op: counts[op] for op in HEAVY} == {op: expected[op] for op in HEAVY}
     assert counts["copy"] <= expected["copy"] + 4
     few = 256  # bytes: the counts of the guard and the scaler

@@ -212,9 +212,25 @@ def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
     assert_divided(grads, expected, plan)
 
 
-def test_one_micro_batch_is_the_same_program_however_it_accumulates():
+def test_one_micro_batch_is_scattered_as_it_arises_or_waits_if_told_to():
     state, plan = divided("os_g", "replica 2x2")
-    assert lowered(state, plan, "local") == lowered(state, plan, "sync")
+    programs = [lowered(state, plan, how) for how in ("level", "scatter", "sync")]
+    assert programs[0] == programs[1] == programs[2] != lowered(state, plan, "local")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_micro_batch_that_waits_is_reduced_in_one_bucket(level):
+    state, plan = divided(level, "3")
+    options = dict(has_aux=True, accumulate="local")
+    call = jax.jit(gshard.value_and_grad(loss_fn, plan, **options))
+    batch = gshard.shard_batch(everything(), plan)
+    found = gshard.audit(call, state.params, batch, plan=plan)
+    moved = [row for row in found.collectives if row.purpose == "scatter"]
+    assert [(row.kind, row.count) for row in moved] == [("reduce-scatter", 1)] * (level != "dp")
+    (loss, _), grads = call(state.params, batch)
+    expected_loss, expected = one_device(params(), everything())
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    assert_divided(grads, expected, plan)
 
 
 def lowered(state, plan, accumulate, micro_batches=1):
