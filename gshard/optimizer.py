@@ -16,7 +16,8 @@ import optax
 
 from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
-from gshard.guard import Guard, guarded, keep_unless
+from gshard.guard import Guard
+from gshard.guarded_update import guarded, keep_unless
 from gshard.own_parts import cut, held, own_parts, publish
 from gshard.products import with_whole_products
 from gshard.scaler import ScalerState

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.errors import GShardError
-from gshard.guard import keep_unless
+from gshard.guarded_update import keep_unless
 from gshard.layout import Layout
 from gshard.plan import Plan
 from gshard.state import Parts

@@ -14,7 +14,8 @@ from gshard.collectives import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
-from gshard.guard import Guard, Watch, keep_unless
+from gshard.guard import Guard, Watch
+from gshard.guarded_update import keep_unless
 from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import GShardState, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.guard import guarded
+from gshard.guarded_update import guarded
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 DEVICES, ROWS = 3, 12
