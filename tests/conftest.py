@@ -22,8 +22,11 @@ import jax  # noqa: E402
 # Compiled programs are kept between runs: the key holds the program, the flags and the versions,
 # and a program that comes from the cache has the same text and the same memory figures.
 # Set here and not in the environment, so that the processes a test starts compile for themselves.
+# One folder for each worker: JAX may read an entry that another process has half written, which
+# ends in a warning, or in a crash of XLA.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
 jax.config.update(
-    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax")
+    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax" / _WORKER)
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
