@@ -3,13 +3,12 @@
     python -m benchmarks.collectives [--devices 8] [--processes 2] [--json FILE]
 
 A ratio below 1 says that packing is faster. All leaves of a cell are of one size; a bucket holds as
-many as `gshard.collectives.MOST_LEAVES`.
+many as `gshard.buckets.MOST_LEAVES`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
-from benchmarks.machine import versions
+from benchmarks.machine import write_cells
 from benchmarks.processes import in_processes, is_first
 from benchmarks.timing import Ratio, in_turn, ratio
 from gshard.collectives import publish_leaves, reduce_leaves, scatter_leaves
@@ -121,9 +120,7 @@ def main() -> None:
         table.add_row(line.kind, str(line.elements * 4 // 1024), str(line.leaves), *cost)
     Console(width=100).print(table)
     if args.json:
-        about = {"place": place, **versions()}
-        rows = [line._asdict() for line in lines]
-        args.json.write_text(json.dumps({"machine": about, "cells": rows}, indent=1) + "\n")
+        write_cells(args.json, lines, {"place": place})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the temporary one that the compiler wants. Without a GPU it says so and measures
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
-from benchmarks.machine import versions
+from benchmarks.machine import write_cells
 from benchmarks.models import PROBLEMS, gpt, mlp
 from benchmarks.programs import by_gshard, on_one_device
 from benchmarks.timing import Ratio, in_turn, ratio
@@ -81,9 +80,7 @@ def main() -> None:
         table.add_row(line.model, line.program, *cost)
     Console(width=100).print(table)
     if args.json:
-        about = {"device": jax.devices()[0].device_kind, **versions()}
-        rows = [line._asdict() for line in lines]
-        args.json.write_text(json.dumps({"machine": about, "cells": rows}, indent=1) + "\n")
+        write_cells(args.json, lines, {"device": jax.devices()[0].device_kind})
 
 
 if __name__ == "__main__":

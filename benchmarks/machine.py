@@ -1,9 +1,13 @@
-"""What a benchmark ran with, for its machine-readable file."""
+"""A benchmark's machine-readable file, and what it ran with."""
 
 from __future__ import annotations
 
+import json
 import platform
+from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import gshard
 
@@ -19,3 +23,10 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def write_cells(path: Path, cells: Iterable[Any], machine: dict[str, Any], **more: Any) -> None:
+    """Every cell (a named tuple) as JSON, and what it was measured on and with."""
+    rows = [cell._asdict() for cell in cells]
+    found = {"machine": machine | versions(), **more, "cells": rows}
+    path.write_text(json.dumps(found, indent=1) + "\n")

@@ -12,7 +12,6 @@ and connections made: weights, state, buffers and (gshard) what the compiler lef
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.groups import Group
-from benchmarks.machine import versions
+from benchmarks.machine import versions, write_cells
 from benchmarks.models import gpt
 from benchmarks.timing import Ratio, in_turn, ratio
 
@@ -139,17 +138,16 @@ def main() -> None:
     parser.add_argument("--torch-python", default=sys.executable, help="a Python with PyTorch")
     parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
-    about: dict[str, Any] = {"cores": os.cpu_count(), "processes": args.processes}
-    about |= {"rows": args.rows, "torch": torch_version(args.torch_python), **versions()}
+    torch = torch_version(args.torch_python)
     lines = measured(args.processes, args.rows, args.rounds, args.torch_python)
     title = (
-        f"torch {about['torch']}, jax {about['jax']}; {args.processes} processes with "
+        f"torch {torch}, jax {versions()['jax']}; {args.processes} processes with "
         f"{args.rows} rows each, {os.cpu_count()} cores"
     )
     Console(width=110).print(table(lines, title))
     if args.json:
-        rows = [line._asdict() for line in lines]
-        args.json.write_text(json.dumps({"machine": about, "cells": rows}, indent=1) + "\n")
+        about = {"cores": os.cpu_count(), "processes": args.processes, "rows": args.rows}
+        write_cells(args.json, lines, about | {"torch": torch})
 
 
 if __name__ == "__main__":

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
 import gshard
-from benchmarks.groups import ADDRESS, memory, on_own_cores, rank, serve, size
+from benchmarks.groups import memory, on_own_cores, serve, size
 from benchmarks.models import Problem
+from benchmarks.processes import connect
 from benchmarks.programs import by_gshard
 from examples.gpt import GPT, next_byte_loss
 
 
 def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     on_own_cores()
-    gshard.virtual_devices(1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(os.environ[ADDRESS], size(), rank())
+    connect(size())
     stored = np.load(problem)
     batch = stored["batch"]
     flat = {name: stored[name] for name in stored.files if name != "batch"}

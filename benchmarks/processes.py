@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
 import jax
 
 import gshard
+from benchmarks.groups import ADDRESS, RANK, SIZE, free_address, rank, size
 
-_RANK, _ADDRESS = "BENCHMARK_RANK", "BENCHMARK_ADDRESS"
+
+def connect(devices: int) -> None:
+    """This process of a group gets its part of so many virtual devices, and meets the others."""
+    gshard.virtual_devices(devices // size())
+    if size() > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(os.environ[ADDRESS], size(), rank())
 
 
 def in_processes(module: str, processes: int, devices: int) -> bool:
@@ -22,24 +28,18 @@ def in_processes(module: str, processes: int, devices: int) -> bool:
       processes: 1 for this one alone.
       devices: virtual devices of all processes together.
     """
-    gshard.virtual_devices(devices // processes)
     if processes == 1:
+        gshard.virtual_devices(devices)
         return True
     if devices % processes:
         raise SystemExit(f"--devices {devices} does not divide over --processes {processes}.")
-    if _RANK in os.environ:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(os.environ[_ADDRESS], processes, int(os.environ[_RANK]))
+    if RANK in os.environ:
+        connect(devices)
         return True
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", module, *sys.argv[1:]]
-    ranks = [
-        subprocess.Popen(command, env=os.environ | {_RANK: str(rank), _ADDRESS: address})
-        for rank in range(processes)
-    ]
-    codes = [rank.wait() for rank in ranks]
+    env = os.environ | {SIZE: str(processes), ADDRESS: free_address()}
+    ranks = [subprocess.Popen(command, env=env | {RANK: str(i)}) for i in range(processes)]
+    codes = [process.wait() for process in ranks]
     if any(codes):
         raise SystemExit(f"the processes ended with {codes}.")
     return False

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from rich.table import Table
 import gshard
 from benchmarks.groups import Group
 from benchmarks.gspmd import LEVELS
-from benchmarks.machine import versions
+from benchmarks.machine import write_cells
 from benchmarks.models import PROBLEMS
 from benchmarks.programs import by_gshard, by_gspmd, on_one_device
 from benchmarks.timing import Ratio, in_turn, ratio
@@ -65,7 +64,7 @@ def cell(
     for level in dict.fromkeys(("dp", *levels)):
         programs[level] = by_gshard(problem, total, level, mesh)
     for level in levels:
-        for whole in (False, True) if level == "p_g_os" else (False,):
+        for whole in _variants(level):
             programs[f"gspmd {level} {whole}"] = by_gspmd(problem, total, level, mesh, whole)
     seconds = in_turn({name: program.run for name, program in programs.items()}, rounds)
     temporary = {name: program.temporary for name, program in programs.items()}
@@ -80,7 +79,7 @@ def cell_over_processes(
     for level in levels:
         wanted = {level: ("gshard", level, processes), ONE: ("gshard", level, 1)}
         wanted.setdefault("dp", ("gshard", "dp", processes))
-        for whole in (False, True) if level == "p_g_os" else (False,):
+        for whole in _variants(level):
             program = "gspmd, whole" if whole else "gspmd"
             wanted[f"gspmd {level} {whole}"] = (program, level, processes)
         groups = {}
@@ -94,6 +93,11 @@ def cell_over_processes(
             for group in groups.values():
                 group.stop()
         yield _line((name, processes, devices, rows, level), seconds, temporary)
+
+
+def _variants(level: str) -> tuple[bool, ...]:
+    """Of the baseline: whether weights are also constrained to be whole where they are used."""
+    return (False, True) if level == "p_g_os" else (False,)
 
 
 def _line(
@@ -183,10 +187,7 @@ def main() -> None:
         if len(own) > len(levels):
             console.print(f"medians over all cells, {processes} processes:", medians(own))
     if args.json:
-        about = {"cores": os.cpu_count(), **versions()}
-        rows = [line._asdict() for line in lines]
-        report = {"machine": about, "rounds": args.rounds, "cells": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_cells(args.json, lines, {"cores": os.cpu_count()}, rounds=args.rounds)
 
 
 if __name__ == "__main__":

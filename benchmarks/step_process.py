@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 import gshard
-from benchmarks.groups import ADDRESS, rank, serve, size
+from benchmarks.groups import serve
 from benchmarks.models import PROBLEMS
+from benchmarks.processes import connect
 from benchmarks.programs import by_gshard, by_gspmd
 
 
@@ -25,10 +23,7 @@ def main() -> None:
     args = parser.parse_args()
 
     def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
-        gshard.virtual_devices(args.devices // size())
-        if size() > 1:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            jax.distributed.initialize(os.environ[ADDRESS], size(), rank())
+        connect(args.devices)
         problem, mesh = PROBLEMS[args.model](), gshard.make_mesh()
         given = (problem, args.devices * args.rows, args.level, mesh)
         made = (

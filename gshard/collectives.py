@@ -16,13 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.buckets import BUFFER_MAX_SIZE, buckets, from_rows, in_buckets, split_row, to_rows
 from gshard.layout import Layout
 from gshard.mesh import Group, Hop
-
-BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
-MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
-LARGE = 2**16  # elements of a leaf that costs more to copy than to move alone (benchmarks)
-LARGE_OVER_GLOO = BUFFER_MAX_SIZE  # between processes on CPU each collective waits for all of them
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
@@ -118,12 +114,14 @@ def scatter_leaves(
 
     def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         n = places[0].group.size
-        rows = [_to_rows(place.pad(x), place, n) for x, place in zip(bucket, places, strict=True)]
+        rows = [to_rows(place.pad(x), place, n) for x, place in zip(bucket, places, strict=True)]
         with jax.named_scope("gshard/scatter"):
             row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
-        return [_from_rows(r, place, 1) for r, place in zip(_split(row, rows), places, strict=True)]
+        return [
+            from_rows(r, place, 1) for r, place in zip(split_row(row, rows), places, strict=True)
+        ]
 
-    return _in_buckets(wholes, layouts, buffer_max_size, scatter, packed)
+    return in_buckets(wholes, layouts, buffer_max_size, scatter, packed)
 
 
 def publish_leaves(
@@ -140,15 +138,15 @@ def publish_leaves(
 
     def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         n = places[0].group.size
-        rows = [_to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
+        rows = [to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
         with jax.named_scope(f"gshard/{purpose}"):
             row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
         wholes = [
-            _from_rows(r, place, n) for r, place in zip(_split(row, rows), places, strict=True)
+            from_rows(r, place, n) for r, place in zip(split_row(row, rows), places, strict=True)
         ]
         return [place.cut(x) for x, place in zip(wholes, places, strict=True)]
 
-    return _in_buckets(parts, layouts, buffer_max_size, alone, packed)
+    return in_buckets(parts, layouts, buffer_max_size, alone, packed)
 
 
 def reduce_leaves(
@@ -159,7 +157,7 @@ def reduce_leaves(
     reduce: Callable[..., Any] = lax.psum,
 ) -> list[jax.Array]:
     """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
-    if not axes:
+    if _one_device(axes):
         return list(leaves)
 
     def total(x: jax.Array) -> jax.Array:
@@ -173,19 +171,24 @@ def reduce_leaves(
             continue
         rows = [leaves[i].reshape(1, -1) for i in bucket]
         row = total(jnp.concatenate(rows, axis=1))
-        for i, r in zip(bucket, _split(row, rows), strict=True):
+        for i, r in zip(bucket, split_row(row, rows), strict=True):
             out[i] = r.reshape(leaves[i].shape)
     return out
 
 
 def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:
     """The `sum`, `max` or `min` of one scalar over `axes`; NaN where one of them is."""
-    if math.prod(lax.axis_size(axis) for axis in axes) == 1:  # XLA would keep the collective
+    if _one_device(axes):
         return x
     with jax.named_scope("gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))
         return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
+
+
+def _one_device(axes: Sequence[str]) -> bool:
+    """Whether there is nothing to reduce over; XLA would keep the collective."""
+    return math.prod(lax.axis_size(axis) for axis in axes) == 1
 
 
 def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
@@ -237,82 +240,6 @@ def _nothing(x: jax.Array) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return 0
     return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min
-
-
-def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
-    """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
-
-    A leaf of more than a quarter of that, or of more than `LARGE` (over several processes on CPU
-    `LARGE_OVER_GLOO`), goes alone, without a copy; 0 puts every leaf alone.
-
-    Args:
-      sizes: elements of each whole leaf.
-      kinds: hashable; only leaves of one kind share a bucket.
-      buffer_max_size: elements.
-
-    Returns:
-      Lists of indices, together every index once.
-    """
-    over_gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    alone = min(LARGE_OVER_GLOO if over_gloo else LARGE, buffer_max_size // 4)
-    found: list[list[int]] = []
-    open_bucket: dict[Any, list[int]] = {}
-    filled: dict[Any, int] = {}
-    for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        if size > alone:
-            found.append([i])
-            continue
-        bucket = open_bucket.get(kind)
-        if bucket is None or filled[kind] + size > buffer_max_size or len(bucket) >= MOST_LEAVES:
-            bucket, filled[kind] = [], 0
-            open_bucket[kind] = bucket
-            found.append(bucket)
-        bucket.append(i)
-        filled[kind] += size
-    return found
-
-
-def _in_buckets(
-    leaves: Sequence[jax.Array],
-    layouts: Sequence[Layout],
-    buffer_max_size: int,
-    alone: Callable[[jax.Array, Layout], jax.Array],
-    packed: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
-) -> list[jax.Array]:
-    divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
-    kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
-    out = list(leaves)
-    for bucket in buckets([layouts[i].stored_size for i in divided], kinds, buffer_max_size):
-        members = [divided[j] for j in bucket]
-        if len(members) == 1:
-            results = [alone(leaves[members[0]], layouts[members[0]])]
-        else:
-            results = packed([leaves[i] for i in members], [layouts[i] for i in members])
-        for i, result in zip(members, results, strict=True):
-            out[i] = result
-    return out
-
-
-def _to_rows(x: jax.Array, layout: Layout, n: int) -> jax.Array:
-    """`(n, elements / n)`: row i holds what lies at place i of the divided dimension."""
-    return jnp.moveaxis(x, layout.dim or 0, 0).reshape(n, -1)
-
-
-def _from_rows(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
-    """The inverse of `_to_rows` for `n` parts."""
-    dim = layout.dim or 0
-    part = layout.part_shape
-    shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
-    return jnp.moveaxis(rows.reshape(shape), 0, dim)
-
-
-def _split(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Undoes a concatenation along dimension 1 of arrays as wide as `like`."""
-    out, start = [], 0
-    for x in like:
-        out.append(lax.slice_in_dim(row, start, start + x.shape[1], axis=1))
-        start += x.shape[1]
-    return out
 
 
 def _all_gather(part: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:

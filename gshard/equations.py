@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-JITS = ("jit", "pjit")
+JIT = "jit"
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # the same numbers
 CHECKPOINTS = ("checkpoint", "remat2")
-_CALLS = (*JITS, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:

@@ -5,11 +5,8 @@ through casts (so that the compute dtype travels), into `jit`, `checkpoint` and 
 of `scan`, and is gathered where something first needs it whole. Hence a scanned model holds one
 layer at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
 
-Where nothing is rematerialised by the user, what is saved for the backward pass would hold the
-leaves that were made whole. With `reshard_after_forward` (ZeRO, section 7.2.2) it holds the parts,
-and the backward pass gathers again.
-
-What a leaf is here, and how its gradient leaves: `divided_leaf`.
+What a leaf is here, and how its gradient leaves: `divided_leaf`. How the backward pass gathers
+again: `whole_again`.
 """
 
 from __future__ import annotations
@@ -23,18 +20,10 @@ from jax.extend import core
 
 from gshard import constraints
 from gshard.divided_leaf import Divided, Order, Use
-from gshard.equations import CHECKPOINTS, JITS, VIEWS, bind, body_of, scan_sizes, with_inner
+from gshard.equations import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
 from gshard.places import Places
-
-# Their backward pass uses operands as they are.
-_SAVING = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot_general",
-    "custom_vjp_call",
-    "scan",
-)
+from gshard.whole_again import hold_back, make_whole, on_whole, saves_operands
 
 
 def with_divided(
@@ -104,7 +93,7 @@ def _evaluate(
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
             results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], order, saved)
         write(eqn.outvars, results)
-    return [_make_whole(read(v)) for v in jaxpr.outvars]
+    return [make_whole(read(v)) for v in jaxpr.outvars]
 
 
 def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
@@ -115,91 +104,19 @@ def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -
         return [values[0].cast(eqn.params["new_dtype"])]
     if name in (*VIEWS, "convert_element_type") and len(values) == 1:
         return [values[0].seen(eqn)]
-    if name in JITS:
+    if name == JIT:
         return _evaluate(*body_of(eqn), values, order, saved)
     if name in CHECKPOINTS:
         return _evaluate_checkpoint(eqn, values, order)
     if name == "scan":
         return _evaluate_scan(eqn, values, order, saved)
-    return _on_whole(partial(bind, eqn), values, order, saved and _saves_operands(eqn))
-
-
-def _saves_operands(eqn: Any) -> bool:
-    """Whether a backward pass of this equation uses operands as they are, and there is one."""
-    return eqn.primitive.name in _SAVING and not any(
-        inner.primitive.name == "while" or "callback" in inner.primitive.name
-        for inner in with_inner(eqn)
-    )
-
-
-def _on_whole(
-    fun: Callable[[Sequence[Any]], Sequence[Any]],
-    values: Sequence[Any],
-    order: Order,
-    saved: bool,
-) -> Sequence[Any]:
-    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts."""
-    _wait(values, order, saved)
-    reshard = [isinstance(v, Divided) and v.gathers_again for v in values]
-    if not saved or not any(reshard):
-        return fun([_make_whole(v) for v in values])
-    again = [v for v, one in zip(values, reshard, strict=True) if one]
-    others = [_make_whole(v) for v, one in zip(values, reshard, strict=True) if not one]
-
-    def call(others: Sequence[Any], wholes: Sequence[Any]) -> Sequence[Any]:
-        rest, leaves = iter(others), iter(wholes)
-        return fun([next(leaves if one else rest) for one in reshard])
-
-    def forward(others: Sequence[Any], wholes: Sequence[Any]) -> tuple[Any, Any]:
-        out, pullback = jax.vjp(call, others, wholes)
-        held, structure = jax.tree.flatten(pullback)
-        which = [next((i for i, w in enumerate(wholes) if w is x), None) for x in held]
-        rest = [x for x, i in zip(held, which, strict=True) if i is None]
-        backward = partial(_backward, again, order, which, structure)
-        return out, jax.tree_util.Partial(backward, rest, list(wholes))
-
-    run = jax.custom_vjp(call)
-    run.defvjp(forward, lambda backward, cotangents: backward(cotangents))
-    return run(others, [v.whole() for v in again])
-
-
-def _wait(values: Sequence[Any], order: Order, saved: bool) -> None:
-    """Holds back the leaves among the operands of one use."""
-    leaves = [v for v in values if isinstance(v, Divided) and v.used_once]
-    if leaves:
-        after = order.forward([v for v in values if not isinstance(v, Divided)])
-        for leaf in leaves:
-            leaf.wait(after, order if saved else None)
-
-
-def _backward(
-    leaves: Sequence[Divided],
-    order: Order,
-    which: Sequence[int | None],
-    structure: Any,
-    rest: Sequence[Any],
-    wholes: Sequence[Any],
-    cotangents: Sequence[Any],
-) -> Any:
-    """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
-
-    The last use of a forward pass is the first of the backward pass, and keeps its leaf.
-    `which` says of each saved array which leaf it is; None: one of `rest`.
-    """
-    turning = len({i for i in which if i is not None}) == 1 and order.turn()
-    after, saved = order.backward(cotangents), iter(rest)
-
-    def leaf(i: int) -> Any:
-        return wholes[i] if turning else leaves[i].whole_again(after)
-
-    held = [next(saved) if i is None else leaf(i) for i in which]
-    return jax.tree.unflatten(structure, held)(cotangents)
+    return on_whole(partial(bind, eqn), values, order, saved and saves_operands(eqn))
 
 
 def _evaluate_checkpoint(eqn: Any, values: list[Any], order: Order) -> Sequence[Any]:
     """Rebuilt, so that the gather is inside and happens again in the backward pass."""
     body, consts = body_of(eqn)
-    _wait(values, order, saved=False)
+    hold_back(values, order, saved=False)
     flat, restore = _open([_kept(v) for v in values])
     again = jax.checkpoint(
         lambda *flat: _results(body, consts, restore(flat), order),
@@ -243,8 +160,8 @@ def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Se
         )
         return [*carry, *stacked]
 
-    saved = saved and _saves_operands(eqn)
-    return _on_whole(scan, [*values[: fixed + carried], *flat], order, saved)
+    saved = saved and saves_operands(eqn)
+    return on_whole(scan, [*values[: fixed + carried], *flat], order, saved)
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
@@ -291,7 +208,7 @@ def _has_checkpoint(jaxpr: Any) -> bool:
     """Whether the user rematerialises in this scope; then what is kept is the user's choice."""
     return any(
         eqn.primitive.name in CHECKPOINTS
-        or (eqn.primitive.name in JITS and _has_checkpoint(body_of(eqn)[0]))
+        or (eqn.primitive.name == JIT and _has_checkpoint(body_of(eqn)[0]))
         for eqn in jaxpr.eqns
     )
 
@@ -317,7 +234,3 @@ def _kept(value: Any) -> Any:
     """Made whole where that is kept for the backward pass, or a mere view; else as it is."""
     kept = isinstance(value, Divided) and (value.of is not None or not value.use.reshard)
     return value.whole() if kept else value
-
-
-def _make_whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, Divided) else value

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
 from gshard.batch import check_rows
-from gshard.collectives import BUFFER_MAX_SIZE, agree, largest, reduce_scalar
+from gshard.buckets import BUFFER_MAX_SIZE
+from gshard.collectives import agree, largest, reduce_scalar
 from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage
 from gshard.loss import typed_key

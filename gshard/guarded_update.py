@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from gshard.equations import JITS, bind, body_of
+from gshard.equations import JIT, bind, body_of
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
@@ -55,7 +55,7 @@ def _choosing(
             x if x is not None and x.dtype == v.aval.dtype else None
             for v, x in zip(eqn.outvars, wanted, strict=True)
         ]
-        if eqn.primitive.name in JITS:
+        if eqn.primitive.name == JIT:
             results = _choosing(*body_of(eqn), given, wanted, updates)
         else:
             with jax.named_scope(str(eqn.source_info.name_stack) or "update"):

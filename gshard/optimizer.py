@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard.collectives import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.guard import Guard
 from gshard.guarded_update import guarded, keep_unless

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import CHECKPOINTS, JITS, VIEWS, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JIT, VIEWS, body_of, scan_sizes
 
 
 class Places:
@@ -35,7 +35,7 @@ class Places:
         """How many operands of this scope's equations a value is, itself or as a mere view."""
         found = int(var in self._returned)
         for eqn, position in self._users.get(var, ()):
-            if eqn.primitive.name in JITS:
+            if eqn.primitive.name == JIT:
                 found += self._within(eqn).uses(body_of(eqn)[0].invars[position])
             elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
                 found += self.uses(eqn.outvars[0])
@@ -54,7 +54,7 @@ class Places:
         scopes: set[int] = set()
         for eqn, position in self._users.get(var, ()):
             name = eqn.primitive.name
-            if name in JITS:
+            if name == JIT:
                 more = self._within(eqn)._count(body_of(eqn)[0].invars[position])
                 here, others, scans = here or more[0], others + more[1], scans + more[2]
             elif name in CHECKPOINTS or name == "convert_element_type":

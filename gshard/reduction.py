@@ -111,8 +111,7 @@ def _sum_over_devices(
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], buffer_max_size)
-        everywhere = plan.group.axes if plan.group.devices > 1 else ()
-        for axes, of_parts in ((everywhere, False), (plan.group.replica, True)):
+        for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
             totals = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
             for i, total in zip(chosen, totals, strict=True):

@@ -10,7 +10,7 @@ import jax
 
 from gshard.arguments import names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
-from gshard.collectives import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from gshard.equations import JITS, bind, body_of
+from gshard.equations import JIT, bind, body_of
 from gshard.host_groups import Group, groups_of, variables
 from gshard.layout import Layout
 from gshard.tree import flatten, same_leaves
@@ -106,7 +106,7 @@ def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr; traced, those of one without `jit`, which hides what goes where."""
     scope = _Scope([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in JITS:
+        if eqn.primitive.name == JIT:
             scope.write(eqn.outvars, _flat(*body_of(eqn), scope.read(eqn.invars)))
         else:
             scope.run(eqn)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import names_of, shown
-from gshard.collectives import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.errors import GShardError
 from gshard.gradients import Options, check_options, end_reduction, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call

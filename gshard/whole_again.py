@@ -1,0 +1,103 @@
+"""One use of divided leaves: made whole for it, and made whole again in its backward pass.
+
+Where nothing is rematerialised by the user, what is saved for the backward pass would hold the
+leaves that were made whole. With `reshard_after_forward` (ZeRO, section 7.2.2) it holds the parts,
+and the backward pass gathers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from gshard.divided_leaf import Divided, Order
+from gshard.equations import with_inner
+
+# Their backward pass uses operands as they are.
+_SAVING = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "custom_vjp_call",
+    "scan",
+)
+
+
+def saves_operands(eqn: Any) -> bool:
+    """Whether a backward pass of this equation uses operands as they are, and there is one."""
+    return eqn.primitive.name in _SAVING and not any(
+        inner.primitive.name == "while" or "callback" in inner.primitive.name
+        for inner in with_inner(eqn)
+    )
+
+
+def on_whole(
+    fun: Callable[[Sequence[Any]], Sequence[Any]],
+    values: Sequence[Any],
+    order: Order,
+    saved: bool,
+) -> Sequence[Any]:
+    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts."""
+    hold_back(values, order, saved)
+    reshard = [isinstance(v, Divided) and v.gathers_again for v in values]
+    if not saved or not any(reshard):
+        return fun([make_whole(v) for v in values])
+    again = [v for v, one in zip(values, reshard, strict=True) if one]
+    others = [make_whole(v) for v, one in zip(values, reshard, strict=True) if not one]
+
+    def call(others: Sequence[Any], wholes: Sequence[Any]) -> Sequence[Any]:
+        rest, leaves = iter(others), iter(wholes)
+        return fun([next(leaves if one else rest) for one in reshard])
+
+    def forward(others: Sequence[Any], wholes: Sequence[Any]) -> tuple[Any, Any]:
+        out, pullback = jax.vjp(call, others, wholes)
+        held, structure = jax.tree.flatten(pullback)
+        which = [next((i for i, w in enumerate(wholes) if w is x), None) for x in held]
+        rest = [x for x, i in zip(held, which, strict=True) if i is None]
+        backward = partial(_backward, again, order, which, structure)
+        return out, jax.tree_util.Partial(backward, rest, list(wholes))
+
+    run = jax.custom_vjp(call)
+    run.defvjp(forward, lambda backward, cotangents: backward(cotangents))
+    return run(others, [v.whole() for v in again])
+
+
+def hold_back(values: Sequence[Any], order: Order, saved: bool) -> None:
+    """Holds back the leaves among the operands of one use."""
+    leaves = [v for v in values if isinstance(v, Divided) and v.used_once]
+    if leaves:
+        after = order.forward([v for v in values if not isinstance(v, Divided)])
+        for leaf in leaves:
+            leaf.wait(after, order if saved else None)
+
+
+def _backward(
+    leaves: Sequence[Divided],
+    order: Order,
+    which: Sequence[int | None],
+    structure: Any,
+    rest: Sequence[Any],
+    wholes: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> Any:
+    """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
+
+    The last use of a forward pass is the first of the backward pass, and keeps its leaf.
+    `which` says of each saved array which leaf it is; None: one of `rest`.
+    """
+    turning = len({i for i in which if i is not None}) == 1 and order.turn()
+    after, saved = order.backward(cotangents), iter(rest)
+
+    def leaf(i: int) -> Any:
+        return wholes[i] if turning else leaves[i].whole_again(after)
+
+    held = [next(saved) if i is None else leaf(i) for i in which]
+    return jax.tree.unflatten(structure, held)(cotangents)
+
+
+def make_whole(value: Any) -> Any:
+    """A leaf made whole; anything else as it is."""
+    return value.whole() if isinstance(value, Divided) else value
