@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,15 +14,17 @@ from gshard.layout import Layout
 
 BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
-LARGE = 2**16  # elements of a leaf that costs more to copy than to move alone (benchmarks)
-LARGE_OVER_GLOO = BUFFER_MAX_SIZE  # between processes on CPU each collective waits for all of them
+LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
+# Between processes on CPU each collective waits for all of them, and longer ones are slower by far.
+LONGEST_OVER_GLOO = 2**19
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
 
-    A leaf of more than a quarter of that, or of more than `LARGE` (over several processes on CPU
-    `LARGE_OVER_GLOO`), goes alone, without a copy; 0 puts every leaf alone.
+    A leaf of more than a quarter of that, or of more than `LARGE`, goes alone, without a copy. Over
+    several processes on CPU all leaves share buckets, of at most `LONGEST_OVER_GLOO` elements. 0
+    puts every leaf alone.
 
     Args:
       sizes: elements of each whole leaf.
@@ -32,7 +35,9 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
       Lists of indices, together every index once.
     """
     over_gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    alone = min(LARGE_OVER_GLOO if over_gloo else LARGE, buffer_max_size // 4)
+    alone = min(LARGE, buffer_max_size // 4)
+    if over_gloo:
+        alone = buffer_max_size = min(LONGEST_OVER_GLOO, buffer_max_size)
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
@@ -48,6 +53,23 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
         bucket.append(i)
         filled[kind] += size
     return found
+
+
+def layers(paths: Sequence[str]) -> list[str]:
+    """Of every path the layer of the model that it lies in, by the numbers in its keys.
+
+    That is its shortest beginning that ends with a number, and of which there is another with
+    another number (`block_3` of `block_3/up/kernel`); else the path up to its last key.
+    """
+    numbered = [[m.span() for m in re.finditer(r"\d+", path)] for path in paths]
+    counts: dict[str, set[str]] = {}
+    for path, spans in zip(paths, numbered, strict=True):
+        for start, end in spans:
+            counts.setdefault(path[:start], set()).add(path[start:end])
+    return [
+        next((p[:end] for start, end in spans if len(counts[p[:start]]) > 1), p.rpartition("/")[0])
+        for p, spans in zip(paths, numbered, strict=True)
+    ]
 
 
 def in_buckets(

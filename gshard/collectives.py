@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,6 +68,43 @@ def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
         return on_user_axes(sums, [stored], [layout.user_spec], layout.group)[0]
 
 
+def gather_bucket(
+    parts: Sequence[jax.Array], layouts: Sequence[Layout], purpose: str = "gather"
+) -> list[jax.Array]:
+    """All-gathers several divided leaves of one dtype and group in one collective."""
+    places = [layout.local() for layout in layouts]
+
+    def packed(parts: list[jax.Array]) -> list[jax.Array]:
+        rows = [to_rows(x, place, 1) for x, place in zip(parts, places, strict=True)]
+        row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
+        n = places[0].group.size
+        return [
+            place.cut(from_rows(r, place, n))
+            for r, place in zip(split_row(row, rows), places, strict=True)
+        ]
+
+    with jax.named_scope(f"gshard/{purpose}"):
+        specs = [layout.user_spec for layout in layouts]
+        return on_user_axes(packed, parts, specs, layouts[0].group)
+
+
+def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+    """Reduce-scatters several divided leaves of one dtype and group in one collective."""
+    places = [layout.local() for layout in layouts]
+
+    def packed(wholes: list[jax.Array]) -> list[jax.Array]:
+        n = places[0].group.size
+        rows = [to_rows(place.pad(x), place, n) for x, place in zip(wholes, places, strict=True)]
+        row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
+        return [
+            from_rows(r, place, 1) for r, place in zip(split_row(row, rows), places, strict=True)
+        ]
+
+    with jax.named_scope("gshard/scatter"):
+        specs = [layout.user_spec for layout in layouts]
+        return on_user_axes(packed, wholes, specs, layouts[0].group)
+
+
 def on_user_axes(
     fun: Callable[[list[jax.Array]], list[jax.Array]],
     leaves: Sequence[jax.Array],
@@ -108,20 +146,12 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    wholes: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
+    wholes: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    buffer_max_size: int,
 ) -> list[jax.Array]:
     """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
-
-    def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        n = places[0].group.size
-        rows = [to_rows(place.pad(x), place, n) for x, place in zip(bucket, places, strict=True)]
-        with jax.named_scope("gshard/scatter"):
-            row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
-        return [
-            from_rows(r, place, 1) for r, place in zip(split_row(row, rows), places, strict=True)
-        ]
-
-    return in_buckets(wholes, layouts, buffer_max_size, scatter, packed)
+    return in_buckets(wholes, layouts, buffer_max_size, scatter, scatter_bucket)
 
 
 def publish_leaves(
@@ -131,21 +161,7 @@ def publish_leaves(
     purpose: str = "publish",
 ) -> list[jax.Array]:
     """Gathers many leaves in buckets: every device's part of an update to the logical whole."""
-
-    def alone(part: jax.Array, layout: Layout) -> jax.Array:
-        with jax.named_scope(f"gshard/{purpose}"):
-            return layout.cut(_all_gather(part, layout.group.hops, layout.dim))
-
-    def packed(bucket: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        n = places[0].group.size
-        rows = [to_rows(x, place, 1) for x, place in zip(bucket, places, strict=True)]
-        with jax.named_scope(f"gshard/{purpose}"):
-            row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
-        wholes = [
-            from_rows(r, place, n) for r, place in zip(split_row(row, rows), places, strict=True)
-        ]
-        return [place.cut(x) for x, place in zip(wholes, places, strict=True)]
-
+    alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
     return in_buckets(parts, layouts, buffer_max_size, alone, packed)
 
 

@@ -11,16 +11,18 @@ import jax.numpy as jnp
 from gshard.arguments import shown
 from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
+from gshard.buckets import BUFFER_MAX_SIZE, layers
 from gshard.collectives import reduce_scalar
-from gshard.divided_leaf import Order, Use
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import with_divided
 from gshard.fit import Fit
 from gshard.loss import check_reduced, is_named, is_numeric
 from gshard.plan import Plan, check_call, check_state
+from gshard.scope import Scope
 from gshard.state import Parts
 from gshard.tree import same_leaves
+from gshard.use import Use
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -38,7 +40,8 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
     stored = jax.tree.leaves(plan.params)
-    uses = [Use(layout, layout) for layout in stored]
+    names = layers([layout.path for layout in stored])
+    uses = [Use(x, x, layer=name) for x, name in zip(stored, names, strict=True)]
     uses = [None if use.pointless else use for use in uses]
 
     def run(parts: Parts, batch: Any) -> Any:
@@ -61,8 +64,8 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         def on_device(leaves: list[jax.Array], batch: Any) -> Any:
             taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
             axes = plan.group.axes
-            with Order(sync=False) as order:
-                out = with_divided(whole, all_uses, axes, leaves, taps, batch, order=order)
+            with Scope(sync=False, buffer_max_size=BUFFER_MAX_SIZE) as scope:
+                out = with_divided(whole, all_uses, axes, leaves, taps, batch, scope=scope)
             flat, tree = jax.tree.flatten(out, is_leaf=is_named)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]

@@ -5,8 +5,8 @@ through casts (so that the compute dtype travels), into `jit`, `checkpoint` and 
 of `scan`, and is gathered where something first needs it whole. Hence a scanned model holds one
 layer at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
 
-What a leaf is here, and how its gradient leaves: `divided_leaf`. How the backward pass gathers
-again: `whole_again`.
+What a leaf is here: `divided_leaf`; how its gradient leaves: `use`; which leaves move together:
+`layer_buckets`; how the backward pass gathers again: `whole_again`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import jax
 from jax.extend import core
 
 from gshard import constraints
-from gshard.divided_leaf import Divided, Order, Use
+from gshard.divided_leaf import Divided
 from gshard.equations import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
+from gshard.layer_buckets import move_layers_together
 from gshard.places import Places
+from gshard.scope import Scope
+from gshard.use import Use
 from gshard.whole_again import hold_back, make_whole, on_whole, saves_operands
 
 
@@ -33,7 +36,7 @@ def with_divided(
     leaves: Sequence[jax.Array],
     taps: Sequence[jax.Array],
     *args: Any,
-    order: Order,
+    scope: Scope,
 ) -> Any:
     """`fun(whole leaves, *args)`, its leaves made whole at their first use.
 
@@ -46,10 +49,10 @@ def with_divided(
       leaves: this device's parts (or wholes).
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
-      order: when leaves are gathered; a context that is open.
+      scope: when leaves are gathered; a context that is open.
     """
     values = [
-        leaf if use is None else Divided(use, leaf, tap)
+        leaf if use is None else Divided.alone(use, leaf, tap)
         for use, leaf, tap in zip(uses, leaves, taps, strict=True)
     ]
     abstract = [
@@ -63,18 +66,21 @@ def with_divided(
         raise
     constraints.refuse(closed.jaxpr, axes)
     inputs = [*values, *jax.tree.leaves(args)]
-    out = _evaluate(closed.jaxpr, closed.consts, inputs, order)
-    order.end_forward()
+    out = _evaluate_scope(closed.jaxpr, closed.consts, inputs, scope)
+    scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], order: Order, saved: bool = True
+def _evaluate_scope(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Scope
 ) -> list[Any]:
-    """Evaluates one scope; the results are whole.
+    """Evaluates one scope; the results are whole."""
+    move_layers_together(jaxpr, args, scope.buffer_max_size)
+    return _evaluate(jaxpr, consts, args, scope)
 
-    `saved`: what its backward pass needs is saved by the forward pass, and not computed again.
-    """
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Scope) -> list[Any]:
+    """Evaluates a scope, or what a `jit` within it calls; the results are whole."""
     env: dict[Any, Any] = {}
     places = Places(jaxpr)
 
@@ -91,12 +97,12 @@ def _evaluate(
     write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
-            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], order, saved)
+            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], scope)
         write(eqn.outvars, results)
     return [make_whole(read(v)) for v in jaxpr.outvars]
 
 
-def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
+def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
     if not any(isinstance(v, Divided) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
@@ -105,33 +111,28 @@ def _evaluate_equation(eqn: Any, values: list[Any], order: Order, saved: bool) -
     if name in (*VIEWS, "convert_element_type") and len(values) == 1:
         return [values[0].seen(eqn)]
     if name == JIT:
-        return _evaluate(*body_of(eqn), values, order, saved)
+        return _evaluate(*body_of(eqn), values, scope)
     if name in CHECKPOINTS:
-        return _evaluate_checkpoint(eqn, values, order)
+        return _evaluate_checkpoint(eqn, values, scope)
     if name == "scan":
-        return _evaluate_scan(eqn, values, order, saved)
-    return on_whole(partial(bind, eqn), values, order, saved and saves_operands(eqn))
+        return _evaluate_scan(eqn, values, scope)
+    return on_whole(partial(bind, eqn), values, scope, saves_operands(eqn))
 
 
-def _evaluate_checkpoint(eqn: Any, values: list[Any], order: Order) -> Sequence[Any]:
+def _evaluate_checkpoint(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
     """Rebuilt, so that the gather is inside and happens again in the backward pass."""
     body, consts = body_of(eqn)
-    hold_back(values, order, saved=False)
+    hold_back(values, scope)
     flat, restore = _open([_kept(v) for v in values])
     again = jax.checkpoint(
-        lambda *flat: _results(body, consts, restore(flat), order),
+        lambda *flat: _evaluate_scope(body, consts, restore(flat), scope.computed_again()),
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
     )
     return again(*flat)
 
 
-def _results(body: Any, consts: Sequence[Any], args: list[Any], outer: Order) -> list[Any]:
-    """Of a scope whose backward pass computes again what it needs; whole."""
-    return _evaluate(body, consts, args, Order(outer.sync), saved=False)
-
-
-def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Sequence[Any]:
+def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
     """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before."""
     body, consts = body_of(eqn)
     fixed, carried, _ = scan_sizes(eqn)
@@ -140,12 +141,19 @@ def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Se
         v if not isinstance(v, Divided) or (v.use.scannable and v.of is None) else v.whole()
         for v in values[fixed + carried :]
     ]
+    # The stack of gradients that a scan makes stays in the dtype of its layers.
+    places, stacks = Places(body), body.invars[fixed + carried :]
+    layers = [
+        x.leaves_in(places.moves_in(v)) if isinstance(x, Divided) else x
+        for x, v in zip(layers, stacks, strict=True)
+    ]
     flat, restore = _open(layers, layer=True)
     again = [v for v in layers if isinstance(v, Divided) and v.use.reshard]
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            out = _results(body, consts, [*values[:fixed], *carry, *restore(x)], order)
+            args = [*values[:fixed], *carry, *restore(x)]
+            out = _evaluate_scope(body, consts, args, scope.computed_again())
             return out[:carried], out[carried:]
 
         if again and not _has_checkpoint(body):
@@ -160,8 +168,7 @@ def _evaluate_scan(eqn: Any, values: list[Any], order: Order, saved: bool) -> Se
         )
         return [*carry, *stacked]
 
-    saved = saved and saves_operands(eqn)
-    return on_whole(scan, [*values[: fixed + carried], *flat], order, saved)
+    return on_whole(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
@@ -187,14 +194,16 @@ def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
     """A `jax.checkpoint` policy: a layer made whole, and mere views of it, are made again.
 
     Else a scan would stack every layer that it made whole for its backward pass. A policy sees a
-    primitive and the shapes it is given, so `_whole` is known by the shapes of part and tap.
+    primitive and the shapes it is given, so leaves made whole are known by those of part and tap.
     """
-    uses = [v.use.layer() for v in layers]
+    uses = [v.use.of_one_layer() for v in layers]
     known = {(use.kept_shape, use.reduced.part_shape) for use in uses}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
-            return tuple(aval.shape for aval in avals) not in known
+            shapes = [aval.shape for aval in avals]
+            half = len(shapes) // 2
+            return not known.issuperset(zip(shapes[:half], shapes[half:], strict=False))
         if primitive.name == "device_put":  # a part that is fetched
             return avals[0].shape not in {use.stored.part_shape for use in uses}
         if primitive.name == "convert_element_type":  # of a layer, and not of an activation

@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from gshard.auxiliary import added, as_sums, nothing
+from gshard.buckets import layers
 from gshard.collectives import group_index
-from gshard.divided_leaf import Order, Use
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, refuse_keys
 from gshard.plan import Plan, all_whole
+from gshard.scope import Scope
 from gshard.state import OVERWRITTEN, PureLoss
+from gshard.use import Use
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +52,7 @@ class MicroBatch:
         by_rows: bool,
         reshard: bool | int,
         sync_comm: bool,
+        buffer_max_size: int,
         scale: jax.Array | None,
     ):
         self.form = LossForm(loss, structure, has_aux, by_rows)
@@ -57,11 +60,12 @@ class MicroBatch:
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
         self.targets = targets
-        self.scale, self.reshard, self.sync_comm = scale, reshard, sync_comm
+        self.scale, self.reshard = scale, reshard
+        self.sync_comm, self.buffer_max_size = sync_comm, buffer_max_size
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
         uses = [
-            Use(s, t, converts=converts, reshard=s.dim is None or reshard)
-            for s, t in zip(stored, targets, strict=True)
+            Use(s, t, converts=converts, reshard=s.dim is None or reshard, layer=layer)
+            for s, t, layer in zip(stored, targets, layers([s.path for s in stored]), strict=True)
         ]
         self.uses = [None if use.pointless else use for use in uses]
 
@@ -69,8 +73,8 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
-        with Order(self.sync_comm) as order:
-            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
+        with Scope(self.sync_comm, self.buffer_max_size) as scope:
+            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
         refuse_keys(updates)
@@ -81,8 +85,8 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> jax.Array:
         """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
-        with Order(self.sync_comm) as order:
-            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, order)
+        with Scope(self.sync_comm, self.buffer_max_size) as scope:
+            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
             return at(points, overwritten)[1][1]
 
     def _at(
@@ -93,7 +97,7 @@ class MicroBatch:
         batch: Any,
         rng: Any,
         i: Any,
-        order: Order,
+        scope: Scope,
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """The loss as a function of where gradients are taken, and these places."""
         rng, extras = fold_keys((rng, extras), self.device, i)
@@ -126,7 +130,7 @@ class MicroBatch:
                 [*points, *more_taps],
                 batch,
                 rng,
-                order=order,
+                scope=scope,
             )
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 

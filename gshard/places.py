@@ -43,6 +43,56 @@ class Places:
                 found += 1
         return found
 
+    def moves_in(self, var: Any) -> Any:
+        """The dtype that a value is cast to before its only use, in whatever scope; else None."""
+        users = self._users.get(var, ())
+        if len(users) != 1 or var in self._returned:
+            return None
+        ((eqn, position),) = users
+        if eqn.primitive.name in (JIT, *CHECKPOINTS):
+            return self._within(eqn).moves_in(body_of(eqn)[0].invars[position])
+        cast = eqn.primitive.name == "convert_element_type"
+        return eqn.params["new_dtype"] if cast else None
+
+    def whole_here(self) -> dict[Any, list[Any]]:
+        """Inputs that this scope itself makes whole, in the order of their first uses.
+
+        For each the dtypes that it is cast to before: none, or one after the other.
+        """
+        found: dict[Any, list[Any]] = {}
+        self._follow({v: (v, []) for v in self._jaxpr.invars}, set(), found)
+        return found
+
+    def _follow(
+        self, known: dict[Any, tuple[Any, list[Any]]], views: set[Any], found: dict[Any, list[Any]]
+    ) -> None:
+        """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
+        for eqn in self._jaxpr.eqns:
+            name = eqn.primitive.name
+            given = [(i, v) for i, v in enumerate(eqn.invars) if isinstance(v, core.Var)]
+            given = [(i, v) for i, v in given if v in known]
+            if name == JIT and given:
+                body = self._within(eqn)
+                inner = {body._jaxpr.invars[i]: known[v] for i, v in given}
+                seen = {body._jaxpr.invars[i] for i, v in given if v in views}
+                body._follow(inner, seen, found)
+                given = [(i, v) for i, v in given if body._jaxpr.invars[i] in body._returned]
+            elif name == "scan":
+                given = [(i, v) for i, v in given if i < sum(scan_sizes(eqn)[:2])]
+            elif name in CHECKPOINTS:
+                continue
+            for _, v in given:
+                leaf, casts = known[v]
+                if name in (*VIEWS, "convert_element_type"):
+                    (out,) = eqn.outvars
+                    if name != "convert_element_type" or v in views:
+                        views.add(out)
+                    else:
+                        casts = [*casts, out.aval.dtype]
+                    known[out] = (leaf, casts)
+                else:
+                    found.setdefault(leaf, casts)
+
     def _within(self, eqn: Any) -> Places:
         if id(eqn) not in self._inner:
             self._inner[id(eqn)] = Places(body_of(eqn)[0])

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from gshard.divided_leaf import Divided, Order
+from gshard.divided_leaf import Divided
 from gshard.equations import with_inner
+from gshard.scope import Scope
 
 # Their backward pass uses operands as they are.
 _SAVING = (
@@ -37,13 +38,16 @@ def saves_operands(eqn: Any) -> bool:
 def on_whole(
     fun: Callable[[Sequence[Any]], Sequence[Any]],
     values: Sequence[Any],
-    order: Order,
-    saved: bool,
+    scope: Scope,
+    saves: bool,
 ) -> Sequence[Any]:
-    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts."""
-    hold_back(values, order, saved)
+    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts.
+
+    `saves`: whether a backward pass of `fun` uses its operands as they are.
+    """
+    hold_back(values, scope)
     reshard = [isinstance(v, Divided) and v.gathers_again for v in values]
-    if not saved or not any(reshard):
+    if not (saves and scope.saved and any(reshard)):
         return fun([make_whole(v) for v in values])
     again = [v for v, one in zip(values, reshard, strict=True) if one]
     others = [make_whole(v) for v, one in zip(values, reshard, strict=True) if not one]
@@ -57,7 +61,10 @@ def on_whole(
         held, structure = jax.tree.flatten(pullback)
         which = [next((i for i, w in enumerate(wholes) if w is x), None) for x in held]
         rest = [x for x, i in zip(held, which, strict=True) if i is None]
-        backward = partial(_backward, again, order, which, structure)
+        for i in which:
+            if i is not None:
+                again[i].bucket.comes_back(again[i].place)
+        backward = partial(_backward, again, scope, which, structure)
         return out, jax.tree_util.Partial(backward, rest, list(wholes))
 
     run = jax.custom_vjp(call)
@@ -65,18 +72,18 @@ def on_whole(
     return run(others, [v.whole() for v in again])
 
 
-def hold_back(values: Sequence[Any], order: Order, saved: bool) -> None:
+def hold_back(values: Sequence[Any], scope: Scope) -> None:
     """Holds back the leaves among the operands of one use."""
-    leaves = [v for v in values if isinstance(v, Divided) and v.used_once]
+    leaves = [v for v in values if isinstance(v, Divided) and v.used_once and not v.bucket.is_whole]
     if leaves:
-        after = order.forward([v for v in values if not isinstance(v, Divided)])
+        after = scope.forward([v for v in values if not isinstance(v, Divided)])
         for leaf in leaves:
-            leaf.wait(after, order if saved else None)
+            leaf.wait(after, scope)
 
 
 def _backward(
     leaves: Sequence[Divided],
-    order: Order,
+    scope: Scope,
     which: Sequence[int | None],
     structure: Any,
     rest: Sequence[Any],
@@ -85,11 +92,14 @@ def _backward(
 ) -> Any:
     """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
 
-    The last use of a forward pass is the first of the backward pass, and keeps its leaf.
-    `which` says of each saved array which leaf it is; None: one of `rest`.
+    Leaves of the last use of a forward pass come back first, and are kept. `which` says of each
+    saved array which leaf it is; None: one of `rest`.
     """
-    turning = len({i for i in which if i is not None}) == 1 and order.turn()
-    after, saved = order.backward(cotangents), iter(rest)
+    buckets = {leaves[i].bucket for i in which if i is not None}
+    turning = len(buckets) == 1 and scope.turns(next(iter(buckets)))
+    back = not turning and all(bucket.is_back for bucket in buckets)
+    after = () if back else scope.backward(cotangents)
+    saved = iter(rest)
 
     def leaf(i: int) -> Any:
         return wholes[i] if turning else leaves[i].whole_again(after)

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import gshard
+from gshard.equations import all_equations
 from gshard.hlo import read_program
 
 D, LAYERS, ROWS = 16, 6, 8
@@ -156,7 +157,7 @@ def one_device(loss, p, batch):
     return jax.value_and_grad(loss)(p, batch)
 
 
-def divided(loss, level, n=4, rules=None, micro_batches=1):
+def divided(loss, level, n=4, rules=None, **options):
     mesh = gshard.make_mesh(devices=jax.devices()[:n])
     state, plan = gshard.shard_train_state(
         (params(), optax.sgd(0.1)),
@@ -166,7 +167,7 @@ def divided(loss, level, n=4, rules=None, micro_batches=1):
         scan_axes={"stack": 0},
         rules=rules,
     )
-    fun = jax.jit(gshard.value_and_grad(loss, plan, micro_batches=micro_batches))
+    fun = jax.jit(gshard.value_and_grad(loss, plan, **options))
     return fun, state, plan
 
 
@@ -203,7 +204,7 @@ def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
 
 
 def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
-    fun, state, _ = divided(tied, "p_g_os")
+    fun, state, _ = divided(tied, "p_g_os", buffer_max_size=0)
     text = fun.lower(state.params, rows()).as_text()
     assert text.count('"stablehlo.all_gather"') == 3  # embed, out, bias
     assert text.count('"stablehlo.reduce_scatter"') == 3
@@ -256,6 +257,37 @@ def test_a_cast_is_applied_to_the_part_so_that_the_compute_dtype_travels():
     found = fun.lower(state.params, rows()).as_text().splitlines()
     types = [line for line in found if '"stablehlo.all_gather"' in line]
     assert types and all("bf16" in line.rsplit("->", 1)[1] for line in types)
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_gradients_of_a_scan_are_stacked_in_the_dtype_that_they_move_in(remat, level):
+    """Half of the memory; they become float32 after the loop, the same numbers."""
+
+    def half(x, w):
+        return layer(x, w.astype(jnp.bfloat16).T)
+
+    def loss(p, batch):
+        x = p["embed"][batch["ids"]].astype(jnp.bfloat16)
+        body = jax.checkpoint(half) if remat else half
+        x, _ = jax.lax.scan(lambda x, w: (body(x, w), None), x, p["stack"])
+        return cross_entropy(x.astype(jnp.float32) @ p["out"] + p["bias"], batch["labels"])
+
+    fun, state, plan = divided(loss, level)
+    part = (LAYERS, *plan.grads["stack"].layer().part_shape)
+    dtypes = {
+        str(out.aval.dtype)
+        for eqn in all_equations(jax.make_jaxpr(fun)(state.params, rows()).jaxpr)
+        if eqn.primitive.name == "scan"
+        for out in eqn.outvars
+        if out.aval.shape == part
+    }
+    assert dtypes == {"bfloat16"}
+    _, grads = fun(state.params, rows())
+    assert grads["stack"].dtype == jnp.float32
+    _, expected = one_device(loss, params(), rows())
+    largest = np.abs(expected["stack"]).max()
+    np.testing.assert_allclose(grads["stack"], expected["stack"], atol=2e-2 * largest)
 
 
 @pytest.mark.parametrize("name, times", [("scan", 2), ("scan, checkpoint", 2)])

@@ -293,7 +293,8 @@ def test_a_weight_that_a_recurrence_closes_over_is_gathered_again_once():
     state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=32)
     counts = []
     for reshard in (False, True):
-        fun = jax.jit(gshard.value_and_grad(recurrent, plan, reshard_after_forward=reshard))
+        options = {"reshard_after_forward": reshard, "buffer_max_size": 0}
+        fun = jax.jit(gshard.value_and_grad(recurrent, plan, **options))
         _, grads = fun(state.params, batch())
         expected = jax.grad(recurrent)(given, batch())
         for name in given:

@@ -1,0 +1,158 @@
+"""Leaves that are made whole together: most are alone, small ones of a layer share a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from gshard.collectives import (
+    gather,
+    gather_across,
+    gather_bucket,
+    gather_within,
+    scatter,
+    scatter_bucket,
+)
+from gshard.scope import Scope
+from gshard.use import Use
+
+
+class LeafBucket:
+    """Leaves made whole at the first use of one of them, and again at its first use backward.
+
+    Their gradients leave together too, when the last of them has arisen.
+
+    Attributes:
+      uses: one per leaf. Several differ in nothing but layouts, which are of one group.
+      stored: this device's parts, or wholes, at rest.
+      taps: what receives the gradients.
+    """
+
+    def __init__(self, uses: Sequence[Use], stored: Sequence[jax.Array], taps: Sequence[jax.Array]):
+        self.uses, self.stored, self.taps = tuple(uses), list(stored), list(taps)
+        self._scope: Scope | None = None
+        self._kept: list[jax.Array] | None = None
+        self._wholes: list[jax.Array] | None = None
+        self._to_come_back: set[int] = set()
+        self._again: dict[int, jax.Array] = {}
+
+    @property
+    def kept(self) -> list[jax.Array]:
+        """What is kept of the leaves for the backward pass: parts, or what neighbours hold."""
+        result = self._kept
+        if result is None:
+            result = [_held(use, x) for use, x in zip(self.uses, self.stored, strict=True)]
+            self._kept = result
+        return result
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the forward pass has made them whole."""
+        return self._wholes is not None
+
+    def wholes(self) -> list[jax.Array]:
+        """The leaves, made whole at the first call."""
+        result = self._wholes
+        if result is None:
+            result = self._wholes = _wholes(self.uses, self._scope, self.kept, self.taps)
+        return result
+
+    def wait(self, after: Sequence[jax.Array], scope: Scope) -> None:
+        """Not to be gathered before `after` is known."""
+        if scope.saved:
+            scope.holds(self)
+            self._scope = scope
+        if after and self._kept is None and self.uses[0].stored.dim is not None:
+            self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
+
+    def comes_back(self, i: int) -> None:
+        """The backward pass will need leaf `i` whole."""
+        self._to_come_back.add(i)
+
+    @property
+    def is_back(self) -> bool:
+        """Whether the backward pass has made whole again what it needs."""
+        return self._to_come_back == self._again.keys()
+
+    def again(self, i: int, after: Sequence[jax.Array]) -> jax.Array:
+        """Leaf `i`, made whole anew with all that come back, once `after` is known."""
+        if not self.is_back:
+            places = sorted(self._to_come_back)
+            uses = [self.uses[j] for j in places]
+            held = bool(uses[0].neighbours)
+            saved = [(self.kept if held else self.stored)[j] for j in places]
+            # Without an order XLA would find the first gather, and keep what it made.
+            saved, _ = jax.lax.optimization_barrier((saved, list(after)))
+            if not held:
+                saved = [fetched(use, x) for use, x in zip(uses, saved, strict=True)]
+            self._again = dict(zip(places, _gathered(uses, saved), strict=True))
+        return self._again[i]
+
+    def end_forward(self) -> None:
+        """Lets go of what only the forward pass needs."""
+        self.taps, self._wholes = [], None
+
+
+def fetched(use: Use, x: jax.Array) -> jax.Array:
+    """What is stored, on the device."""
+    return jax.device_put(x, jax.memory.Space.Device) if use.stored.on_host else x
+
+
+def _held(use: Use, stored: jax.Array) -> jax.Array:
+    part = fetched(use, stored)
+    if use.neighbours and not use.held:
+        return gather_across(part, use.stored, use.neighbours, use.purpose)
+    return part
+
+
+def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:
+    """Whole leaves, from what is kept of them."""
+    first = uses[0]
+    if first.stored.dim is None:
+        return list(kept)
+    if len(uses) > 1:
+        return gather_bucket(kept, [use.stored for use in uses], first.purpose)
+    if first.neighbours:
+        return [gather_within(kept[0], first.stored, first.neighbours, first.purpose)]
+    return [gather(kept[0], first.stored, first.purpose)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _wholes(
+    uses: tuple[Use, ...], scope: Scope | None, kept: list[jax.Array], taps: list[jax.Array]
+) -> list[jax.Array]:
+    del scope, taps
+    return _gathered(uses, kept)
+
+
+def _forward(
+    uses: tuple[Use, ...], scope: Scope | None, kept: list[jax.Array], taps: list[jax.Array]
+) -> tuple[list[jax.Array], None]:
+    return _wholes(uses, scope, kept, taps), None
+
+
+def _backward(
+    uses: tuple[Use, ...], scope: Scope | None, _: None, cotangents: list[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    # The stored leaves are never differentiated; their cotangents are dead code.
+    nothing = [jnp.zeros(u.kept_shape, c.dtype) for u, c in zip(uses, cotangents, strict=True)]
+    summed = [
+        c.astype(u.reduced.dtype) if u.converts else c
+        for u, c in zip(uses, cotangents, strict=True)
+    ]
+    layouts = [use.reduced for use in uses]
+    if layouts[0].dim is None:
+        return nothing, summed
+    several = len(uses) > 1
+    parts = scatter_bucket(summed, layouts) if several else [scatter(summed[0], layouts[0])]
+    if scope is not None:
+        scope.scattered(parts[0])
+    else:  # or XLA on GPU moves it into the next turn of a scan, and holds two layers' gradients
+        parts = jax.lax.optimization_barrier(parts)
+    return nothing, parts
+
+
+_wholes.defvjp(_forward, _backward)

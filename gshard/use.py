@@ -1,0 +1,73 @@
+"""How one leaf becomes whole where a loss needs it, and how its gradient leaves.
+
+The gradient of a leaf arrives at its *tap*, a second input of zeros that nothing reads: shaped like
+the part, it receives the gradient scattered where it arises; shaped like the whole, the local one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from gshard.layout import Layout
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a leaf becomes whole, and how its gradient leaves.
+
+    Attributes:
+      stored: the layout at rest; gathered when it is divided.
+      reduced: the layout of the gradient at the tap; scattered when it is divided.
+      purpose: what the gather is counted as.
+      converts: the gradient is scattered in the dtype of `reduced`; else in the one it arises in.
+      reshard: nothing whole is kept for the backward pass, which gathers again; a number: what so
+        many neighbours hold between them is kept, and gathered among them. False: the whole leaf.
+      held: the leaf is given as what neighbours hold between them.
+      layer: of the model, as `buckets.layers` names it; small leaves of one layer move together.
+    """
+
+    stored: Layout
+    reduced: Layout
+    purpose: str = "gather"
+    converts: bool = False
+    reshard: bool | int = True
+    held: bool = False
+    layer: str = ""
+
+    @property
+    def pointless(self) -> bool:
+        """Nothing to gather and nothing to scatter."""
+        return self.stored.dim is None and self.reduced.dim is None
+
+    @property
+    def scannable(self) -> bool:
+        """A scan over dimension 0 can take the leaf divided."""
+        others = self.stored.user and self.stored.user[0]
+        return self.stored.dim != 0 and self.reduced.dim != 0 and not others
+
+    def of_one_layer(self) -> Use:
+        """The use of one layer of a stack, in the body of a scan: all there is one layer."""
+        stored, reduced = self.stored.layer(), self.reduced.layer()
+        return dataclasses.replace(self, stored=stored, reduced=reduced, layer="")
+
+    def tap(self) -> jax.Array:
+        """Zeros that receive the gradient."""
+        return jnp.zeros(self.reduced.part_shape, self.reduced.dtype)
+
+    @property
+    def neighbours(self) -> int:
+        """How many keep the leaf between them for the backward pass; 0 where parts are kept."""
+        return 0 if isinstance(self.reshard, bool) or self.stored.dim is None else self.reshard
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Of the array that the leaf is made whole from."""
+        times = self.stored.group.size // (self.neighbours or self.stored.group.size)
+        return tuple(
+            size * times if d == self.stored.dim else size
+            for d, size in enumerate(self.stored.part_shape)
+        )
