@@ -33,9 +33,9 @@ class Divided:
         self._in_dtype: Divided | None = None
 
     @classmethod
-    def alone(cls, use: Use, stored: jax.Array, tap: jax.Array) -> Divided:
-        """A leaf that is gathered by itself."""
-        return cls(LeafBucket([use], [stored], [tap]))
+    def alone(cls, use: Use, stored: jax.Array, tap: jax.Array, scope: Scope) -> Divided:
+        """A leaf of `scope` that is gathered by itself."""
+        return cls(LeafBucket([use], [stored], [tap], scope))
 
     @property
     def use(self) -> Use:
@@ -57,9 +57,10 @@ class Divided:
         """Whether the backward pass of its use gathers it anew."""
         return self.used_once and bool(self.use.reshard) and self.use.stored.dim is not None
 
-    def wait(self, after: Sequence[jax.Array], scope: Scope) -> None:
-        """Not to be gathered before `after` is known."""
-        self.bucket.wait(after, scope)
+    @property
+    def waits(self) -> bool:
+        """Whether its gather is ordered; alone and used by several equations it is not."""
+        return not self.bucket.is_whole and (self.used_once or len(self.bucket.uses) > 1)
 
     def whole(self) -> jax.Array:
         """The leaf, made whole."""
@@ -79,14 +80,16 @@ class Divided:
             use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
             stored = fetched(self.use, self.bucket.stored[self.place]).astype(dtype)
             tap = self.tap if use.converts else self.tap.astype(dtype)
-            self._in_dtype = Divided.alone(use, stored, tap)
+            self._in_dtype = Divided.alone(use, stored, tap, self.bucket.scope)
+        assert self._in_dtype.dtype == dtype, "cast to two dtypes, it would have been whole"
         return self._in_dtype
 
-    def leaves_in(self, dtype: Any) -> Divided:
+    def with_gradient_in(self, dtype: Any) -> Divided:
         """The same, whose gradient arrives in `dtype`, the one it moves in, where that is less."""
         if self.use.converts or dtype is None or dtype.itemsize >= self.tap.dtype.itemsize:
             return self
-        return Divided.alone(self.use, self.bucket.stored[self.place], self.tap.astype(dtype))
+        stored, tap = self.bucket.stored[self.place], self.tap.astype(dtype)
+        return Divided.alone(self.use, stored, tap, self.bucket.scope)
 
     def seen(self, view: Any) -> Divided:
         """What one equation of `VIEWS` makes of it."""
@@ -99,20 +102,21 @@ class Divided:
         held = self.use.neighbours and not layer
         return (self.bucket.kept if held else self.bucket.stored)[self.place], self.tap
 
-    def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array) -> Divided:
-        """The same, or one layer of it, in a scope that was given its arrays."""
+    def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array, scope: Scope) -> Divided:
+        """The same, or one layer of it, in another scope that was given its arrays."""
         use = self.use
         if layer:
             use = use.of_one_layer()
         elif use.neighbours and not use.held:
             use = dataclasses.replace(use, stored=use.stored.at(DEVICE), held=True)
-        return Divided.alone(use, stored, tap)
+        return Divided.alone(use, stored, tap, scope)
 
 
 def move_together(leaves: Sequence[Divided]) -> None:
     """From now on these are made whole by one collective; none is whole yet."""
     uses = [leaf.use for leaf in leaves]
     stored = [leaf.bucket.stored[leaf.place] for leaf in leaves]
-    bucket = LeafBucket(uses, stored, [leaf.tap for leaf in leaves])
+    taps = [leaf.tap for leaf in leaves]
+    bucket = LeafBucket(uses, stored, taps, leaves[0].bucket.scope)
     for place, leaf in enumerate(leaves):
         leaf.bucket, leaf.place = bucket, place

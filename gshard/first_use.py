@@ -11,6 +11,7 @@ What a leaf is here: `divided_leaf`; how its gradient leaves: `use`; which leave
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ def with_divided(
       scope: when leaves are gathered; a context that is open.
     """
     values = [
-        leaf if use is None else Divided.alone(use, leaf, tap)
+        leaf if use is None else Divided.alone(use, leaf, tap, scope)
         for use, leaf, tap in zip(uses, leaves, taps, strict=True)
     ]
     abstract = [
@@ -75,6 +76,9 @@ def _evaluate_scope(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Scope
 ) -> list[Any]:
     """Evaluates one scope; the results are whole."""
+    often = Counter(id(x) for x in args if isinstance(x, Divided))
+    # Given twice, it is used by more than the scope can see of either.
+    args = [make_whole(x) if often[id(x)] > 1 else x for x in args]
     move_layers_together(jaxpr, args, scope.buffer_max_size)
     return _evaluate(jaxpr, consts, args, scope)
 
@@ -124,8 +128,13 @@ def _evaluate_checkpoint(eqn: Any, values: list[Any], scope: Scope) -> Sequence[
     body, consts = body_of(eqn)
     hold_back(values, scope)
     flat, restore = _open([_kept(v) for v in values])
+
+    def evaluate(*flat: Any) -> Sequence[Any]:
+        within = scope.computed_again()
+        return _evaluate_scope(body, consts, restore(flat, within), within)
+
     again = jax.checkpoint(
-        lambda *flat: _evaluate_scope(body, consts, restore(flat), scope.computed_again()),
+        evaluate,
         policy=eqn.params["policy"],
         prevent_cse=eqn.params["prevent_cse"],
     )
@@ -144,7 +153,7 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
     # The stack of gradients that a scan makes stays in the dtype of its layers.
     places, stacks = Places(body), body.invars[fixed + carried :]
     layers = [
-        x.leaves_in(places.moves_in(v)) if isinstance(x, Divided) else x
+        x.with_gradient_in(places.moves_in(v)) if isinstance(x, Divided) else x
         for x, v in zip(layers, stacks, strict=True)
     ]
     flat, restore = _open(layers, layer=True)
@@ -152,8 +161,9 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            args = [*values[:fixed], *carry, *restore(x)]
-            out = _evaluate_scope(body, consts, args, scope.computed_again())
+            within = scope.computed_again()
+            args = [*values[:fixed], *carry, *restore(x, within)]
+            out = _evaluate_scope(body, consts, args, within)
             return out[:carried], out[carried:]
 
         if again and not _has_checkpoint(body):
@@ -201,9 +211,9 @@ def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
-            shapes = [aval.shape for aval in avals]
-            half = len(shapes) // 2
-            return not known.issuperset(zip(shapes[:half], shapes[half:], strict=False))
+            shapes, half = [aval.shape for aval in avals], len(avals) // 2
+            pairs = set(zip(shapes[:half], shapes[half : 2 * half], strict=True))
+            return not pairs or len(shapes) != 2 * half or not known.issuperset(pairs)
         if primitive.name == "device_put":  # a part that is fetched
             return avals[0].shape not in {use.stored.part_shape for use in uses}
         if primitive.name == "convert_element_type":  # of a layer, and not of an activation
@@ -224,17 +234,21 @@ def _has_checkpoint(jaxpr: Any) -> bool:
 
 def _open(
     values: Sequence[Any], layer: bool = False
-) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """Flat arrays that may cross into another scope, and what makes them leaves again there."""
-    leaves = [v if isinstance(v, Divided) else None for v in values]
-    flat = [x for v in values for x in (v.given(layer) if isinstance(v, Divided) else (v,))]
+) -> tuple[list[Any], Callable[[Sequence[Any], Scope], list[Any]]]:
+    """Flat arrays that may cross into another scope, and what makes them leaves again there.
 
-    def restore(arrays: Sequence[Any]) -> list[Any]:
+    A leaf that is given twice crosses once, and is one leaf there.
+    """
+    leaves = {id(v): v for v in values if isinstance(v, Divided)}
+    others = [v for v in values if not isinstance(v, Divided)]
+    flat = [*others, *(x for v in leaves.values() for x in v.given(layer))]
+
+    def restore(arrays: Sequence[Any], scope: Scope) -> list[Any]:
         rest = iter(arrays)
-        return [
-            next(rest) if leaf is None else leaf.elsewhere(layer, next(rest), next(rest))
-            for leaf in leaves
-        ]
+        first = [next(rest) for _ in others]
+        there = {k: v.elsewhere(layer, next(rest), next(rest), scope) for k, v in leaves.items()}
+        rest = iter(first)
+        return [there[id(v)] if isinstance(v, Divided) else next(rest) for v in values]
 
     return flat, restore
 

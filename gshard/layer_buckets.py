@@ -28,7 +28,7 @@ def move_layers_together(jaxpr: Any, args: Sequence[Any], buffer_max_size: int) 
     found = [
         (leaves[v], casts)
         for v, casts in places.whole_here().items()
-        if v in leaves and len(casts) < 2 and not places.several(v) and not leaves[v].use.neighbours
+        if v in leaves and len(casts) < 2 and not leaves[v].use.neighbours
     ]
     sizes, kinds, run, layer = [], [], 0, None
     for leaf, casts in found:

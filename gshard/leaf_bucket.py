@@ -29,11 +29,20 @@ class LeafBucket:
       uses: one per leaf. Several differ in nothing but layouts, which are of one group.
       stored: this device's parts, or wholes, at rest.
       taps: what receives the gradients.
+      scope: that they are made whole in.
     """
 
-    def __init__(self, uses: Sequence[Use], stored: Sequence[jax.Array], taps: Sequence[jax.Array]):
+    def __init__(
+        self,
+        uses: Sequence[Use],
+        stored: Sequence[jax.Array],
+        taps: Sequence[jax.Array],
+        scope: Scope,
+    ):
         self.uses, self.stored, self.taps = tuple(uses), list(stored), list(taps)
-        self._scope: Scope | None = None
+        self.scope = scope
+        if scope.saved:
+            scope.holds(self)
         self._kept: list[jax.Array] | None = None
         self._wholes: list[jax.Array] | None = None
         self._to_come_back: set[int] = set()
@@ -57,14 +66,11 @@ class LeafBucket:
         """The leaves, made whole at the first call."""
         result = self._wholes
         if result is None:
-            result = self._wholes = _wholes(self.uses, self._scope, self.kept, self.taps)
+            result = self._wholes = _wholes(self.uses, self.scope, self.kept, self.taps)
         return result
 
-    def wait(self, after: Sequence[jax.Array], scope: Scope) -> None:
+    def wait(self, after: Sequence[jax.Array]) -> None:
         """Not to be gathered before `after` is known."""
-        if scope.saved:
-            scope.holds(self)
-            self._scope = scope
         if after and self._kept is None and self.uses[0].stored.dim is not None:
             self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
 
@@ -122,20 +128,20 @@ def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _wholes(
-    uses: tuple[Use, ...], scope: Scope | None, kept: list[jax.Array], taps: list[jax.Array]
+    uses: tuple[Use, ...], scope: Scope, kept: list[jax.Array], taps: list[jax.Array]
 ) -> list[jax.Array]:
     del scope, taps
     return _gathered(uses, kept)
 
 
 def _forward(
-    uses: tuple[Use, ...], scope: Scope | None, kept: list[jax.Array], taps: list[jax.Array]
+    uses: tuple[Use, ...], scope: Scope, kept: list[jax.Array], taps: list[jax.Array]
 ) -> tuple[list[jax.Array], None]:
     return _wholes(uses, scope, kept, taps), None
 
 
 def _backward(
-    uses: tuple[Use, ...], scope: Scope | None, _: None, cotangents: list[jax.Array]
+    uses: tuple[Use, ...], scope: Scope, _: None, cotangents: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     # The stored leaves are never differentiated; their cotangents are dead code.
     nothing = [jnp.zeros(u.kept_shape, c.dtype) for u, c in zip(uses, cotangents, strict=True)]
@@ -148,7 +154,7 @@ def _backward(
         return nothing, summed
     several = len(uses) > 1
     parts = scatter_bucket(summed, layouts) if several else [scatter(summed[0], layouts[0])]
-    if scope is not None:
+    if scope.saved:
         scope.scattered(parts[0])
     else:  # or XLA on GPU moves it into the next turn of a scan, and holds two layers' gradients
         parts = jax.lax.optimization_barrier(parts)

@@ -57,16 +57,23 @@ class Places:
     def whole_here(self) -> dict[Any, list[Any]]:
         """Inputs that this scope itself makes whole, in the order of their first uses.
 
-        For each the dtypes that it is cast to before: none, or one after the other.
+        For each the dtypes that it is cast to before: none, or one after the other. Left out is
+        what `several` or a return makes whole before its first use, itself or as a cast or a view.
         """
-        found: dict[Any, list[Any]] = {}
+        found: dict[Any, list[Any] | None] = {}
         self._follow({v: (v, []) for v in self._jaxpr.invars}, set(), found)
-        return found
+        return {v: casts for v, casts in found.items() if casts is not None}
 
     def _follow(
-        self, known: dict[Any, tuple[Any, list[Any]]], views: set[Any], found: dict[Any, list[Any]]
+        self,
+        known: dict[Any, tuple[Any, list[Any]]],
+        views: set[Any],
+        found: dict[Any, list[Any] | None],
     ) -> None:
         """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
+        for v, (leaf, _) in known.items():
+            if v in self._returned or self.several(v):
+                found[leaf] = None
         for eqn in self._jaxpr.eqns:
             name = eqn.primitive.name
             given = [(i, v) for i, v in enumerate(eqn.invars) if isinstance(v, core.Var)]
@@ -76,7 +83,7 @@ class Places:
                 inner = {body._jaxpr.invars[i]: known[v] for i, v in given}
                 seen = {body._jaxpr.invars[i] for i, v in given if v in views}
                 body._follow(inner, seen, found)
-                given = [(i, v) for i, v in given if body._jaxpr.invars[i] in body._returned]
+                continue
             elif name == "scan":
                 given = [(i, v) for i, v in given if i < sum(scan_sizes(eqn)[:2])]
             elif name in CHECKPOINTS:
@@ -90,6 +97,8 @@ class Places:
                     else:
                         casts = [*casts, out.aval.dtype]
                     known[out] = (leaf, casts)
+                    if out in self._returned or self.several(out):
+                        found[leaf] = None
                 else:
                     found.setdefault(leaf, casts)
 

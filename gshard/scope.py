@@ -27,6 +27,7 @@ class Scope:
 
     def __init__(self, sync: bool, buffer_max_size: int, saved: bool = True):
         self.sync, self.buffer_max_size, self.saved = sync, buffer_max_size, saved
+        self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
         self._backward: Sequence[jax.Array] = ()
         self._scattered: list[jax.Array] = []
@@ -37,11 +38,15 @@ class Scope:
         """A scope within, whose backward pass computes again what it needs."""
         return Scope(self.sync, self.buffer_max_size, saved=False)
 
-    def forward(self, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        """What must be known before leaves are gathered that are used with `operands`."""
+    def used_with(self, operands: Sequence[Any]) -> None:
+        """The latest use of leaves, and what they are used with; a mere broadcast has nothing."""
         now = [jax.lax.stop_gradient(x) for x in operands if jnp.ndim(x) and _is_inexact(x)]
-        before, self._forward = self._forward, now
-        return now if self.sync else before
+        self._latest = now or self._latest
+
+    def forward(self) -> Sequence[jax.Array]:
+        """What must be known before leaves are gathered for the latest use."""
+        before, self._forward = self._forward, self._latest
+        return self._latest if self.sync else before
 
     def turns(self, bucket: LeafBucket) -> bool:
         """Whether its last use was the last of a forward pass, and so is the first to come back."""
@@ -67,7 +72,7 @@ class Scope:
 
     def end_forward(self) -> None:
         """Lets go of what only the forward pass needs, and belongs to its trace."""
-        self._forward = ()
+        self._latest = self._forward = ()
         for bucket in self._held:
             bucket.end_forward()
 

@@ -74,11 +74,12 @@ def on_whole(
 
 def hold_back(values: Sequence[Any], scope: Scope) -> None:
     """Holds back the leaves among the operands of one use."""
-    leaves = [v for v in values if isinstance(v, Divided) and v.used_once and not v.bucket.is_whole]
-    if leaves:
-        after = scope.forward([v for v in values if not isinstance(v, Divided)])
-        for leaf in leaves:
-            leaf.wait(after, scope)
+    scope.used_with([v for v in values if not isinstance(v, Divided)])
+    buckets = {v.bucket: None for v in values if isinstance(v, Divided) and v.waits}
+    if buckets:
+        after = scope.forward()
+        for bucket in buckets:
+            bucket.wait(after)
 
 
 def _backward(
@@ -97,8 +98,9 @@ def _backward(
     """
     buckets = {leaves[i].bucket for i in which if i is not None}
     turning = len(buckets) == 1 and scope.turns(next(iter(buckets)))
-    back = not turning and all(bucket.is_back for bucket in buckets)
-    after = () if back else scope.backward(cotangents)
+    # What is back already does not count as a gather; nor does a use of no leaf.
+    there = not turning and all(bucket.is_back for bucket in buckets)
+    after = () if there else scope.backward(cotangents)
     saved = iter(rest)
 
     def leaf(i: int) -> Any:

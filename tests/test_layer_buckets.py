@@ -10,6 +10,7 @@ import pytest
 
 import gshard
 from gshard.buckets import layers
+from gshard.equations import all_equations
 from gshard.hlo import read_program
 
 WIDTH, LAYERS, ROWS = 12, 3, 16
@@ -68,11 +69,11 @@ def rows(n):
     return np.random.default_rng(1).normal(size=(4 * n, WIDTH)).astype(np.float32)
 
 
-def made(name, level, shape, given=None, **options):
-    """`(params, batch) -> (loss, gradient)`, the divided parameters and a batch."""
+def made(name, level, shape, **options):
+    """`(params, batch) -> (loss, gradient)` of a loss or a name, divided parameters and a batch."""
     n = int(np.prod(list(shape.values())))
     mesh = gshard.make_mesh(shape, devices=jax.devices()[:n])
-    given = params(stacked=name == "scan") if given is None else given
+    given = params(stacked=name == "scan")
     state, plan = gshard.shard_train_state(
         (given, optax.sgd(0.1)),
         mesh,
@@ -80,7 +81,8 @@ def made(name, level, shape, given=None, **options):
         segment_size=4,
         scan_axes={"blocks/": 0} if name == "scan" else None,
     )
-    fun = jax.jit(gshard.value_and_grad(LOSSES[name], plan, **options))
+    loss = LOSSES.get(name, name)
+    fun = jax.jit(gshard.value_and_grad(loss, plan, **options))
     return fun, state, plan, rows(n)
 
 
@@ -118,6 +120,21 @@ def test_a_layer_is_one_collective_each_way():
     fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, buffer_max_size=0)
     # The scale is no operand of a product: its whole is kept. So is the bias.
     assert counts(fun.lower(state.params, batch).as_text()) == (6 * LAYERS + 1, 4 * LAYERS + 1)
+
+
+def test_leaves_that_are_cast_share_a_bucket_of_the_dtype_that_they_move_in():
+    def half(p, batch):
+        x = batch.astype(jnp.bfloat16)
+        for i in range(LAYERS):
+            block = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p[f"block_{i}"])
+            x = x + jnp.tanh(x * block["scale"] @ block["up"] + block["bias"]) @ block["down"].T
+        return jnp.square(x.astype(jnp.float32) @ p["head"]["kernel"]).mean()
+
+    fun, state, _, batch = made(half, "p_g_os", {"a": 4})
+    text = fun.lower(state.params, batch).as_text()
+    assert counts(text) == (2 * LAYERS + 1, LAYERS + 1)
+    gathered = [line for line in text.splitlines() if '"stablehlo.all_gather"' in line]
+    assert sum("bf16" in line.rsplit("->", 1)[1] for line in gathered) == 2 * LAYERS
 
 
 @pytest.mark.parametrize("level", ["os", "os_g"])
@@ -221,6 +238,119 @@ def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
     promised = gshard.promise(plan)
     for kind in ("all-gather", "reduce-scatter"):
         assert moved.elements(kind) <= promised.elements(kind)
+
+
+def square_blocks():
+    rng = np.random.default_rng(4)
+    return {
+        f"block_{i}": {
+            "w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4,
+            "b": rng.normal(size=(WIDTH,)).astype(np.float32),
+        }
+        for i in range(LAYERS)
+    }
+
+
+def of_square_blocks(loss, **options):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(
+        (square_blocks(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=4
+    )
+    return jax.jit(gshard.value_and_grad(loss, plan, **options)), state, plan
+
+
+def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
+    @jax.checkpoint
+    def there_and_back(x, w, again, b):
+        return jnp.tanh(jnp.tanh(x @ w + b) @ again.T)
+
+    def loss(p, batch):
+        x = batch
+        for block in p.values():
+            x = there_and_back(x, block["w"], block["w"], block["b"])
+        return jnp.square(x).mean()
+
+    fun, state, plan = of_square_blocks(loss)
+    _, grads = fun(state.params, rows(4))
+    expected = jax.grad(loss)(square_blocks(), rows(4))
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    moved, promised = gshard.audit(fun, state.params, rows(4)), gshard.promise(plan)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert moved.elements(kind) <= promised.elements(kind)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_leaf_that_is_whole_early_makes_no_layer_whole(dtype):
+    """The bias, which its own layer needs and a checkpoint: it moves once for both, at its cast."""
+
+    def loss(p, batch):
+        half = jax.tree.map(lambda w: w.astype(dtype), p)
+        x = batch.astype(dtype)
+        for block in half.values():
+            x = jnp.tanh(x @ block["w"])
+            x = jax.checkpoint(lambda x, b: jnp.sin(x * b))(x + block["b"], block["b"])
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    fun, state, _ = of_square_blocks(loss)
+    lines = fun.lower(state.params, rows(4)).as_text().splitlines()
+    product = next(i for i, line in enumerate(lines) if "stablehlo.dot_general" in line)
+    early = [line for line in lines[:product] if '"stablehlo.all_gather"' in line]
+    assert len(early) == LAYERS + 1 and sum("-> tensor<12x12x" in line for line in early) == 1
+
+
+def test_a_bucket_waits_though_its_first_use_is_a_broadcast():
+    """Which is used with nothing: what came before counts. A leaf used twice waits too."""
+
+    def loss(p, batch):
+        x = batch
+        for block in p.values():
+            x = jnp.tanh(((x + block["b"]) * block["b"]) @ block["w"])
+        return jnp.square(x).mean()
+
+    for sync in (False, True):
+        fun, state, _ = of_square_blocks(loss, sync_comm=sync)
+        text = fun.lower(state.params, rows(4)).as_text()
+        assert counts(text) == (2 * LAYERS - 1, LAYERS)
+        # Forward all but the first layer (or two), backward all but the last.
+        waits = LAYERS - 1 if sync else LAYERS - 2
+        assert text.count("stablehlo.optimization_barrier") == waits + LAYERS - 1
+
+
+def test_a_scan_computes_nothing_of_the_user_again():
+    """A function with a derivative of its own has the form of what makes layers whole."""
+
+    @jax.custom_vjp
+    def own(x):
+        return jnp.tanh(x)
+
+    def forward(x):
+        y = own(x)
+        return y, y
+
+    own.defvjp(forward, lambda y, g: (g * (1 - y**2),))
+
+    def loss(p, batch):
+        def body(x, p):
+            return x + own(x @ p["up"] * 2) @ p["down"].T, None
+
+        x, _ = jax.lax.scan(body, batch, p["blocks"])
+        return jnp.square(x @ p["head"]["kernel"]).mean()
+
+    found = []
+    for reshard in (False, True):
+        mesh = gshard.make_mesh(devices=jax.devices()[:4])
+        state, plan = gshard.shard_train_state(
+            (params(stacked=True), optax.sgd(0.1)),
+            mesh,
+            "p_g_os",
+            segment_size=4,
+            scan_axes={"blocks/": 0},
+        )
+        fun = jax.jit(gshard.value_and_grad(loss, plan, reshard_after_forward=reshard))
+        jaxpr = jax.make_jaxpr(fun)(state.params, rows(4)).jaxpr
+        found.append(sum(eqn.primitive.name == "tanh" for eqn in all_equations(jaxpr)))
+    assert found == [1, 1]
 
 
 @pytest.mark.parametrize(

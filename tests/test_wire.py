@@ -215,3 +215,13 @@ def test_on_gpus_a_step_sends_what_theory_says(level, tmp_path):
     target = ("--target", "h100:1x8", "--layers", "2", "--width", "512", "--sequence", "256")
     _, found = measured(python, tmp_path, *target, "--level", level, "--gshard-only")
     assert found["gshard_to_theory"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_on_gpus_a_scan_holds_the_gradients_of_one_layer(tmp_path):
+    """XLA moves a reduce-scatter into the next turn of its loop where it can, and holds two."""
+    python, few = python_for("gpu"), ("--layers", "4", "--vocabulary", "2048")
+    _, found = measured(python, tmp_path, "--target", "h100:32x8", *few)
+    peaks = {p["program"]: p["memory_bytes"]["peak_memory"] for p in found["programs"]}
+    assert peaks["gshard"] < peaks["gspmd"]
+    assert found["gshard_to_theory"] == pytest.approx(1, abs=1e-3)
