@@ -76,12 +76,11 @@ class Divided:
 
     def cast(self, dtype: Any) -> Divided:
         """The leaf in another dtype, in which it then moves."""
-        if self._in_dtype is None:
+        if self._in_dtype is None or self._in_dtype.dtype != dtype:
             use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
             stored = fetched(self.use, self.bucket.stored[self.place]).astype(dtype)
             tap = self.tap if use.converts else self.tap.astype(dtype)
             self._in_dtype = Divided.alone(use, stored, tap, self.bucket.scope)
-        assert self._in_dtype.dtype == dtype, "cast to two dtypes, it would have been whole"
         return self._in_dtype
 
     def with_gradient_in(self, dtype: Any) -> Divided:

@@ -94,9 +94,16 @@ def counts(text):
 MESHES = [{"a": 4}, {"a": 3}, {"a": 7}, {"a": 2, "b": 4}]
 
 
-@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "shape, name",
+    [
+        pytest.param(shape, name, marks=[pytest.mark.slow] if i > 1 and name != "scan" else [])
+        for i, shape in enumerate(MESHES)
+        for name in LOSSES
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("level", ["os_g", "p_g_os"])
-@pytest.mark.parametrize("name", LOSSES)
 def test_they_change_no_bit(name, level, shape):
     """Those of one device, to rounding; and those of leaf by leaf exactly."""
     found = []
