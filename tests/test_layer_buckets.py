@@ -214,7 +214,9 @@ def test_leaves_over_an_axis_of_the_user_share_a_bucket_in_their_local_shapes():
         np.testing.assert_allclose(a, b, atol=1e-6)
     moved = {row.kind: row.count for row in gshard.audit(fun, state.params, batch).collectives}
     assert moved["reduce-scatter"] == LAYERS
-    assert moved["all-gather"] in (LAYERS, 2 * LAYERS - 1)  # JAX 0.10 on CPU keeps the first one
+    # Again all but the last one, and the first, before which nothing needs a gradient; JAX 0.10 on
+    # CPU merges them with those of the forward pass.
+    assert moved["all-gather"] in (LAYERS, 2 * LAYERS - 2)
 
 
 def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
