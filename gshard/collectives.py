@@ -51,8 +51,7 @@ def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: st
     def gathered(parts: list[jax.Array]) -> list[jax.Array]:
         return [_all_gather(x, hops, layout.dim) for x in parts]
 
-    with jax.named_scope(f"gshard/{purpose}"):
-        return on_user_axes(gathered, [part], [layout.user_spec], layout.group)[0]
+    return _moved(gathered, [part], [layout], purpose)[0]
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
@@ -63,9 +62,7 @@ def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
     def sums(wholes: list[jax.Array]) -> list[jax.Array]:
         return [_psum_scatter(x, layout.group, layout.dim) for x in wholes]
 
-    with jax.named_scope("gshard/scatter"):
-        stored = layout.pad(whole)
-        return on_user_axes(sums, [stored], [layout.user_spec], layout.group)[0]
+    return _moved(sums, [layout.pad(whole)], [layout], "scatter")[0]
 
 
 def gather_bucket(
@@ -83,9 +80,7 @@ def gather_bucket(
             for r, place in zip(split_row(row, rows), places, strict=True)
         ]
 
-    with jax.named_scope(f"gshard/{purpose}"):
-        specs = [layout.user_spec for layout in layouts]
-        return on_user_axes(packed, parts, specs, layouts[0].group)
+    return _moved(packed, parts, layouts, purpose)
 
 
 def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
@@ -100,9 +95,19 @@ def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> li
             from_rows(r, place, 1) for r, place in zip(split_row(row, rows), places, strict=True)
         ]
 
-    with jax.named_scope("gshard/scatter"):
-        specs = [layout.user_spec for layout in layouts]
-        return on_user_axes(packed, wholes, specs, layouts[0].group)
+    return _moved(packed, wholes, layouts, "scatter")
+
+
+def _moved(
+    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    purpose: str,
+) -> list[jax.Array]:
+    """`fun(leaves)`, a collective of one group, under its name in profiles."""
+    specs = [layout.user_spec for layout in layouts]
+    with jax.named_scope(f"gshard/{purpose}"):
+        return on_user_axes(fun, leaves, specs, layouts[0].group)
 
 
 def on_user_axes(
@@ -146,9 +151,7 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    wholes: Sequence[jax.Array],
-    layouts: Sequence[Layout],
-    buffer_max_size: int,
+    wholes: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
 ) -> list[jax.Array]:
     """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
     return in_buckets(wholes, layouts, buffer_max_size, scatter, scatter_bucket)

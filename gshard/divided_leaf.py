@@ -10,8 +10,9 @@ import jax
 
 from gshard.equations import bind
 from gshard.layout import DEVICE
-from gshard.leaf_bucket import LeafBucket, fetched
+from gshard.leaf_bucket import LeafBucket
 from gshard.scope import Scope
+from gshard.streaming import fetched
 from gshard.use import Use
 
 
@@ -78,7 +79,7 @@ class Divided:
         """The leaf in another dtype, in which it then moves."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
             use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
-            stored = fetched(self.use, self.bucket.stored[self.place]).astype(dtype)
+            stored = fetched(self.bucket.stored[self.place], self.use.stored).astype(dtype)
             tap = self.tap if use.converts else self.tap.astype(dtype)
             self._in_dtype = Divided.alone(use, stored, tap, self.bucket.scope)
         return self._in_dtype

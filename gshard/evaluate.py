@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gshard.arguments import shown
 from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
-from gshard.buckets import BUFFER_MAX_SIZE, layers
+from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import reduce_scalar
 from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
@@ -22,7 +22,7 @@ from gshard.plan import Plan, check_call, check_state
 from gshard.scope import Scope
 from gshard.state import Parts
 from gshard.tree import same_leaves
-from gshard.use import Use
+from gshard.use import uses_of
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -40,9 +40,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
     stored = jax.tree.leaves(plan.params)
-    names = layers([layout.path for layout in stored])
-    uses = [Use(x, x, layer=name) for x, name in zip(stored, names, strict=True)]
-    uses = [None if use.pointless else use for use in uses]
+    uses = uses_of(stored, stored)
 
     def run(parts: Parts, batch: Any) -> Any:
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 
-from gshard.buckets import layers
 from gshard.collectives import gather
 from gshard.plan import Plan, all_whole
 from gshard.precision import is_floating
 from gshard.state import FROZEN
 from gshard.streaming import fetched
 from gshard.tree import flatten, same_leaves
-from gshard.use import Use
+from gshard.use import Use, uses_of
 
 PURPOSE = "extras"  # what their gathers are counted as
 
@@ -56,10 +55,7 @@ def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> d
 def extra_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
     """One per leaf; None for a whole one. `reshard` as in `Use`."""
     found = jax.tree.leaves(layouts)
-    return [
-        None if x.dim is None else Use(x, x, PURPOSE, reshard=reshard, layer=layer)
-        for x, layer in zip(found, layers([x.path for x in found]), strict=True)
-    ]
+    return uses_of(found, found, PURPOSE, reshard=reshard)
 
 
 def apart(

@@ -67,26 +67,28 @@ def with_divided(
         raise
     constraints.refuse(closed.jaxpr, axes)
     inputs = [*values, *jax.tree.leaves(args)]
-    out = _evaluate_scope(closed.jaxpr, closed.consts, inputs, scope)
+    out = _evaluate_scope(Places(closed.jaxpr), closed.consts, inputs, scope)
     scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 def _evaluate_scope(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Scope
+    places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
 ) -> list[Any]:
     """Evaluates one scope; the results are whole."""
     often = Counter(id(x) for x in args if isinstance(x, Divided))
     # Given twice, it is used by more than the scope can see of either.
     args = [make_whole(x) if often[id(x)] > 1 else x for x in args]
-    move_layers_together(jaxpr, args, scope.buffer_max_size)
-    return _evaluate(jaxpr, consts, args, scope)
+    move_layers_together(places, args, scope.buffer_max_size)
+    return _evaluate(places, consts, args, scope)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Scope) -> list[Any]:
+def _evaluate(
+    places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
+) -> list[Any]:
     """Evaluates a scope, or what a `jit` within it calls; the results are whole."""
     env: dict[Any, Any] = {}
-    places = Places(jaxpr)
+    jaxpr = places.jaxpr
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
@@ -101,12 +103,12 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], scope: Sco
     write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
-            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], scope)
+            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], scope, places)
         write(eqn.outvars, results)
     return [make_whole(read(v)) for v in jaxpr.outvars]
 
 
-def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:
     if not any(isinstance(v, Divided) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
@@ -115,23 +117,25 @@ def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope) -> Sequence[An
     if name in (*VIEWS, "convert_element_type") and len(values) == 1:
         return [values[0].seen(eqn)]
     if name == JIT:
-        return _evaluate(*body_of(eqn), values, scope)
+        return _evaluate(places.within(eqn), body_of(eqn)[1], values, scope)
     if name in CHECKPOINTS:
-        return _evaluate_checkpoint(eqn, values, scope)
+        return _evaluate_checkpoint(eqn, values, scope, places.within(eqn))
     if name == "scan":
-        return _evaluate_scan(eqn, values, scope)
+        return _evaluate_scan(eqn, values, scope, places.within(eqn))
     return on_whole(partial(bind, eqn), values, scope, saves_operands(eqn))
 
 
-def _evaluate_checkpoint(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+def _evaluate_checkpoint(
+    eqn: Any, values: list[Any], scope: Scope, places: Places
+) -> Sequence[Any]:
     """Rebuilt, so that the gather is inside and happens again in the backward pass."""
-    body, consts = body_of(eqn)
+    _, consts = body_of(eqn)
     hold_back(values, scope)
     flat, restore = _open([_kept(v) for v in values])
 
     def evaluate(*flat: Any) -> Sequence[Any]:
         within = scope.computed_again()
-        return _evaluate_scope(body, consts, restore(flat, within), within)
+        return _evaluate_scope(places, consts, restore(flat, within), within)
 
     again = jax.checkpoint(
         evaluate,
@@ -141,7 +145,7 @@ def _evaluate_checkpoint(eqn: Any, values: list[Any], scope: Scope) -> Sequence[
     return again(*flat)
 
 
-def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
+def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:
     """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before."""
     body, consts = body_of(eqn)
     fixed, carried, _ = scan_sizes(eqn)
@@ -151,10 +155,9 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         for v in values[fixed + carried :]
     ]
     # The stack of gradients that a scan makes stays in the dtype of its layers.
-    places, stacks = Places(body), body.invars[fixed + carried :]
     layers = [
         x.with_gradient_in(places.moves_in(v)) if isinstance(x, Divided) else x
-        for x, v in zip(layers, stacks, strict=True)
+        for x, v in zip(layers, body.invars[fixed + carried :], strict=True)
     ]
     flat, restore = _open(layers, layer=True)
     again = [v for v in layers if isinstance(v, Divided) and v.use.reshard]
@@ -163,7 +166,7 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope) -> Sequence[Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             within = scope.computed_again()
             args = [*values[:fixed], *carry, *restore(x, within)]
-            out = _evaluate_scope(body, consts, args, within)
+            out = _evaluate_scope(places, consts, args, within)
             return out[:carried], out[carried:]
 
         if again and not _has_checkpoint(body):

@@ -203,10 +203,7 @@ def _on_devices(
 
     def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
         targets = accumulating(plan, accumulate)
-        reshard = resharding(plan, options.reshard_after_forward)
-        how = (options.has_aux, options.by_rows, reshard)
-        how += (options.sync_comm, options.buffer_max_size)
-        make = partial(MicroBatch, loss, structure, stored, targets, plan, *how)
+        make = partial(MicroBatch, loss, structure, stored, targets, plan, options)
         given = (leaves, extras, layouts, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:

@@ -17,6 +17,7 @@ from gshard.collectives import (
     scatter_bucket,
 )
 from gshard.scope import Scope
+from gshard.streaming import fetched
 from gshard.use import Use
 
 
@@ -93,7 +94,7 @@ class LeafBucket:
             # Without an order XLA would find the first gather, and keep what it made.
             saved, _ = jax.lax.optimization_barrier((saved, list(after)))
             if not held:
-                saved = [fetched(use, x) for use, x in zip(uses, saved, strict=True)]
+                saved = fetched(saved, [use.stored for use in uses])
             self._again = dict(zip(places, _gathered(uses, saved), strict=True))
         return self._again[i]
 
@@ -102,13 +103,8 @@ class LeafBucket:
         self.taps, self._wholes = [], None
 
 
-def fetched(use: Use, x: jax.Array) -> jax.Array:
-    """What is stored, on the device."""
-    return jax.device_put(x, jax.memory.Space.Device) if use.stored.on_host else x
-
-
 def _held(use: Use, stored: jax.Array) -> jax.Array:
-    part = fetched(use, stored)
+    part = fetched(stored, use.stored)
     if use.neighbours and not use.held:
         return gather_across(part, use.stored, use.neighbours, use.purpose)
     return part

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from gshard.auxiliary import added, as_sums, nothing
-from gshard.buckets import layers
 from gshard.collectives import group_index
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, refuse_keys
 from gshard.plan import Plan, all_whole
+from gshard.promise import resharding
 from gshard.scope import Scope
 from gshard.state import OVERWRITTEN, PureLoss
-from gshard.use import Use
+from gshard.use import uses_of
+
+if TYPE_CHECKING:
+    from gshard.gradients import Options
 
 
 @jax.tree_util.register_dataclass
@@ -48,32 +51,24 @@ class MicroBatch:
         stored: Sequence[Layout],
         targets: Sequence[Layout],
         plan: Plan,
-        has_aux: bool,
-        by_rows: bool,
-        reshard: bool | int,
-        sync_comm: bool,
-        buffer_max_size: int,
+        options: Options,
         scale: jax.Array | None,
     ):
-        self.form = LossForm(loss, structure, has_aux, by_rows)
+        self.form = LossForm(loss, structure, options.has_aux, options.by_rows)
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
         self.targets = targets
-        self.scale, self.reshard = scale, reshard
-        self.sync_comm, self.buffer_max_size = sync_comm, buffer_max_size
+        self.scale, self.options = scale, options
+        self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
-        uses = [
-            Use(s, t, converts=converts, reshard=s.dim is None or reshard, layer=layer)
-            for s, t, layer in zip(stored, targets, layers([s.path for s in stored]), strict=True)
-        ]
-        self.uses = [None if use.pointless else use for use in uses]
+        self.uses = uses_of(stored, targets, converts=converts, reshard=self.reshard)
 
     def __call__(
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
-        with Scope(self.sync_comm, self.buffer_max_size) as scope:
+        with self._scope() as scope:
             at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
@@ -85,9 +80,12 @@ class MicroBatch:
         self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
     ) -> jax.Array:
         """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
-        with Scope(self.sync_comm, self.buffer_max_size) as scope:
+        with self._scope() as scope:
             at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
             return at(points, overwritten)[1][1]
+
+    def _scope(self) -> Scope:
+        return Scope(self.options.sync_comm, self.options.buffer_max_size)
 
     def _at(
         self,

@@ -1,4 +1,4 @@
-"""In how many places a traced loss needs a leaf, which decides whether it moves once for all."""
+"""Where a traced loss needs a leaf: whether it moves once for all, and what moves with it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from gshard.equations import CHECKPOINTS, JIT, VIEWS, body_of, scan_sizes
 
 
 class Places:
-    """The uses of every value of one scope, found in one walk over its equations."""
+    """The uses of every value of one scope, found in one walk over its equations.
+
+    Attributes:
+      jaxpr: of the scope.
+    """
 
     def __init__(self, jaxpr: Any):
-        self._jaxpr = jaxpr
+        self.jaxpr = jaxpr
         self._users: dict[Any, list[tuple[Any, int]]] = {}
         for eqn in jaxpr.eqns:
             for position, v in enumerate(eqn.invars):
@@ -36,7 +40,7 @@ class Places:
         found = int(var in self._returned)
         for eqn, position in self._users.get(var, ()):
             if eqn.primitive.name == JIT:
-                found += self._within(eqn).uses(body_of(eqn)[0].invars[position])
+                found += self.within(eqn).uses(body_of(eqn)[0].invars[position])
             elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
                 found += self.uses(eqn.outvars[0])
             else:
@@ -50,7 +54,7 @@ class Places:
             return None
         ((eqn, position),) = users
         if eqn.primitive.name in (JIT, *CHECKPOINTS):
-            return self._within(eqn).moves_in(body_of(eqn)[0].invars[position])
+            return self.within(eqn).moves_in(body_of(eqn)[0].invars[position])
         cast = eqn.primitive.name == "convert_element_type"
         return eqn.params["new_dtype"] if cast else None
 
@@ -61,7 +65,7 @@ class Places:
         what `several` or a return makes whole before its first use, itself or as a cast or a view.
         """
         found: dict[Any, list[Any] | None] = {}
-        self._follow({v: (v, []) for v in self._jaxpr.invars}, set(), found)
+        self._follow({v: (v, []) for v in self.jaxpr.invars}, set(), found)
         return {v: casts for v, casts in found.items() if casts is not None}
 
     def _follow(
@@ -71,22 +75,26 @@ class Places:
         found: dict[Any, list[Any] | None],
     ) -> None:
         """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
-        for v, (leaf, _) in known.items():
+
+        def meet(v: Any, leaf: Any, casts: list[Any]) -> None:
+            known[v] = (leaf, casts)
             if v in self._returned or self.several(v):
                 found[leaf] = None
-        for eqn in self._jaxpr.eqns:
+
+        for v, (leaf, casts) in list(known.items()):
+            meet(v, leaf, casts)
+        for eqn in self.jaxpr.eqns:
             name = eqn.primitive.name
             given = [(i, v) for i, v in enumerate(eqn.invars) if isinstance(v, core.Var)]
             given = [(i, v) for i, v in given if v in known]
             if name == JIT and given:
-                body = self._within(eqn)
-                inner = {body._jaxpr.invars[i]: known[v] for i, v in given}
-                seen = {body._jaxpr.invars[i] for i, v in given if v in views}
+                body = self.within(eqn)
+                inner = {body.jaxpr.invars[i]: known[v] for i, v in given}
+                seen = {body.jaxpr.invars[i] for i, v in given if v in views}
                 body._follow(inner, seen, found)
-                continue
-            elif name == "scan":
+            if name == "scan":
                 given = [(i, v) for i, v in given if i < sum(scan_sizes(eqn)[:2])]
-            elif name in CHECKPOINTS:
+            if name == JIT or name in CHECKPOINTS:
                 continue
             for _, v in given:
                 leaf, casts = known[v]
@@ -96,13 +104,12 @@ class Places:
                         views.add(out)
                     else:
                         casts = [*casts, out.aval.dtype]
-                    known[out] = (leaf, casts)
-                    if out in self._returned or self.several(out):
-                        found[leaf] = None
+                    meet(out, leaf, casts)
                 else:
                     found.setdefault(leaf, casts)
 
-    def _within(self, eqn: Any) -> Places:
+    def within(self, eqn: Any) -> Places:
+        """Those of the scope that an equation opens."""
         if id(eqn) not in self._inner:
             self._inner[id(eqn)] = Places(body_of(eqn)[0])
         return self._inner[id(eqn)]
@@ -114,7 +121,7 @@ class Places:
         for eqn, position in self._users.get(var, ()):
             name = eqn.primitive.name
             if name == JIT:
-                more = self._within(eqn)._count(body_of(eqn)[0].invars[position])
+                more = self.within(eqn)._count(body_of(eqn)[0].invars[position])
                 here, others, scans = here or more[0], others + more[1], scans + more[2]
             elif name in CHECKPOINTS or name == "convert_element_type":
                 others += id(eqn) not in scopes

@@ -7,11 +7,14 @@ the part, it receives the gradient scattered where it arises; shaped like the wh
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gshard.buckets import layers
 from gshard.layout import Layout
 
 
@@ -49,6 +52,17 @@ class Use:
         others = self.stored.user and self.stored.user[0]
         return self.stored.dim != 0 and self.reduced.dim != 0 and not others
 
+    @property
+    def moved(self) -> Layout:
+        """The layout by which it moves: gathered, or else scattered."""
+        return self.reduced if self.stored.dim is None else self.stored
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What leaves must have in common to move together, their dtype aside."""
+        groups = [None if x.dim is None else x.group for x in (self.stored, self.reduced)]
+        return self.purpose, *groups, self.converts and self.reduced.dtype, bool(self.reshard)
+
     def of_one_layer(self) -> Use:
         """The use of one layer of a stack, in the body of a scan: all there is one layer."""
         stored, reduced = self.stored.layer(), self.reduced.layer()
@@ -71,3 +85,19 @@ class Use:
             size * times if d == self.stored.dim else size
             for d, size in enumerate(self.stored.part_shape)
         )
+
+
+def uses_of(
+    stored: Sequence[Layout],
+    reduced: Sequence[Layout],
+    purpose: str = "gather",
+    converts: bool = False,
+    reshard: bool | int = True,
+) -> list[Use | None]:
+    """The uses of all leaves of one tree, arguments as in `Use`; None for a pointless one."""
+    names = layers([layout.path for layout in stored])
+    uses = [
+        Use(s, r, purpose, converts, s.dim is None or reshard, layer=layer)
+        for s, r, layer in zip(stored, reduced, names, strict=True)
+    ]
+    return [None if use.pointless else use for use in uses]

@@ -69,17 +69,17 @@ def rows(n):
     return np.random.default_rng(1).normal(size=(4 * n, WIDTH)).astype(np.float32)
 
 
-def made(name, level, shape, **options):
+def made(name, level, shape, stacked=False, **options):
     """`(params, batch) -> (loss, gradient)` of a loss or a name, divided parameters and a batch."""
     n = int(np.prod(list(shape.values())))
     mesh = gshard.make_mesh(shape, devices=jax.devices()[:n])
-    given = params(stacked=name == "scan")
+    stacked = stacked or name == "scan"
     state, plan = gshard.shard_train_state(
-        (given, optax.sgd(0.1)),
+        (params(stacked), optax.sgd(0.1)),
         mesh,
         level,
         segment_size=4,
-        scan_axes={"blocks/": 0} if name == "scan" else None,
+        scan_axes={"blocks/": 0} if stacked else None,
     )
     loss = LOSSES.get(name, name)
     fun = jax.jit(gshard.value_and_grad(loss, plan, **options))
@@ -219,36 +219,6 @@ def test_leaves_over_an_axis_of_the_user_share_a_bucket_in_their_local_shapes():
     assert moved["all-gather"] in (LAYERS, 2 * LAYERS - 2)
 
 
-def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
-    """Tied over layers, with a bias that is used twice within one."""
-
-    def loss(p, batch):
-        x = jnp.tanh(batch @ p["block_0"]["w"] + p["block_0"]["b"])
-        x = jnp.tanh(x @ p["block_1"]["w"] + p["block_1"]["b"] + p["block_0"]["b"])
-        return jnp.square(x @ p["block_0"]["w"]).mean()
-
-    rng = np.random.default_rng(3)
-    given = {
-        f"block_{i}": {
-            "w": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4,
-            "b": rng.normal(size=(WIDTH,)).astype(np.float32),
-        }
-        for i in range(2)
-    }
-    mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=4)
-    fun = jax.jit(gshard.value_and_grad(loss, plan))
-    value, grads = fun(state.params, rows(4))
-    expected_value, expected = jax.value_and_grad(loss)(given, rows(4))
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    moved = gshard.audit(fun, state.params, rows(4), plan=plan)
-    promised = gshard.promise(plan)
-    for kind in ("all-gather", "reduce-scatter"):
-        assert moved.elements(kind) <= promised.elements(kind)
-
-
 def square_blocks():
     rng = np.random.default_rng(4)
     return {
@@ -266,6 +236,26 @@ def of_square_blocks(loss, **options):
         (square_blocks(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=4
     )
     return jax.jit(gshard.value_and_grad(loss, plan, **options)), state, plan
+
+
+def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
+    """Tied over layers, with a bias that is used twice within one; the last layer is not used."""
+
+    def loss(p, batch):
+        x = jnp.tanh(batch @ p["block_0"]["w"] + p["block_0"]["b"])
+        x = jnp.tanh(x @ p["block_1"]["w"] + p["block_1"]["b"] + p["block_0"]["b"])
+        return jnp.square(x @ p["block_0"]["w"]).mean()
+
+    fun, state, plan = of_square_blocks(loss)
+    value, grads = fun(state.params, rows(4))
+    expected_value, expected = jax.value_and_grad(loss)(square_blocks(), rows(4))
+    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    moved = gshard.audit(fun, state.params, rows(4), plan=plan)
+    promised = gshard.promise(plan)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert moved.elements(kind) <= promised.elements(kind)
 
 
 def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
@@ -348,15 +338,8 @@ def test_a_scan_computes_nothing_of_the_user_again():
 
     found = []
     for reshard in (False, True):
-        mesh = gshard.make_mesh(devices=jax.devices()[:4])
-        state, plan = gshard.shard_train_state(
-            (params(stacked=True), optax.sgd(0.1)),
-            mesh,
-            "p_g_os",
-            segment_size=4,
-            scan_axes={"blocks/": 0},
-        )
-        fun = jax.jit(gshard.value_and_grad(loss, plan, reshard_after_forward=reshard))
+        options = {"stacked": True, "reshard_after_forward": reshard}
+        fun, state, *_ = made(loss, "p_g_os", {"a": 4}, **options)
         jaxpr = jax.make_jaxpr(fun)(state.params, rows(4)).jaxpr
         found.append(sum(eqn.primitive.name == "tanh" for eqn in all_equations(jaxpr)))
     assert found == [1, 1]
