@@ -17,6 +17,9 @@ MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands
 LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
 # Between processes on CPU each collective waits for all of them, and longer ones are slower by far.
 LONGEST_OVER_GLOO = 2**19
+# Elements of the first and the last turn of several: the sooner the first can start, and the less
+# is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
+ENDS = 2**18
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
@@ -34,9 +37,8 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
     Returns:
       Lists of indices, together every index once.
     """
-    over_gloo = jax.process_count() > 1 and jax.default_backend() == "cpu"
     alone = min(LARGE, buffer_max_size // 4)
-    if over_gloo:
+    if _over_gloo():
         alone = buffer_max_size = min(LONGEST_OVER_GLOO, buffer_max_size)
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
@@ -53,6 +55,46 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
         bucket.append(i)
         filled[kind] += size
     return found
+
+
+def turns(sizes: Sequence[int], buffer_max_size: int, ends: int = ENDS) -> list[list[int]]:
+    """Groups neighbouring leaves into turns that are reduced one after the other.
+
+    A turn has at most `buffer_max_size` elements, the first and the last at most `ends`; a leaf of
+    more is one alone. All are one turn where `buffer_max_size` is 0, and over several processes on
+    CPU, where nothing is computed meanwhile.
+
+    Args:
+      sizes: elements of each leaf.
+      buffer_max_size: elements.
+      ends: elements.
+
+    Returns:
+      Lists of indices, together every index once.
+    """
+    if not buffer_max_size or _over_gloo():
+        return [list(range(len(sizes)))]
+    first, rest = _filled(sizes, range(len(sizes)), min(ends, buffer_max_size))
+    last, middle = _filled(sizes, rest[::-1], min(ends, buffer_max_size))
+    found, middle = [first], middle[::-1]
+    while middle:
+        turn, middle = _filled(sizes, middle, buffer_max_size)
+        found.append(turn)
+    return [turn for turn in (*found, last[::-1]) if turn]
+
+
+def _filled(sizes: Sequence[int], order: Sequence[int], most: int) -> tuple[list[int], list[int]]:
+    """The longest beginning of so many elements at most, one leaf at least; and the rest."""
+    total, n = 0, 0
+    while n < len(order) and (not n or total + sizes[order[n]] <= most):
+        total += sizes[order[n]]
+        n += 1
+    return list(order[:n]), list(order[n:])
+
+
+def _over_gloo() -> bool:
+    """Whether collectives go between processes on CPU."""
+    return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def layers(paths: Sequence[str]) -> list[str]:

@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.buckets import BUFFER_MAX_SIZE, buckets, from_rows, in_buckets, split_row, to_rows
+from gshard.buckets import (
+    BUFFER_MAX_SIZE,
+    buckets,
+    from_rows,
+    in_buckets,
+    split_row,
+    to_rows,
+    turns,
+)
 from gshard.layout import Layout
 from gshard.mesh import Group, Hop
 
@@ -176,14 +184,50 @@ def reduce_leaves(
     reduce: Callable[..., Any] = lax.psum,
 ) -> list[jax.Array]:
     """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
+    return _reduced(leaves, axes, buffer_max_size, purpose, reduce, ())[0]
+
+
+def reduce_in_turns(
+    leaves: Sequence[jax.Array],
+    axes: Sequence[str],
+    buffer_max_size: int,
+    ends: int,
+) -> list[jax.Array]:
+    """`reduce_leaves` in turns (`buckets.turns`), which stay apart in the compiled program.
+
+    Args:
+      leaves: to be summed over `axes`, in the order in which they arise.
+      axes: of the mesh.
+      buffer_max_size: elements of one turn.
+      ends: elements of the first turn and the last.
+    """
+    out, before = list(leaves), ()
+    for turn in turns([x.size for x in leaves], buffer_max_size, ends):
+        chosen = [leaves[i] for i in turn]
+        sums, before = _reduced(chosen, axes, buffer_max_size, "reduce", lax.psum, before)
+        for i, x in zip(turn, sums, strict=True):
+            out[i] = x
+    return out
+
+
+def _reduced(
+    leaves: Sequence[jax.Array],
+    axes: Sequence[str],
+    buffer_max_size: int,
+    purpose: str,
+    reduce: Callable[..., Any],
+    after: Sequence[jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The sums, and what each collective returned; none starts before `after` is known."""
     if _one_device(axes):
-        return list(leaves)
+        return list(leaves), []
 
     def total(x: jax.Array) -> jax.Array:
         with jax.named_scope(f"gshard/{purpose}"):
-            return reduce(x, tuple(axes))
+            results.append(reduce(_not_before(x, after), tuple(axes)))
+        return results[-1]
 
-    out = list(leaves)
+    out, results = list(leaves), []
     for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], buffer_max_size):
         if len(bucket) == 1:
             out[bucket[0]] = total(leaves[bucket[0]])
@@ -192,7 +236,21 @@ def reduce_leaves(
         row = total(jnp.concatenate(rows, axis=1))
         for i, r in zip(bucket, split_row(row, rows), strict=True):
             out[i] = r.reshape(leaves[i].shape)
-    return out
+    return out, results
+
+
+def _not_before(x: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
+    """`x`, whose first element is chosen by what is never true of `after`.
+
+    XLA merges all-reduces that do not depend on each other, also across an optimization barrier.
+    """
+    if not after or not x.size:
+        return x
+    known = [jnp.real(a.ravel()[0]).astype(jnp.float32) for a in after if a.size]
+    never = jnp.any(jnp.stack(known) > jnp.inf) if known else False
+    start = (0,) * x.ndim
+    first = lax.slice(x, start, (1,) * x.ndim)
+    return lax.dynamic_update_slice(x, jnp.where(never, jnp.zeros_like(first), first), start)
 
 
 def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:

@@ -24,7 +24,7 @@ from gshard.divided_leaf import Divided
 from gshard.equations import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
 from gshard.errors import some, warn
 from gshard.layer_buckets import move_layers_together
-from gshard.places import Places
+from gshard.places import Places, by_first_use
 from gshard.scope import Scope
 from gshard.use import Use
 from gshard.whole_again import hold_back, make_whole, on_whole, saves_operands
@@ -66,6 +66,7 @@ def with_divided(
         constraints.explain(error, axes)
         raise
     constraints.refuse(closed.jaxpr, axes)
+    scope.order = by_first_use(closed.jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
     out = _evaluate_scope(Places(closed.jaxpr), closed.consts, inputs, scope)
     scope.end_forward()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
 from gshard.batch import check_rows
-from gshard.buckets import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE, ENDS
 from gshard.collectives import agree, largest, reduce_scalar
 from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage
@@ -36,6 +36,7 @@ class Options:
     """How gradients are made; the same names as in `make_train_step`.
 
     `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
+    `ends`: elements of the first and the last all-reduce of gradients.
     """
 
     has_aux: bool = False
@@ -46,6 +47,7 @@ class Options:
     reshard_after_forward: bool | int = True
     sync_comm: bool = False
     by_rows: bool = False
+    ends: int = ENDS
 
     def __post_init__(self) -> None:
         for name in ("has_aux", "sync_buffers", "sync_comm"):
@@ -120,8 +122,8 @@ def gradients(
     """
     how = accumulation(plan, options.micro_batches, options.accumulate)
 
-    def reduced(own: Any, scale: jax.Array | None) -> Any:
-        return reduce(own, plan, how, options.buffer_max_size, scale)
+    def reduced(own: Any, order: list[int], scale: jax.Array | None) -> Any:
+        return reduce(own, plan, how, options, order, scale)
 
     (grads, value, aux, weight, norm), updates = _on_devices(
         reduced, reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
@@ -139,7 +141,7 @@ def unreduced_gradients(
     """
     how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
-    def sums(own: Any, _: None) -> Any:
+    def sums(own: Any, *_: Any) -> Any:
         return jax.tree.map(lambda x: x[None], own)
 
     (grads, value, weight, aux), updates = _on_devices(
@@ -163,9 +165,8 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
             )
 
     def on_device(own: Any) -> Any:
-        return reduce(
-            jax.tree.map(lambda x: x[0], own), plan, sums.accumulate, options.buffer_max_size
-        )
+        own, order = jax.tree.map(lambda x: x[0], own), list(range(len(leaves)))
+        return reduce(own, plan, sums.accumulate, options, order)
 
     grads, value, aux, weight, norm = jax.shard_map(
         on_device,
@@ -179,7 +180,7 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
 
 
 def _on_devices(
-    end: Callable[[Any, Any], Any],
+    end: Callable[[Any, list[int], Any], Any],
     out_specs: Any,
     loss: PureLoss,
     parts: Parts,
@@ -190,10 +191,10 @@ def _on_devices(
     accumulate: str,
     scale: jax.Array | None = None,
 ) -> Any:
-    """`end(own, scale)` on every device, and what the loss changed, by name and in storage.
+    """`end(own, order, scale)` on every device, and what the loss changed, by name and in storage.
 
-    `own` are the gradients, loss, weight and aux of a device, as sums; `out_specs` are those of
-    what `end` returns.
+    `own` are the gradients, loss, weight and aux of a device, as sums; `order` is that in which
+    the gradients arise; `out_specs` are those of what `end` returns.
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
@@ -207,15 +208,16 @@ def _on_devices(
         given = (leaves, extras, layouts, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
-            return held_apart(grads, plan, accumulate, options.buffer_max_size)
+            return held_apart(grads, plan, accumulate, options)
 
         if OVERWRITTEN in extras:  # statistics of gradients: those need the size of one device's
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
             scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
-        total = over_micro_batches(make(scale), *given, finish)
+        one = make(scale)
+        total = over_micro_batches(one, *given, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
         updates = agree(total.updates, plan.group, options.sync_buffers)
-        return end(own, scale), {**updates, **largest(total.overwritten, plan.group)}
+        return end(own, one.order, scale), {**updates, **largest(total.overwritten, plan.group)}
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(

@@ -42,7 +42,11 @@ class Total:
 
 
 class MicroBatch:
-    """The loss and gradient of one micro-batch on one device, as sums."""
+    """The loss and gradient of one micro-batch on one device, as sums.
+
+    Attributes:
+      order: of the leaves, in which their gradients arise; known once it was called.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class MicroBatch:
         self.scale, self.options = scale, options
         self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
+        self.order = list(range(len(targets)))
         self.uses = uses_of(stored, targets, converts=converts, reshard=self.reshard)
 
     def __call__(
@@ -72,6 +77,8 @@ class MicroBatch:
             at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
+            # What is used first waits longest for its gradient.
+            self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
         refuse_keys(updates)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, as_sums(aux, weight), updates, new)

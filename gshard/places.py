@@ -6,7 +6,29 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import CHECKPOINTS, JIT, VIEWS, body_of, scan_sizes
+from gshard.equations import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
+
+
+def by_first_use(jaxpr: Any) -> list[int]:
+    """The inputs of a jaxpr by the order of their first uses; those of none come last."""
+    found: dict[int, None] = {}
+    _use_first(jaxpr, {v: i for i, v in enumerate(jaxpr.invars)}, found)
+    return [*found, *(i for i in range(len(jaxpr.invars)) if i not in found)]
+
+
+def _use_first(jaxpr: Any, known: dict[Any, int], found: dict[int, None]) -> None:
+    """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
+    for eqn in jaxpr.eqns:
+        given = [(v, known[v]) for v in eqn.invars if isinstance(v, core.Var) and v in known]
+        inner = called(eqn)
+        if inner and len(inner[0].invars) == len(eqn.invars):
+            pairs = zip(eqn.invars, inner[0].invars, strict=True)
+            within = {v: known[x] for x, v in pairs if isinstance(x, core.Var) and x in known}
+            _use_first(inner[0], within, found)
+        elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
+            known.update((eqn.outvars[0], i) for _, i in given)
+        else:
+            found.update((i, None) for _, i in given)
 
 
 class Places:

@@ -6,15 +6,18 @@ Runs inside the `shard_map` of `gradients`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from gshard.auxiliary import over_devices
-from gshard.collectives import on_user_axes, reduce_leaves, reduce_scalar, scatter_leaves
+from gshard.collectives import on_user_axes, reduce_in_turns, reduce_scalar, scatter_leaves
 from gshard.layout import Layout
 from gshard.plan import Plan
+
+if TYPE_CHECKING:
+    from gshard.gradients import Options
 
 
 def accumulating(plan: Plan, accumulate: str) -> list[Layout]:
@@ -24,7 +27,7 @@ def accumulating(plan: Plan, accumulate: str) -> list[Layout]:
 
 
 def held_apart(
-    grads: list[jax.Array], plan: Plan, accumulate: str, buffer_max_size: int
+    grads: list[jax.Array], plan: Plan, accumulate: str, options: Options
 ) -> list[jax.Array]:
     """The gradients of one micro-batch of several, as they are added up.
 
@@ -33,7 +36,7 @@ def held_apart(
     """
     targets = accumulating(plan, accumulate)
     if accumulate == "sync":
-        grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
+        grads = _sum_over_devices(grads, targets, plan, options, range(len(grads)))
     return [
         jax.lax.optimization_barrier(g) if accumulate == "sync" or target.dim is not None else g
         for g, target in zip(grads, targets, strict=True)
@@ -50,7 +53,8 @@ def reduce(
     own: Any,
     plan: Plan,
     accumulate: str,
-    buffer_max_size: int,
+    options: Options,
+    order: Sequence[int],
     scale: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
     """Sums over devices, divided once by the weight of the global batch.
@@ -59,7 +63,8 @@ def reduce(
       own: one device's gradients, loss, weight and aux, as sums.
       plan: where everything lies.
       accumulate: how the gradients lie.
-      buffer_max_size: elements of one bucket.
+      options: sizes of buckets.
+      order: of the gradients, in which they arise.
       scale: what the gradients were multiplied by.
 
     Returns:
@@ -71,7 +76,7 @@ def reduce(
     weight = reduce_scalar(weight, axes)
     divisor = jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # else each was, as it arose
-        grads = _sum_over_devices(grads, targets, plan, buffer_max_size)
+        grads = _sum_over_devices(grads, targets, plan, options, order)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     grads = [_divided(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
@@ -103,17 +108,19 @@ def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
     plan: Plan,
-    buffer_max_size: int,
+    options: Options,
+    order: Sequence[int],
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     reduced = jax.tree.leaves(plan.grads)
+    size = options.buffer_max_size
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
-        grads = scatter_leaves(grads, [layout.local() for layout in late], buffer_max_size)
+        grads = scatter_leaves(grads, [layout.local() for layout in late], size)
         for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
-            chosen = [i for i, r in enumerate(reduced) if (r.dim is not None) == of_parts]
-            totals = reduce_leaves([grads[i] for i in chosen], axes, buffer_max_size)
+            chosen = [i for i in order if (reduced[i].dim is not None) == of_parts]
+            totals = reduce_in_turns([grads[i] for i in chosen], axes, size, options.ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads

@@ -23,10 +23,12 @@ class Scope:
         computation.
       buffer_max_size: elements of one bucket.
       saved: what its backward pass needs is saved by the forward pass, and not computed again.
+      order: inputs of the loss, by their first uses; once it is evaluated.
     """
 
     def __init__(self, sync: bool, buffer_max_size: int, saved: bool = True):
         self.sync, self.buffer_max_size, self.saved = sync, buffer_max_size, saved
+        self.order: list[int] = []
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
         self._backward: Sequence[jax.Array] = ()

@@ -26,10 +26,10 @@ def python_for(platform: str) -> str:
 
 
 def found_by(script: str, target: str) -> Any:
-    """What a script of `tests` prints, as JSON in its last line, run for such a target."""
+    """What a script of `tests` prints, as JSON in its last line, run for a target, its argument."""
     machine = parse_target(target)
     done = subprocess.run(
-        [python_for(machine.platform), "-m", f"tests.{script}"],
+        [python_for(machine.platform), "-m", f"tests.{script}", target],
         env=os.environ | machine.environment,
         capture_output=True,
         text=True,
