@@ -19,7 +19,7 @@ LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (
 LONGEST_OVER_GLOO = 2**19
 # Elements of the first and the last turn of several: the sooner the first can start, and the less
 # is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
-ENDS = 2**18
+END_BUFFER_SIZE = 2**18
 
 
 def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
@@ -57,25 +57,27 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
     return found
 
 
-def turns(sizes: Sequence[int], buffer_max_size: int, ends: int = ENDS) -> list[list[int]]:
+def turns(
+    sizes: Sequence[int], buffer_max_size: int, end_buffer_size: int = END_BUFFER_SIZE
+) -> list[list[int]]:
     """Groups neighbouring leaves into turns that are reduced one after the other.
 
-    A turn has at most `buffer_max_size` elements, the first and the last at most `ends`; a leaf of
-    more is one alone. All are one turn where `buffer_max_size` is 0, and over several processes on
-    CPU, where nothing is computed meanwhile.
+    A turn has at most `buffer_max_size` elements, the first and the last at most `end_buffer_size`;
+    a leaf of more is one alone. All are one turn where `buffer_max_size` is 0, and over several
+    processes on CPU, where nothing is computed meanwhile.
 
     Args:
       sizes: elements of each leaf.
       buffer_max_size: elements.
-      ends: elements.
+      end_buffer_size: elements.
 
     Returns:
       Lists of indices, together every index once.
     """
     if not buffer_max_size or _over_gloo():
         return [list(range(len(sizes)))]
-    first, rest = _filled(sizes, range(len(sizes)), min(ends, buffer_max_size))
-    last, middle = _filled(sizes, rest[::-1], min(ends, buffer_max_size))
+    first, rest = _filled(sizes, range(len(sizes)), min(end_buffer_size, buffer_max_size))
+    last, middle = _filled(sizes, rest[::-1], min(end_buffer_size, buffer_max_size))
     found, middle = [first], middle[::-1]
     while middle:
         turn, middle = _filled(sizes, middle, buffer_max_size)

@@ -191,7 +191,7 @@ def reduce_in_turns(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],
     buffer_max_size: int,
-    ends: int,
+    end_buffer_size: int,
 ) -> list[jax.Array]:
     """`reduce_leaves` in turns (`buckets.turns`), which stay apart in the compiled program.
 
@@ -199,10 +199,10 @@ def reduce_in_turns(
       leaves: to be summed over `axes`, in the order in which they arise.
       axes: of the mesh.
       buffer_max_size: elements of one turn.
-      ends: elements of the first turn and the last.
+      end_buffer_size: elements of the first turn and the last.
     """
     out, before = list(leaves), ()
-    for turn in turns([x.size for x in leaves], buffer_max_size, ends):
+    for turn in turns([x.size for x in leaves], buffer_max_size, end_buffer_size):
         chosen = [leaves[i] for i in turn]
         sums, before = _reduced(chosen, axes, buffer_max_size, "reduce", lax.psum, before)
         for i, x in zip(turn, sums, strict=True):

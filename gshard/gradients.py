@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown, whole_number
 from gshard.batch import check_rows
-from gshard.buckets import BUFFER_MAX_SIZE, ENDS
+from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
 from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage
@@ -36,7 +36,6 @@ class Options:
     """How gradients are made; the same names as in `make_train_step`.
 
     `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
-    `ends`: elements of the first and the last all-reduce of gradients.
     """
 
     has_aux: bool = False
@@ -47,13 +46,14 @@ class Options:
     reshard_after_forward: bool | int = True
     sync_comm: bool = False
     by_rows: bool = False
-    ends: int = ENDS
+    end_buffer_size: int = END_BUFFER_SIZE
 
     def __post_init__(self) -> None:
         for name in ("has_aux", "sync_buffers", "sync_comm"):
             if not isinstance(getattr(self, name), bool):
                 raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
         whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
+        whole_number("end_buffer_size", self.end_buffer_size, 1, " of elements")
 
 
 def check_options(plan: Plan, options: Options, sync: bool = True) -> None:

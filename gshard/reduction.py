@@ -113,14 +113,16 @@ def _sum_over_devices(
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     reduced = jax.tree.leaves(plan.grads)
-    size = options.buffer_max_size
+    size, ends = options.buffer_max_size, options.end_buffer_size
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
         for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_parts]
-            totals = reduce_in_turns([grads[i] for i in chosen], axes, size, options.ends)
+            totals = reduce_in_turns(
+                [grads[i] for i in chosen], axes, size, options.end_buffer_size
+            )
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads

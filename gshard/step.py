@@ -10,7 +10,7 @@ import jax
 
 from gshard.arguments import names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
-from gshard.buckets import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
@@ -40,6 +40,7 @@ def make_train_step(
     sync_comm: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
+    end_buffer_size: int = END_BUFFER_SIZE,
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
 ) -> TrainStep:
@@ -85,6 +86,8 @@ def make_train_step(
         default while what comes before it is computed.
       sync_buffers: what the loss returns anew is that of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
+      end_buffer_size: elements of the first and of the last all-reduce of gradients that are summed
+        whole.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
         `post_update(model, optimizer)`, in place. It sees the state after the update as
@@ -106,6 +109,7 @@ def make_train_step(
         sync_buffers,
         reshard_after_forward,
         sync_comm,
+        end_buffer_size=end_buffer_size,
     )
     check_options(plan, options)
     if scaler is not None and not isinstance(scaler, GradScaler):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import names_of, shown
-from gshard.buckets import BUFFER_MAX_SIZE
+from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError
 from gshard.gradients import Options, check_options, end_reduction, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
@@ -31,6 +31,7 @@ def value_and_grad(
     sync_comm: bool = False,
     sync_buffers: bool = False,
     buffer_max_size: int = BUFFER_MAX_SIZE,
+    end_buffer_size: int = END_BUFFER_SIZE,
 ) -> Callable[..., Any]:
     """The loss over the global batch, and its Divided gradient.
 
@@ -53,6 +54,7 @@ def value_and_grad(
       sync_comm: as in `make_train_step`.
       sync_buffers: as in `make_train_step`.
       buffer_max_size: elements of one bucket.
+      end_buffer_size: as in `make_train_step`.
 
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
@@ -78,6 +80,7 @@ def value_and_grad(
         reshard_after_forward,
         sync_comm,
         by_rows=not sync,
+        end_buffer_size=end_buffer_size,
     )
     check_options(plan, options, sync)
     names = names_of("mutable", mutable)
@@ -100,7 +103,11 @@ def value_and_grad(
 
 
 def reduce_gradients(
-    unreduced: Unreduced, plan: Plan, *, buffer_max_size: int = BUFFER_MAX_SIZE
+    unreduced: Unreduced,
+    plan: Plan,
+    *,
+    buffer_max_size: int = BUFFER_MAX_SIZE,
+    end_buffer_size: int = END_BUFFER_SIZE,
 ) -> tuple[Any, Any]:
     """Ends gradients of `value_and_grad(sync=False)`, those of one call or the sum of several.
 
@@ -110,6 +117,7 @@ def reduce_gradients(
       unreduced: their sum.
       plan: the one they were made with.
       buffer_max_size: elements of one bucket.
+      end_buffer_size: as in `make_train_step`.
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
@@ -123,7 +131,8 @@ def reduce_gradients(
             f"reduce_gradients was called with {shown(unreduced)}. Pass the gradients of "
             "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
         )
-    result = end_reduction(unreduced, plan, Options(buffer_max_size=buffer_max_size))
+    options = Options(buffer_max_size=buffer_max_size, end_buffer_size=end_buffer_size)
+    result = end_reduction(unreduced, plan, options)
     return _value(result.loss, (result.aux, unreduced.aux is not None)), result.grads
 
 
