@@ -120,9 +120,7 @@ def _sum_over_devices(
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
         for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_parts]
-            totals = reduce_in_turns(
-                [grads[i] for i in chosen], axes, size, options.end_buffer_size
-            )
+            totals = reduce_in_turns([grads[i] for i in chosen], axes, size, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads
