@@ -97,7 +97,11 @@ class Fit:
             or self._ends[1]() is not leaves[-1]
         ):
             return []
-        if any(map(type(leaves[0]).is_deleted, leaves)):  # all are of one type
+        try:
+            alive = not any(map(type(leaves[0]).is_deleted, leaves))  # a generator takes twice that
+        except TypeError:  # keys among them are of another type
+            alive = False
+        if not alive:
             refuse_donated(leaves)
         return leaves
 
