@@ -10,6 +10,7 @@ from gshard.distributed import get_rank as get_rank
 from gshard.distributed import get_world_size as get_world_size
 from gshard.distributed import init_parallel_env as init_parallel_env
 from gshard.distributed import new_group as new_group
+from gshard.errors import CallOrderError as CallOrderError
 from gshard.errors import DonatedStateError as DonatedStateError
 from gshard.errors import GShardError as GShardError
 from gshard.errors import GShardWarning as GShardWarning
@@ -21,6 +22,11 @@ from gshard.loss import Weighted as Weighted
 from gshard.mesh import make_mesh as make_mesh
 from gshard.mesh import virtual_devices as virtual_devices
 from gshard.optimizer import GShardState as GShardState
+from gshard.paddle.checkpoint import load_group_sharded_model as load_group_sharded_model
+from gshard.paddle.checkpoint import save_group_sharded_model as save_group_sharded_model
+from gshard.paddle.data_parallel import DataParallel as DataParallel
+from gshard.paddle.data_parallel import fused_allreduce_gradients as fused_allreduce_gradients
+from gshard.paddle.group_sharded import group_sharded_parallel as group_sharded_parallel
 from gshard.plan import Plan as Plan
 from gshard.precision import Precision as Precision
 from gshard.promise import Promise as Promise
@@ -30,6 +36,8 @@ from gshard.rules import Leaf as Leaf
 from gshard.rules import by_path as by_path
 from gshard.rules import by_predicate as by_predicate
 from gshard.rules import by_shape as by_shape
+from gshard.saving import load as load
+from gshard.saving import save as save
 from gshard.scaler import GradScaler as GradScaler
 from gshard.scaler import ScalerState as ScalerState
 from gshard.shard import shard_train_state as shard_train_state

@@ -24,6 +24,10 @@ class DonatedStateError(GShardError, RuntimeError):
     """A train state whose memory an earlier step has taken over."""
 
 
+class CallOrderError(GShardError, RuntimeError):
+    """A call that has no place here: before another one, or twice."""
+
+
 class NonFiniteError(GShardError, FloatingPointError):
     """Too many steps in a row whose gradient was not finite."""
 

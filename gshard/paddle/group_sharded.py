@@ -1,0 +1,172 @@
+"""`group_sharded_parallel`: Paddle's one call, in the core's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from gshard.arguments import shown, whole_number
+from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.errors import GShardError, warn
+from gshard.levels import Level, parse_level
+from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.excluded import excluding
+from gshard.paddle.groups import mesh_of
+from gshard.paddle.models import as_module, refuse_wrapped
+from gshard.paddle.scaling import Scaler
+from gshard.paddle.wrapped import Wrapped, wrapped
+from gshard.paddle.wrapped_optimizer import WrappedOptimizer
+from gshard.scaler import GradScaler
+from gshard.shard import shard_train_state
+
+SEGMENT_SIZE = 2**20
+
+
+class GroupSharded(Wrapped):
+    """A model whose state is divided; an instance of the model's own class too."""
+
+    __slots__ = ()
+
+
+def group_sharded_parallel(
+    model: Any,
+    optimizer: Any,
+    level: str,
+    scaler: Any = None,
+    group: Any = None,
+    offload: bool = False,
+    sync_buffers: bool = False,
+    buffer_max_size: int = BUFFER_MAX_SIZE,
+    segment_size: int = SEGMENT_SIZE,
+    sync_comm: bool = False,
+    dp_group: Any = None,
+    exclude_layer: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Divides a model and its optimizer over devices.
+
+    What is given is copied and stays as it is; what comes back trains by `model.backward(loss_fn,
+    batch)`, `optimizer.step()`, `optimizer.clear_grad()`, or in your own `nnx.jit` loop.
+
+    Args:
+      model: an NNX module, or `(linen_module, variables)`.
+      optimizer: `nnx.Optimizer(model, tx, wrt=...)`, or an optax transformation, which then trains
+        every `nnx.Param`.
+      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
+        too).
+      scaler: a `gshard.GradScaler`, for float16.
+      group: devices of `gshard.new_group` to divide over, or a mesh; by default all devices.
+      offload: the optimizer state, and divided parameters, rest in the host's memory.
+      sync_buffers: buffers that the loss changes become those of the first device, not the mean.
+      buffer_max_size: elements of one bucket; 0 for none.
+      segment_size: elements; at `"p_g_os"` a larger parameter is divided. (At the others the core's
+        own threshold holds.)
+      sync_comm: at `"p_g_os"` parameters are gathered when all else is there, and not before.
+      dp_group: devices, one in each copy of the divided state; orthogonal to `group`.
+      exclude_layer: at `"p_g_os"` layers that stay whole, with those within: class names,
+        `id(layer)`s, or patterns of paths.
+
+    Returns:
+      The model, the optimizer, and the scaler in Paddle's rhythm, or None.
+
+    Raises:
+      GShardError: for an argument that cannot be; nothing is changed.
+    """
+    call = "group_sharded_parallel"
+    refuse_wrapped(model, call)
+    module = as_module(model, call)
+    chosen = parse_level(level)
+    if not chosen.divides_state:
+        raise GShardError(
+            f"level={shown(level)} divides nothing: that is gshard.DataParallel(model). Choose "
+            "'os', 'os_g' or 'p_g_os'."
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
+    for name, value in (("sync_buffers", sync_buffers), ("sync_comm", sync_comm)):
+        if not isinstance(value, bool):
+            raise GShardError(f"{name}={shown(value)} must be True or False.")
+    whole_number("segment_size", segment_size, 0, " of elements")
+    whole_number("buffer_max_size", buffer_max_size, 0, " of elements (0: no buckets)")
+    pair = (module, _as_optimizer(optimizer, module))
+    rules = None if exclude_layer is None else excluding(exclude_layer, module)
+    mesh, shard_axes, replica_axes = mesh_of(group, dp_group)
+    useless = _useless(chosen, pair, segment_size, sync_comm, sync_buffers, rules)
+    if useless:
+        warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
+    divides = chosen.divides_params
+    size: dict[str, Any] = {"segment_size": segment_size} if divides else {}
+    (model, optimizer), plan = shard_train_state(
+        pair,
+        mesh,
+        chosen,
+        rules=rules if divides else None,
+        offload=offload,
+        shard_axes=shard_axes,
+        replica_axes=replica_axes,
+        **size,
+    )
+    if scaler is None and _float16(module):
+        warn(
+            f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
+            "scaler=gshard.GradScaler()."
+        )
+    options = {"sync_comm": True} if sync_comm and divides and plan.group.size > 1 else {}
+    keep = Accumulation(
+        plan,
+        buffer_max_size=buffer_max_size,
+        end_buffer_size=END_BUFFER_SIZE,
+        sync_buffers=sync_buffers,
+        **options,
+    )
+    scaler = None if scaler is None else Scaler(scaler)
+    return wrapped(model, GroupSharded, keep), wrapped(optimizer, WrappedOptimizer, keep), scaler
+
+
+def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
+    if isinstance(optimizer, WrappedOptimizer):
+        raise GShardError("this optimizer is wrapped already. Pass the one that it was made of.")
+    if isinstance(optimizer, nnx.Optimizer):
+        return optimizer
+    if isinstance(optimizer, optax.GradientTransformation):
+        return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+    raise GShardError(
+        f"optimizer={shown(optimizer)} is no optimizer. Pass nnx.Optimizer(model, tx, "
+        "wrt=nnx.Param), or an optax transformation such as optax.adamw(1e-3)."
+    )
+
+
+def _useless(
+    level: Level,
+    pair: tuple[nnx.Module, nnx.Optimizer[Any]],
+    segment_size: int,
+    sync_comm: bool,
+    sync_buffers: bool,
+    rules: Any,
+) -> list[str]:
+    """What was given and changes nothing here."""
+    model, optimizer = pair
+    found = []
+    if not level.divides_params:
+        given = [
+            ("segment_size", segment_size != SEGMENT_SIZE),
+            ("sync_comm", sync_comm),
+            ("exclude_layer", rules is not None),
+        ]
+        names = [name for name, yes in given if yes]
+        if names:
+            found.append(
+                f"{', '.join(names)} changes nothing at level {level.name!r}, where parameters are "
+                "whole"
+            )
+    buffers = nnx.state(model, nnx.Not(nnx.Any(optimizer.wrt, nnx.RngState)))
+    if sync_buffers and not jax.tree.leaves(buffers):
+        found.append("sync_buffers changes nothing: the model has no buffers")
+    return found
+
+
+def _float16(model: nnx.Module) -> bool:
+    return any(x.dtype == jnp.float16 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))

@@ -1,0 +1,133 @@
+"""What is compiled: one function a phase, made of the core's own. Nothing is kept here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from gshard.errors import GShardError
+from gshard.guarded_update import keep_unless
+from gshard.loss import Weighted
+from gshard.plan import Plan
+from gshard.unreduced import Unreduced
+from gshard.user_loop import reduce_gradients, value_and_grad
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a wrapped model and its optimizer.
+
+    Gradients are an `nnx.State` like the trained parameters, Divided; those of one device are
+    `Unreduced`, sums of means over its rows.
+
+    Attributes:
+      plan: where everything lies.
+      sizes: of buckets: `buffer_max_size` and `end_buffer_size`, in elements.
+      options: further ones of `gshard.value_and_grad`.
+    """
+
+    plan: Plan
+    sizes: dict[str, int]
+    options: dict[str, Any]
+
+    def forward(self, model: Any, args: Any, kwargs: Any) -> Any:
+        """The model's output; what it changes of its own state is written."""
+        plan = self.plan
+        parts = plan.kind.split_target(model, {})
+        params = jax.tree.map(lambda x, place: place.cut(x), parts.params, plan.params)
+        extras = {path: plan.extras[path].cut(x) for path, x in parts.extras.items()}
+        pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
+        out, changed = pure(params, extras, (args, kwargs), None)
+        changed = {path: plan.pin(x, plan.extras[path]) for path, x in changed.items()}
+        plan.kind.absorb(model, parts, changed)
+        return out
+
+    def backward(
+        self,
+        loss_fn: Callable[..., Any],
+        model: nnx.Module,
+        batch: Any,
+        pending: Unreduced | None,
+        grads: nnx.State | None,
+    ) -> tuple[jax.Array, nnx.State]:
+        """The loss, and its gradient with what was pending, reduced and added to `grads`."""
+        if pending is None:
+            run = value_and_grad(loss_fn, self.plan, **self.sizes, **self.options)
+            loss, new = run(model, batch)
+        else:
+            own = self._own(loss_fn, model, batch)
+            total = dataclasses.replace(_added(pending, own), loss=own.loss)
+            loss, new = reduce_gradients(total, self.plan, **self.sizes)
+        return loss, _sum(grads, new)
+
+    def local(
+        self, loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, pending: Unreduced | None
+    ) -> tuple[jax.Array, Unreduced]:
+        """Each device's loss, and its gradient added to what is pending; nothing of it moves."""
+        own = self._own(loss_fn, model, batch)
+        return own.loss, _added(pending, own)
+
+    def reduce(self, pending: Unreduced, grads: nnx.State | None) -> nnx.State:
+        """What is pending, reduced and added to `grads`."""
+        return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
+
+    def _own(self, loss_fn: Callable[..., Any], model: nnx.Module, batch: Any) -> Unreduced:
+        """Each device's gradient of the mean over its rows, with a weight of 1."""
+
+        def plain(model: nnx.Module, batch: Any) -> Any:
+            loss = loss_fn(model, batch)
+            if isinstance(loss, Weighted):
+                raise GShardError(
+                    "no_sync: the loss is a gshard.Weighted, which is divided by the weight of all "
+                    "devices, and nothing is to be sent. Call backward outside, or take "
+                    "make_train_step(micro_batches=...)."
+                )
+            return loss
+
+        run = value_and_grad(plain, self.plan, sync=False, accumulate="local", **self.options)
+        _, sums = run(model, batch)
+
+        def mean(x: jax.Array) -> jax.Array:
+            return (x / sums.weight.reshape(-1, *(1,) * (x.ndim - 1))).astype(x.dtype)
+
+        return dataclasses.replace(
+            sums,
+            grads=jax.tree.map(mean, sums.grads),
+            loss=mean(sums.loss),
+            weight=jnp.ones_like(sums.weight),
+        )
+
+
+def update(model: Any, optimizer: Any, grads: Any) -> None:
+    """One step of the optimizer."""
+    optimizer.update(model, grads)
+
+
+def update_if(model: Any, optimizer: Any, grads: Any, finite: jax.Array) -> None:
+    """One step of the optimizer where the gradients are finite; else nothing is changed."""
+    before = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
+    optimizer.update(model, grads)
+    after = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
+    for target, new in zip((model, optimizer), keep_unless(finite, after, before), strict=True):
+        nnx.update(target, new)
+
+
+def unscale(grads: nnx.State, scale: jax.Array) -> tuple[nnx.State, jax.Array]:
+    """The gradients divided by the scale, and whether every entry is finite."""
+    new = jax.tree.map(lambda g: (g * (1 / scale)).astype(g.dtype), grads)
+    return new, jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(new)]))
+
+
+def _added(pending: Unreduced | None, own: Unreduced) -> Unreduced:
+    """Sums of means over calls: the weight is still that of one."""
+    return own if pending is None else dataclasses.replace(pending + own, weight=own.weight)
+
+
+def _sum(grads: nnx.State | None, new: nnx.State) -> nnx.State:
+    return new if grads is None else jax.tree.map(jnp.add, grads, new)

@@ -1,0 +1,207 @@
+"""A wrapped model: an instance of the user's own class that can do a little more.
+
+It is a copy with divided arrays whose class derives from the user's: what is not defined here is
+the model's own, paths have no prefix, and NNX transforms take it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+from flax import nnx
+from jax import core
+
+from gshard.arguments import shown
+from gshard.batch import shard_batch
+from gshard.errors import GShardError, some, warn
+from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.named import Named, in_places, named, whole_values
+from gshard.plan import Plan
+
+_every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
+
+
+class Keeping:
+    """Something wrapped; what it keeps is in a slot, which NNX does not see and copies lack."""
+
+    __slots__ = ("_gshard",)
+    plan: Plan  # where everything lies; print(model.plan) is a table
+    _gshard: Accumulation
+
+
+class Wrapped(Keeping):
+    """What a model can do once it is wrapped."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own output; outside jit by one compiled function, at every level."""
+        own: Any = super()
+        arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
+        if any(isinstance(x, core.Tracer) for x in arrays):
+            return own.__call__(*args, **kwargs)
+        return kept(self).forward(self, _placed(args, self.plan), _placed(kwargs, self.plan))
+
+    @property
+    def grads(self) -> Any:
+        """The reduced gradients as an `nnx.State`, or None: the sum over calls of `backward`."""
+        return kept(self).grads
+
+    def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
+        """Forward and backward pass; adds to `grads`.
+
+        Args:
+          loss_fn: `loss_fn(model, batch)`, the mean over the rows it is given. Define it once: each
+            function is compiled. `scaler.scale(loss_fn)` for float16.
+          batch: of this process; its rows are laid over the devices.
+
+        Returns:
+          The loss of the global batch, a scalar; inside `no_sync`, where nothing is sent, that of
+          each device, `(devices,)`.
+        """
+        return kept(self).backward(loss_fn, batch)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients of `backward` stay on their devices; the first one outside reduces them."""
+        return kept(self).no_sync()
+
+    def clear_gradients(self) -> None:
+        """Forgets all gradients."""
+        kept(self).clear()
+
+    def parameters(self, include_sublayers: bool = True) -> list[Any]:
+        """The trained Variables."""
+        state = nnx.to_flat_state(nnx.state(self, kept(self).wrt))
+        return [x for path, x in state if include_sublayers or len(path) == 1]
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, include_sublayers: bool = True
+    ) -> dict[str, Any]:
+        """Parameters and buffers by dotted path, whole, as NumPy arrays.
+
+        Args:
+          destination: a dictionary to add them to; by default a new one.
+          include_sublayers: False: those of this module alone.
+        """
+        stored = self._gshard_named()
+        if not include_sublayers:
+            stored = {name: x for name, x in stored.items() if "." not in name}
+        found = {} if destination is None else destination
+        found.update(whole_values(stored))
+        return found
+
+    def set_state_dict(
+        self, state_dict: Any, use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Sets parameters and buffers from whole values, each where it lies.
+
+        Args:
+          state_dict: of `state_dict`, of this model or of another that is divided otherwise.
+          use_structured_name: only True: a Variable has no name but its path.
+
+        Returns:
+          Names that the state dict lacks, and names that the model does not know; of which a
+          warning tells.
+
+        Raises:
+          GShardError: for a value of another shape; nothing is changed.
+        """
+        if use_structured_name is not True:
+            raise GShardError(
+                f"set_state_dict: use_structured_name={shown(use_structured_name)}, but an NNX "
+                "Variable has no name except its path in the model. Leave it out."
+            )
+        new, missing, unknown = in_places(state_dict, self._gshard_named(), "set_state_dict")
+        _write(self, new)
+        if missing or unknown:
+            told = [("it lacks", missing), ("the model does not know", unknown)]
+            what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
+            warn(f"set_state_dict: {what}.")
+        return missing, unknown
+
+    set_dict = load_dict = set_state_dict
+
+    def _gshard_named(self) -> Named:
+        plan = self.plan
+        parts, wrt = plan.kind.split_target(cast(Any, self), {}), kept(self).wrt
+        buffers = nnx.to_flat_state(nnx.state(self, nnx.Not(nnx.Any(wrt, nnx.RngState))))
+        names = {"/".join(map(str, path)) for path, _ in buffers}
+        extras = {path: x for path, x in parts.extras.items() if path in names}
+        places = {path: plan.extras[path] for path in extras}
+        return {**named(parts.params, plan.params), **named(extras, places)}
+
+
+def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
+    """The same model or optimizer as an instance of its class and of `kind`.
+
+    `target` is not to be used again: both have the same Variables.
+    """
+    own = type(target)
+    body = {"__doc__": own.__doc__, "plan": keep.plan}
+    made = object.__new__(type(f"{kind.__name__}[{own.__name__}]", (kind, own), body))
+    vars(made).update(vars(target))
+    object.__setattr__(made, "_gshard", keep)
+    if isinstance(target, nnx.Module):
+        keep.model = made
+        _every.add(keep)
+    else:
+        keep.optimizer = made
+    return made
+
+
+def owners(variables: list[Any]) -> list[Accumulation]:
+    """What the wrapped models keep that these Variables belong to.
+
+    Raises:
+      GShardError: one belongs to none.
+    """
+    of = {id(x): keep for keep in _every for x in keep.model.parameters()}
+    strange = [shown(x) for x in variables if id(x) not in of]
+    if strange or not variables:
+        raise GShardError(
+            f"{some(strange) or 'an empty list'}: these are not the parameters of a wrapped model. "
+            "Pass model.parameters()."
+        )
+    return list(dict.fromkeys(of[id(x)] for x in variables))
+
+
+def kept(target: Any) -> Accumulation:
+    """What a wrapped model or optimizer keeps between calls.
+
+    Raises:
+      GShardError: it is a copy, which keeps nothing.
+    """
+    found = getattr(target, "_gshard", None)
+    if found is None or not any(target is x for x in (found.model, found.optimizer)):
+        raise GShardError(
+            "this is a copy of what was wrapped, or what a jitted function sees of it. Call "
+            "backward and step on what was returned, outside jit; inside your own nnx.jit take "
+            "loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, batch) and "
+            "optimizer.update(model, grads)."
+        )
+    return found
+
+
+def _placed(tree: Any, plan: Plan) -> Any:
+    """Inputs by rows over the devices where these divide, else whole on each of them."""
+    devices = plan.group.devices
+
+    def place(x: Any) -> Any:
+        if not hasattr(x, "shape"):
+            return x
+        if x.ndim and x.shape[0] and x.shape[0] % devices == 0:
+            return shard_batch(x, plan)
+        return jax.device_put(x, plan.sharding())
+
+    return jax.tree.map(place, tree)
+
+
+def _write(model: Any, values: Named) -> None:
+    flat = dict(nnx.to_flat_state(nnx.state(model)))
+    by_name = {".".join(map(str, path)): path for path in flat}
+    new = {by_name[name]: flat[by_name[name]].replace(x) for name, (x, _) in values.items()}
+    nnx.update(model, nnx.from_flat_state(new))

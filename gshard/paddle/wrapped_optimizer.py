@@ -1,0 +1,157 @@
+"""A wrapped optimizer: an `nnx.Optimizer` that steps in Paddle's rhythm."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from numbers import Real
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+
+from gshard.arguments import shown
+from gshard.errors import CallOrderError, GShardError, some
+from gshard.paddle.named import Named, in_places, named, whole_values
+from gshard.paddle.wrapped import Keeping, kept
+from gshard.state import Parts
+
+LEARNING_RATE = "learning_rate"
+
+
+class Step:
+    """The Variable that counts the steps of an optimizer; called, it takes one."""
+
+    def __init__(self, optimizer: WrappedOptimizer, count: Any):
+        self._optimizer, self._count = optimizer, count
+
+    def __call__(self) -> None:
+        """Updates model and optimizer."""
+        keep = kept(self._optimizer)
+        keep.take()
+        if keep.scaler is not None:
+            raise GShardError(
+                "step: the gradients are multiplied by the scale of a scaler. Call "
+                "scaler.step(optimizer) and scaler.update()."
+            )
+        keep.step()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._count, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._count[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._count[index] = value
+
+    def __int__(self) -> int:
+        return int(self._count[...])
+
+    def __repr__(self) -> str:
+        return repr(self._count)
+
+
+class WrappedOptimizer(Keeping):
+    """What an optimizer can do once it is wrapped; `update(model, grads)` is that of NNX."""
+
+    __slots__ = ()
+
+    @property
+    def step(self) -> Step:
+        """`optimizer.step()` updates the model by the gradients of `backward`, which stay.
+
+        `optimizer.step[...]` is the number of steps, as in NNX.
+
+        Raises:
+          GShardError: there are no gradients, or they are not reduced, or scaled.
+        """
+        return Step(self, vars(self)["step"])
+
+    @step.setter
+    def step(self, value: Any) -> None:
+        vars(self)["step"] = value
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Forgets the gradients of the model; `set_to_zero` makes no difference."""
+        del set_to_zero
+        kept(self).clear()
+
+    clear_gradients = clear_grad
+
+    def minimize(self, *_: Any, **__: Any) -> NoReturn:
+        """As in Paddle, not for a wrapped optimizer."""
+        raise CallOrderError(
+            "optimizer.minimize() is not for a wrapped optimizer. Call model.backward(loss_fn, "
+            "batch), optimizer.step() and optimizer.clear_grad()."
+        )
+
+    def get_lr(self) -> float:
+        """The learning rate of the next step."""
+        return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
+
+    def set_lr(self, value: float) -> None:
+        """Another learning rate, from the next step on; nothing is compiled anew."""
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+            raise GShardError(f"set_lr({shown(value)}): a learning rate is a number from 0.")
+        old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
+        new = jax.device_put(jnp.asarray(value, old.dtype), old.sharding)
+        parts = self._gshard_parts()
+        opt_state = jax.tree.map(lambda x: new if x is old else x, parts.opt_state)
+        self._gshard_write(dataclasses.replace(parts, opt_state=opt_state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state by dotted path, whole, as NumPy arrays."""
+        return whole_values(self._gshard_named())
+
+    def set_state_dict(self, state_dict: Any) -> None:
+        """Sets the whole state of the optimizer, each value where it lies.
+
+        Raises:
+          GShardError: for names that are missing or unknown, or another shape; nothing is changed.
+        """
+        stored = self._gshard_named()
+        new, missing, unknown = in_places(state_dict, stored, "set_state_dict of the optimizer")
+        if missing or unknown:
+            told = [("it lacks", missing), ("this optimizer does not have", unknown)]
+            what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
+            raise GShardError(
+                f"set_state_dict: the state is another optimizer's: {what}. Nothing was changed."
+            )
+        by_old = {id(x): new[name][0] for name, (x, _) in stored.items()}
+        self._gshard_write(jax.tree.map(lambda x: by_old.get(id(x), x), self._gshard_parts()))
+
+    def _gshard_parts(self) -> Parts:
+        keep = kept(self)
+        return keep.plan.kind.split((keep.model, self))
+
+    def _gshard_write(self, parts: Parts) -> None:
+        keep = kept(self)
+        keep.plan.kind.update((keep.model, self), parts)
+
+    def _gshard_named(self) -> Named:
+        parts, layouts = self._gshard_parts(), kept(self).plan.layouts
+        of, places = parts.opt_state, layouts.opt_state
+        return named(
+            {"step": parts.step, "inner": of.inner, "master": of.master},
+            {"step": layouts.step, "inner": places.inner, "master": places.master},
+        )
+
+    def _gshard_hyperparams(self, call: str) -> dict[str, Any]:
+        inner = self._gshard_parts().opt_state.inner
+
+        def has(node: Any) -> bool:
+            return LEARNING_RATE in (getattr(node, "hyperparams", None) or {})
+
+        found = [x for x in jax.tree.leaves(inner, is_leaf=has) if has(x)]
+        if len(found) != 1:
+            raise GShardError(
+                f"{call}: this optimizer was built with a fixed learning rate. Build it as "
+                "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), also inside a chain."
+            )
+        if call == "set_lr" and LEARNING_RATE in getattr(found[0], "hyperparams_states", {}):
+            raise GShardError(
+                "set_lr: the learning rate follows a schedule, which would set it anew at the next "
+                "step. Build the optimizer with a number."
+            )
+        return found[0].hyperparams

@@ -1,0 +1,568 @@
+"""`group_sharded_parallel` and Paddle's rhythm, against one device; rows differ on every device."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import gshard
+from gshard.hlo import read_program
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+LEVELS = ("os", "os_g", "p_g_os")
+WIDTH = 140  # WIDTH^2 is above the core's threshold
+
+
+class Net(nnx.Module):
+    """Three layers of sizes that few device counts divide."""
+
+    def __init__(self, seed: int = 0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(13, WIDTH, rngs=rngs)
+        self.middle = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 7, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.first(x))
+        return self.last(self.norm(jnp.tanh(self.middle(x)) + x))
+
+
+def loss_fn(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+
+def rows(n, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 13)).astype(np.float32)
+    return {"x": x, "y": rng.integers(0, 7, n)}
+
+
+def adamw():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, weight_decay=1e-5))
+
+
+def groups(devices):
+    return {} if devices == 8 else {"group": gshard.new_group(list(range(devices)))}
+
+
+def wrap(level, model=None, tx=None, **options):
+    small = {"segment_size": 100} if level == "p_g_os" else {}
+    model = Net() if model is None else model
+    tx = adamw() if tx is None else tx
+    return gshard.group_sharded_parallel(model, tx, level, **(small | options))
+
+
+def train(model, optimizer, batches, loss=loss_fn):
+    found = []
+    for batch in batches:
+        found.append(float(model.backward(loss, batch)))
+        optimizer.step()
+        optimizer.clear_grad()
+    return found
+
+
+def on_one_device(batches, model=None, tx=None, loss=loss_fn):
+    model = nnx.clone(Net() if model is None else model)
+    optimizer = nnx.Optimizer(model, adamw() if tx is None else tx, wrt=nnx.Param)
+    losses = []
+    for batch in batches:
+        value, grads = nnx.value_and_grad(loss)(model, jax.tree.map(jnp.asarray, batch))
+        optimizer.update(model, grads)
+        losses.append(float(value))
+    return losses, whole(model)
+
+
+def whole(model):
+    state = nnx.state(model, nnx.Not(nnx.RngState))
+    return {".".join(map(str, p)): np.asarray(x[...]) for p, x in nnx.to_flat_state(state)}
+
+
+def assert_same(found, wanted, rtol=2e-5, atol=2e-6):
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("devices", [1, 3, 5, 8])
+def test_the_numbers_of_one_device(level, devices):
+    batches = [rows(120, seed) for seed in range(4)]
+    model, optimizer, scaler = wrap(level, **groups(devices))
+    losses = train(model, optimizer, batches)
+    wanted, params = on_one_device(batches)
+    assert scaler is None
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    assert_same(model.state_dict(), params)
+    assert int(optimizer.step) == 4
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_micro_batches_add_up_to_one_large(level):
+    """T2, T16: k calls of `backward`, each of a loss divided by k."""
+    batch = rows(80, 0)
+
+    def fifth(model, batch):
+        return loss_fn(model, batch) / 5
+
+    model, optimizer, _ = wrap(level)
+    for _ in range(3):
+        for i in range(5):
+            model.backward(fifth, {k: x[16 * i : 16 * i + 16] for k, x in batch.items()})
+        optimizer.step()
+        optimizer.clear_grad()
+    assert_same(model.state_dict(), on_one_device([batch] * 3)[1])
+
+
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
+def test_no_sync_adds_up_and_moves_no_gradient(level):
+    """D1, D5: two calls that stay local and one that reduces are three that reduce."""
+    batches = [rows(16, seed) for seed in range(3)]
+    grads = []
+    for local in (False, True):
+        if level == "dp":
+            model = gshard.DataParallel(Net())
+        else:
+            model = wrap(level)[0]
+        for i, batch in enumerate(batches):
+            if local and i < 2:
+                with model.no_sync(), model.no_sync():
+                    losses = model.backward(loss_fn, batch)
+                    lowered = model._gshard.lower(loss_fn, batch)
+                assert losses.shape == (8,)
+                kinds = {c.kind for c in read_program(lowered.compile().as_text()).collectives}
+                assert kinds <= ({"all-gather"} if level == "p_g_os" else set())
+            else:
+                loss = model.backward(loss_fn, batch)
+        assert loss.shape == ()
+        grads.append([np.asarray(x) for x in jax.tree.leaves(model.grads)])
+    for x, y in zip(*grads, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_no_sync_ends_with_an_exception():
+    model = gshard.DataParallel(Net())
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    assert model.backward(loss_fn, rows(16, 0)).shape == ()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_that_wait_are_not_forgotten(level):
+    model, optimizer, _ = wrap(level)
+    with pytest.raises(gshard.GShardError, match="no gradients"):
+        optimizer.step()
+    with model.no_sync():
+        model.backward(loss_fn, rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="not been reduced"):
+        optimizer.step()
+    gshard.fused_allreduce_gradients(model.parameters(), None)
+    waited = [np.asarray(x) for x in jax.tree.leaves(model.grads)]
+    model.clear_gradients()
+    model.backward(loss_fn, rows(16, 0))
+    for x, y in zip(waited, jax.tree.leaves(model.grads), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_buckets_is_bit_equal(level):
+    """T12."""
+    found = []
+    for size in (0, 2**23):
+        model, optimizer, _ = wrap(level, buffer_max_size=size, tx=optax.adam(1e-2))
+        train(model, optimizer, [rows(16, seed) for seed in range(3)])
+        found.append(model.state_dict())
+    assert_same(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", ["groups", "mesh"])
+def test_copies_of_the_divided_state(level, way):
+    """T13, T14: 2 x 2 is 4 devices, and one."""
+    batches = [rows(16, seed) for seed in range(3)]
+    if way == "groups":
+        given = {"group": gshard.new_group([0, 1]), "dp_group": gshard.new_group([0, 2])}
+    else:
+        mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
+        given = {"group": mesh, "dp_group": "replica"}
+    model, optimizer, _ = wrap(level, **given)
+    assert (model.plan.group.size, model.plan.group.copies) == (2, 2)
+    train(model, optimizer, batches)
+    assert_same(model.state_dict(), on_one_device(batches)[1])
+
+
+@pytest.mark.parametrize("options", [{"sync_comm": True}, {"offload": True}], ids=str)
+def test_options_change_no_number(options):
+    """T18, T24."""
+    batches = [rows(16, seed) for seed in range(3)]
+    model, optimizer, _ = wrap("p_g_os", **options)
+    train(model, optimizer, batches)
+    assert_same(model.state_dict(), on_one_device(batches)[1])
+
+
+class Tied(nnx.Module):
+    """One weight in three places, and a GroupNorm."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(3)
+        self.embed = nnx.Linear(13, 13, rngs=rngs)
+        self.again = self.embed
+        self.block = nnx.Sequential(nnx.Linear(13, 12, rngs=rngs), nnx.GroupNorm(12, 3, rngs=rngs))
+        self.last = nnx.Linear(12, 7, rngs=rngs)
+
+    def __call__(self, x):
+        x = jnp.tanh(self.again(jnp.tanh(self.embed(x)))) @ self.embed.kernel[...].T
+        return self.last(jnp.tanh(self.block(x)))
+
+
+def by_class(_):
+    return ["GroupNorm", "Linear"]
+
+
+def by_id(model):
+    return [id(model.block), id(model.last)]
+
+
+def by_path(_):
+    return ["^block/", "last.kernel"]
+
+
+@pytest.mark.parametrize("chosen", [by_class, by_id, by_path])
+def test_tied_weights_and_excluded_layers(chosen):
+    """T20, T21: no list of what is tied; excluding a layer excludes what is in it."""
+    batches, net = [rows(16, seed) for seed in range(3)], Tied()
+    _, wanted = on_one_device(batches, net)
+    model, optimizer, _ = wrap("p_g_os", net, exclude_layer=chosen(net), segment_size=10)
+    divided = {x.path for x in jax.tree.leaves(model.plan.params) if x.dim is not None}
+    assert not {path for path in divided if path.startswith("block") or "last/kernel" in path}
+    if chosen is not by_class:
+        assert divided >= {"again/kernel"} or divided >= {"embed/kernel"}
+    train(model, optimizer, batches)
+    assert_same(model.state_dict(), wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_float16_with_a_scaler(level):
+    """T8, T17: scaled gradients train as on one device, a bad step changes nothing."""
+
+    class Half(Net):
+        def __init__(self):
+            super().__init__()
+            nnx.update(self, jax.tree.map(lambda x: x.astype(jnp.float16), nnx.state(self)))
+
+    batches = [rows(16, seed) for seed in range(3)]
+    batches = [{**b, "x": b["x"].astype(np.float16)} for b in batches]
+    tx = optax.sgd(0.1)
+    _, wanted = on_one_device(batches, Half(), tx)
+    scaler = gshard.GradScaler(init_loss_scaling=1024.0, incr_every_n_steps=2)
+    model, optimizer, scaler = wrap(level, Half(), tx, scaler=scaler)
+    for i, batch in enumerate(batches):
+        model.backward(scaler.scale(loss_fn), batch)
+        if i == 1:
+            scaler.minimize(optimizer, None)
+        else:
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.clear_grad()
+    assert_same(model.state_dict(), wanted, rtol=5e-3, atol=5e-3)
+    assert float(scaler.loss_scaling) == 2048.0
+
+    before = model.state_dict()
+    bad = {**batches[0], "x": batches[0]["x"].copy()}
+    bad["x"][5] = np.inf  # on one device
+    model.backward(scaler.scale(loss_fn), bad)
+    scaler.step(optimizer)
+    with pytest.raises(gshard.CallOrderError, match="already"):
+        scaler.step(optimizer)
+    scaler.update()
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    assert float(scaler.loss_scaling) == 1024.0
+    kept = scaler.state_dict()
+    other = wrap(level, Half(), tx, scaler=gshard.GradScaler())[2]
+    other.load_state_dict(kept)
+    assert other.state_dict() == kept
+
+
+def test_scaled_gradients_are_not_mixed_up():
+    model, optimizer, scaler = wrap("os_g", scaler=gshard.GradScaler())
+    with pytest.raises(gshard.CallOrderError, match="without a step"):
+        scaler.update()
+    model.backward(scaler.scale(loss_fn), rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="scaler.step"):
+        optimizer.step()
+    with pytest.raises(gshard.GShardError, match="would be added up"):
+        model.backward(loss_fn, rows(16, 0))
+    scaler.unscale_(optimizer)
+    with pytest.raises(gshard.CallOrderError, match="already"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.clear_grad()
+    model.backward(loss_fn, rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="not multiplied"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_programs_move_what_the_core_moves(level):
+    model, _, _ = wrap(level)
+    batch = rows(16, 0)
+
+    def moved(lowered):
+        found = read_program(lowered.compile().as_text()).collectives
+        return sorted((c.kind, c.dtype, c.elements, c.group_size) for c in found)
+
+    plan, core = model.plan, gshard.value_and_grad(loss_fn, model.plan)
+    wanted = nnx.jit(lambda model, batch: core(model, batch))
+    placed = gshard.shard_batch(batch, plan)
+    assert moved(model._gshard.lower(loss_fn, batch)) == moved(wanted.lower(model, placed))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_in_your_own_loop(level):
+    batches = [rows(16, seed) for seed in range(4)]
+    model, optimizer, _ = wrap(level)
+    plan = model.plan
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    for batch in batches[:2]:
+        step(model, optimizer, gshard.shard_batch(batch, plan))
+    train(model, optimizer, batches[2:])
+    assert_same(model.state_dict(), on_one_device(batches)[1])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_model_is_called_with_any_rows(level):
+    model, _, _ = wrap(level, **groups(5))
+    plain = Net()
+    for n in (1, 5, 12, 15):
+        x = rows(n, n)["x"]
+        np.testing.assert_allclose(model(x), plain(x), rtol=2e-5, atol=2e-6)
+    assert isinstance(model, Net) and model.first.in_features == 13
+
+
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
+def test_state_dicts_go_anywhere(level, tmp_path):
+    """T4, T22, T33: whole values, also into another level on another number of devices."""
+    batches = [rows(120, seed) for seed in range(5)]
+    _, wanted = on_one_device(batches)
+    model, optimizer, _ = wrap("os_g" if level == "dp" else level)
+    train(model, optimizer, batches[:3])
+    gshard.save_group_sharded_model(model, tmp_path / "saved", optimizer)
+    before = model.state_dict()
+    other_level = "p_g_os" if level == "os" else "os"
+    other, its_optimizer, _ = wrap(other_level, Net(5), **groups(3))
+    gshard.load_group_sharded_model(other, tmp_path / "saved", its_optimizer)
+    assert_same(other.state_dict(), before, rtol=0, atol=0)
+    assert int(its_optimizer.step) == 3
+    for pair in ((model, optimizer), (other, its_optimizer)):
+        train(*pair, batches[3:])
+        assert_same(pair[0].state_dict(), wanted)
+
+
+def test_state_dict_by_name(tmp_path):
+    model, optimizer, _ = wrap("p_g_os")
+    given = {"kept": 1}
+    found = model.state_dict(given)
+    assert found is given and found["kept"] == 1 and found["first.kernel"].shape == (13, WIDTH)
+    assert model.state_dict(include_sublayers=False) == {}
+    gshard.save({"model": model.state_dict(), "epoch": 3, "note": "x"}, tmp_path / "a")
+    gshard.save({"model": model.state_dict(), "epoch": 4, "note": "x"}, tmp_path / "a")
+    back = gshard.load(tmp_path / "a")
+    assert (back["epoch"], back["note"]) == (4, "x")
+    assert_same(back["model"], model.state_dict(), rtol=0, atol=0)
+    with pytest.warns(gshard.GShardWarning, match=r"lacks first\.bias.*does not know more"):
+        del back["model"]["first.bias"]
+        missing, unknown = model.set_state_dict({**back["model"], "more": np.ones(3)})
+    assert (missing, unknown) == (["first.bias"], ["more"])
+    before = model.state_dict()
+    with pytest.raises(gshard.GShardError, match=r"first\.kernel has shape \(2,\)"):
+        model.set_state_dict({"first.kernel": np.ones(2), "last.bias": np.ones(7)})
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(gshard.GShardError, match="another optimizer's"):
+        optimizer.set_state_dict({"step": np.uint32(3)})
+
+
+def test_the_learning_rate_is_read_and_set():
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    )
+    model, optimizer, _ = wrap("os_g", tx=tx)
+    assert optimizer.get_lr() == 0.5
+    optimizer.set_lr(0.0)
+    before = model.state_dict()
+    train(model, optimizer, [rows(16, 0)])
+    assert optimizer.get_lr() == 0.0
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    optimizer.set_lr(0.25)
+    train(model, optimizer, [rows(16, 0)])
+    assert optimizer._gshard._update._cache_size() == 1 if hasattr(nnx.jit, "_cache_size") else True
+    with pytest.raises(gshard.GShardError, match="a number from 0"):
+        optimizer.set_lr(-1)
+    with pytest.raises(gshard.GShardError, match="inject_hyperparams"):
+        wrap("os")[1].get_lr()
+    schedule = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1, 0, 9))
+    with pytest.raises(gshard.GShardError, match="schedule"):
+        wrap("os", tx=schedule)[1].set_lr(0.1)
+
+
+def test_a_linen_module_with_its_variables():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(7)(jnp.tanh(nn.Dense(WIDTH)(x)))
+
+    module = Linen()
+    variables = module.init(jax.random.key(0), jnp.ones((1, 13)))
+    batches = [rows(16, seed) for seed in range(3)]
+    params, tx = variables["params"], adamw()
+    state = tx.init(params)
+    for batch in batches:
+
+        def loss(params, batch=batch):
+            return loss_fn(lambda x: module.apply({"params": params}, x), batch)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+    model, optimizer, _ = wrap("p_g_os", (module, variables))
+    train(model, optimizer, batches)
+    wanted = {
+        f"{layer}.{name}": np.asarray(x) for layer, of in params.items() for name, x in of.items()
+    }
+    assert_same(model.state_dict(), wanted)
+
+
+class Normed(nnx.Module):
+    """BatchNorm, whose statistics are those of each device's rows."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(1)
+        self.first = nnx.Linear(13, 30, rngs=rngs)
+        self.norm = nnx.BatchNorm(30, rngs=rngs, use_running_average=False)
+        self.last = nnx.Linear(30, 7, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+def test_buffers_are_averaged_or_the_first_devices():
+    batch, net = rows(16, 0), Normed()
+    found = {}
+    for first in (False, True):
+        model, _, _ = wrap("os_g", net, sync_buffers=first)
+        model.backward(loss_fn, batch)
+        found[first] = model.state_dict()["norm.mean"]
+    each = [0.01 * np.asarray(net.first(batch["x"][2 * i : 2 * i + 2])).mean(0) for i in range(8)]
+    np.testing.assert_allclose(found[False], np.mean(each, 0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[True], each[0], rtol=1e-4, atol=1e-6)
+
+
+def test_two_models_do_not_touch_each_other_and_can_go():
+    one, its, _ = wrap("p_g_os")
+    two, other, _ = wrap("os_g", Net(1))
+    before = two.state_dict()
+    with one.no_sync():
+        two.backward(loss_fn, rows(16, 0))
+    assert two.grads is not None and one.grads is None
+    train(one, its, [rows(16, 1)])
+    assert_same(two.state_dict(), before, rtol=0, atol=0)
+    gone = weakref.ref(one._gshard)
+    del one, its
+    gc.collect()
+    assert gone() is None
+    other.step()
+
+
+def test_one_warning_names_what_changes_nothing():
+    with pytest.warns(gshard.GShardWarning) as told:
+        wrap("os", segment_size=3, sync_comm=True, exclude_layer=["Linear"], sync_buffers=True)
+    (message,) = [str(w.message) for w in told if "changes nothing" in str(w.message)]
+    for name in ("segment_size", "sync_comm", "exclude_layer", "sync_buffers"):
+        assert name in message
+
+
+def copy_of(model):
+    return nnx.clone(model)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda: wrap("p_g"), "Did you mean 'p_g_os'"),
+        (lambda: wrap("dp"), "DataParallel"),
+        (lambda: wrap("os", model="net"), "is no model"),
+        (lambda: wrap("os", model=nn.Dense(3)), "module.init"),
+        (lambda: wrap("os", tx="adam"), "is no optimizer"),
+        (lambda: wrap("os", scaler=3), "GradScaler"),
+        (lambda: wrap("os", buffer_max_size=-1), "buffer_max_size"),
+        (lambda: wrap("p_g_os", segment_size=2.5), "segment_size"),
+        (lambda: wrap("os", offload="yes"), "offload"),
+        (lambda: wrap("os", sync_comm=1), "sync_comm"),
+        (lambda: wrap("os", group=[0, 1]), "new_group"),
+        (lambda: wrap("os", dp_group=gshard.new_group([0, 1])), "group= is missing"),
+        (
+            lambda: wrap("os", group=gshard.new_group([0, 1]), dp_group=gshard.new_group([0, 1])),
+            "orthogonal",
+        ),
+        (
+            lambda: wrap("os", group=gshard.new_group([0, 1]), dp_group=gshard.new_group([1, 2])),
+            "do not span a grid",
+        ),
+        (lambda: wrap("p_g_os", exclude_layer="Linear"), "must be a list"),
+        (lambda: wrap("p_g_os", exclude_layer=["Linaer"]), "Did you mean 'Linear'"),
+        (lambda: wrap("p_g_os", exclude_layer=[3]), "is no layer"),
+        (lambda: wrap("os", model=wrap("os")[0]), "wrapped already"),
+        (lambda: wrap("os", tx=wrap("os")[1]), "wrapped already"),
+        (lambda: wrap("os")[0].backward(3, rows(8, 0)), "is not a function"),
+        (lambda: wrap("os")[0].backward(loss_fn, rows(9, 0)), "9 rows"),
+        (lambda: copy_of(wrap("os")[0]).backward(loss_fn, rows(8, 0)), "a copy"),
+        (lambda: wrap("os")[1].minimize(), "optimizer.step()"),
+        (lambda: wrap("os")[0].set_state_dict({}, use_structured_name=False), "structured"),
+        (lambda: gshard.save_group_sharded_model(Net(), "x"), "no wrapped model"),
+        (lambda: gshard.save_group_sharded_model(wrap("os")[0], "x", 3), "no wrapped optimizer"),
+        (
+            lambda: gshard.save_group_sharded_model(wrap("os")[0], "x", wrap("os")[1]),
+            "another model's",
+        ),
+        (lambda: gshard.fused_allreduce_gradients([], None), "an empty list"),
+        (lambda: gshard.fused_allreduce_gradients(Net(), None), "no parameters"),
+        (lambda: gshard.fused_allreduce_gradients([Net().first.kernel], None), "not the param"),
+        (lambda: gshard.load("/nowhere/at/all"), "does not exist"),
+        (lambda: gshard.save({"a": "b", "c": None}, "/tmp/never"), "c is None"),
+    ],
+)
+def test_bad_input(act, says):
+    with pytest.raises(gshard.GShardError) as error:
+        act()
+    assert says in str(error.value), str(error.value)
+
+
+def test_what_is_in_the_way_or_damaged(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").write_text("mine")
+    for name in ("file", "folder"):
+        with pytest.raises(gshard.GShardError, match="Choose another path"):
+            gshard.save({"a": np.ones(3)}, tmp_path / name)
+    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
+    gshard.save({"a": np.ones(3)}, tmp_path / "good")
+    for part in sorted((tmp_path / "good").rglob("*")):
+        if part.is_file() and part.stat().st_size > 100:
+            part.write_bytes(part.read_bytes()[:40])
+    with pytest.raises(gshard.GShardError, match="damaged"):
+        gshard.load(tmp_path / "good")
