@@ -14,6 +14,7 @@ from flax import linen as nn
 from flax import nnx
 
 import gshard
+from examples import paddle_custom_operator, paddle_words
 from gshard.hlo import read_program
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
@@ -566,3 +567,21 @@ def test_what_is_in_the_way_or_damaged(tmp_path):
             part.write_bytes(part.read_bytes()[:40])
     with pytest.raises(gshard.GShardError, match="damaged"):
         gshard.load(tmp_path / "good")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_example_learns_words(level, capsys):
+    """Real text: better than guessing among 1000 words by far, and as on one device."""
+    losses, model = paddle_words.train(level, 25)
+    assert losses[0] == pytest.approx(np.log(1000), rel=0.05) and losses[-1] < 5.8
+    words = paddle_words.frequent_words()
+    alone = nnx.Linear(1000, 1000, rngs=nnx.Rngs(0))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.05, weight_decay=1e-5))
+    batches = [paddle_words.batch(words, i) for i in range(25)]
+    wanted, _ = on_one_device(batches, alone, tx, paddle_words.loss_fn)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-3)
+    assert "step   24" in capsys.readouterr().out
+
+
+def test_the_example_with_its_own_operator():
+    assert paddle_custom_operator.main(10) < 1e-6

@@ -165,7 +165,7 @@ class Accumulation:
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         key = (loss_fn, self._depth > 0)
         if key not in self._of_loss:
-            if self._find_unused:
+            if self._find_unused and (loss_fn, not self._depth) not in self._of_loss:
                 self._report_unused(loss_fn, batch)
             if len(self._of_loss) == MANY:
                 warn(
