@@ -250,6 +250,58 @@ def test_tied_weights_and_excluded_layers(chosen):
     assert_same(model.state_dict(), wanted)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_copies_of_offloaded_state(offload):
+    """T9, which Paddle refuses."""
+    batches = [rows(16, seed) for seed in range(2)]
+    mesh = gshard.make_mesh(replica=2)
+    model, optimizer, _ = wrap("os_g", group=mesh, dp_group="replica", offload=offload)
+    train(model, optimizer, batches)
+    assert_same(model.state_dict(), on_one_device(batches)[1])
+
+
+def in_dtype(model, dtype):
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+    return model
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_bfloat16_at_every_level(level, offload):
+    """T10, T19, T26, T28: models in bfloat16 alone, offloaded too; no scaler."""
+    batches = [rows(16, seed) for seed in range(2)]
+    _, wanted = on_one_device(batches, in_dtype(Net(), jnp.bfloat16), optax.sgd(0.1, momentum=0.9))
+    net = in_dtype(Net(), jnp.bfloat16)
+    model, optimizer, _ = wrap(level, net, optax.sgd(0.1, momentum=0.9), offload=offload)
+    train(model, optimizer, batches)
+    found = {name: x.astype(np.float32) for name, x in model.state_dict().items()}
+    wanted = {name: x.astype(np.float32) for name, x in wanted.items()}
+    assert_same(found, wanted, rtol=2e-2, atol=1e-2)
+
+
+class Mixed(Net):
+    """Returns numbers and arrays without a gradient beside its output."""
+
+    def __call__(self, x):
+        return super().__call__(x), 3, jax.lax.stop_gradient(x), None
+
+
+def mixed_loss(model, batch):
+    out, number, given, nothing = model(batch["x"])
+    assert (number, nothing) == (3, None)
+    return loss_fn(lambda _: out, batch) + 0.0 * given.mean()
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_a_layer_may_return_numbers(level):
+    """T29."""
+    batches = [rows(16, seed) for seed in range(2)]
+    model, optimizer, _ = wrap(level, Mixed())
+    train(model, optimizer, batches, mixed_loss)
+    assert_same(model.state_dict(), on_one_device(batches)[1])
+    assert model(batches[0]["x"])[1:2] == (3,) and model(batches[0]["x"])[3] is None
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_float16_with_a_scaler(level):
     """T8, T17: scaled gradients train as on one device, a bad step changes nothing."""
