@@ -381,6 +381,38 @@ def test_the_programs_move_what_the_core_moves(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_a_backward_returns_gradients_and_no_copy_of_the_parameters(level):
+    model, _, _ = wrap(level)
+    size = sum(x.bytes_per_device for x in jax.tree.leaves(model.plan.grads))
+    memory = model._gshard.lower(loss_fn, rows(16, 0)).compile().memory_analysis()
+    assert size <= memory.output_size_in_bytes <= size + 1000  # addresses of the arrays
+
+
+class Dropped(Net):
+    """Draws, and takes arguments that are no arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(7))
+
+    def __call__(self, x, scale=1.0, mode="plain"):
+        assert mode in ("plain", "other")
+        return super().__call__(self.drop(x) * scale)
+
+
+def test_training_and_evaluation_and_arguments_that_are_no_arrays():
+    model, _, _ = wrap("p_g_os", Dropped())
+    x, batch = rows(16, 0)["x"], rows(16, 0)
+    assert float(model.backward(loss_fn, batch)) != float(model.backward(loss_fn, batch))
+    assert np.any(model(x) != model(x))
+    model.eval()
+    assert float(model.backward(loss_fn, batch)) == float(model.backward(loss_fn, batch))
+    plain = Dropped()
+    plain.eval()
+    np.testing.assert_allclose(model(x, 2.0, mode="other"), plain(x, 2.0), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_in_your_own_loop(level):
     batches = [rows(16, seed) for seed in range(4)]
     model, optimizer, _ = wrap(level)

@@ -19,7 +19,8 @@ from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.loss import Weighted
 from gshard.paddle import phases
-from gshard.paddle.phases import Phases
+from gshard.paddle.on_model import OnModel
+from gshard.paddle.phases import Inputs, Phases
 from gshard.paddle.reached import unreached
 from gshard.plan import Plan
 from gshard.unreduced import Unreduced
@@ -78,11 +79,16 @@ class Accumulation:
         sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
         self._phases = Phases(plan, sizes, options)
         self._of_loss: dict[Any, Any] = {}
-        self.forward = nnx.jit(self._phases.forward)
+        self._forward = OnModel(self._phases.forward, self.wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(phases.unscale)
         self._update = nnx.jit(phases.update, donate_argnums=(0, 1))
         self._update_if = nnx.jit(phases.update_if, donate_argnums=(0, 1))
+
+    def call(self, args: Any, kwargs: Any) -> Any:
+        """The model's output; numbers, strings and the like among the inputs are fixed."""
+        arrays, rest = Inputs.of((args, kwargs))
+        return self._forward(self.model, [self._placed(x) for x in arrays], fixed=rest)
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
         """Adds the gradient of `loss_fn(model, batch)` to what is there, and returns the loss."""
@@ -162,6 +168,12 @@ class Accumulation:
         held = (self._pending,) if self._depth else (self._pending, self.grads)
         return self._compiled(loss_fn, batch).lower(self.model, batch, *held)
 
+    def _placed(self, x: Any) -> jax.Array:
+        """One input, by rows over the devices where these divide, else whole on each of them."""
+        if x.ndim and x.shape[0] and x.shape[0] % self.plan.group.devices == 0:
+            return shard_batch(x, self.plan)
+        return jax.device_put(x, self.plan.sharding())
+
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         key = (loss_fn, self._depth > 0)
         if key not in self._of_loss:
@@ -174,9 +186,10 @@ class Accumulation:
                 )
             if self._depth:
                 local = partial(self._phases.local, loss_fn)
-                self._of_loss[key] = nnx.jit(local, donate_argnums=(2,))
+                self._of_loss[key] = OnModel(local, self.wrt, donated=(1,))
             else:
-                self._of_loss[key] = nnx.jit(partial(self._phases.backward, loss_fn))
+                backward = partial(self._phases.backward, loss_fn)
+                self._of_loss[key] = OnModel(backward, self.wrt)
         return self._of_loss[key]
 
     def _report_unused(self, loss_fn: Callable[..., Any], batch: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, some
+from gshard.paddle.named import check, write
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.saving import load, save
@@ -51,21 +52,18 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
             f"{call}: {output} has no optimizer state. It was saved without optimizer=; leave it "
             "out here too, and the optimizer stays as it is."
         )
-    own = model.state_dict().keys()
-    strange = sorted(own ^ values["model"].keys())
-    if strange:
+    stored = model._gshard_named()
+    missing, unknown = check(values["model"], stored, call)
+    if missing or unknown:
         raise GShardError(
-            f"{call}: {output} is of another model. Not in both: {some(strange)}. Nothing was "
-            "changed."
+            f"{call}: {output} is of another model. Not in both: {some([*missing, *unknown])}. "
+            "Nothing was changed."
         )
-    before = model.state_dict()
-    model.set_state_dict(values["model"])
     if optimizer is not None:
-        try:
-            optimizer.set_state_dict(values["optimizer"])
-        except GShardError:
-            model.set_state_dict(before)
-            raise
+        its = optimizer._gshard_named()
+        optimizer._gshard_check(values["optimizer"], its)
+        write(optimizer, values["optimizer"], its)
+    write(model, values["model"], stored)
 
 
 def _check(model: Any, optimizer: Any, call: str) -> None:

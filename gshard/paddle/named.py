@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, some
@@ -34,39 +35,45 @@ def whole_values(stored: Named) -> dict[str, np.ndarray]:
     return {name: to_host(x, place) for name, (x, place) in stored.items()}
 
 
-def in_places(values: Any, stored: Named, what: str) -> tuple[Named, list[str], list[str]]:
-    """Values of a state dict as stored arrays, each where the one it replaces lies.
+def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
+    """Names that a state dict lacks, and names that are not known.
 
     Args:
       values: arrays by name.
       stored: what they are for.
       what: how a message calls the state dict.
 
-    Returns:
-      The new arrays, names that have no value, and names that are not known.
-
     Raises:
-      GShardError: for a value of another shape; nothing is changed.
+      GShardError: for no state dict, or a value of another shape.
     """
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise GShardError(f"{what}: {shown(values)} is not a state dict, a mapping from names.")
-    arrays = {name: np.asarray(values[name]) for name in stored.keys() & values.keys()}
-    wrong = [
-        f"{name} has shape {arrays[name].shape}, and {stored[name][1].shape} is wanted"
-        for name in stored
-        if name in arrays and arrays[name].shape != stored[name][1].shape
-    ]
-    kinds = [name for name in stored if name in arrays and arrays[name].dtype.kind in "OSU"]
-    wrong += [f"{name} is no array of numbers" for name in kinds]
+    wrong = []
+    for name, (_, place) in stored.items():
+        if name not in values:
+            continue
+        value = np.asarray(values[name])
+        if not (jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
+            wrong.append(f"{name} is no array of numbers")
+        elif value.shape != place.shape:
+            wrong.append(f"{name} has shape {value.shape}, and {place.shape} is wanted")
     if wrong:
         raise GShardError(f"{what}: {some(wrong, most=3)}. Nothing was changed.")
-    new = {name: (_stored(x, *stored[name]), stored[name][1]) for name, x in arrays.items()}
-    missing = [name for name in stored if name not in values]
-    return new, missing, [name for name in values if name not in stored]
+    return [name for name in stored if name not in values], [n for n in values if n not in stored]
 
 
-def _stored(value: np.ndarray, like: jax.Array, place: Layout) -> jax.Array:
-    host = place.pad(value.astype(like.dtype))
-    return jax.make_array_from_callback(
-        like.shape, like.sharding, lambda index: np.array(host[index])
-    )
+def write(target: Any, values: Mapping[str, Any], stored: Named) -> None:
+    """Sets Variables of a model or an optimizer, each where it lies, one after the other.
+
+    `stored` is emptied, so that no more than one value is there twice.
+    """
+    variables = {id(x.get_value()): x for _, x in nnx.to_flat_state(nnx.state(target))}
+    for name in list(stored):
+        old, place = stored.pop(name)
+        if name in values:
+            host = place.pad(np.asarray(values[name]).astype(old.dtype))
+            variables[id(old)].set_value(
+                jax.make_array_from_callback(
+                    old.shape, old.sharding, lambda index, host=host: np.array(host[index])
+                )
+            )

@@ -20,6 +20,32 @@ from gshard.user_loop import reduce_gradients, value_and_grad
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """Inputs of a model without their arrays: what it is compiled for.
+
+    Attributes:
+      structure: of `(args, kwargs)`.
+      others: one per leaf; None for an array.
+    """
+
+    structure: Any
+    others: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, inputs: Any) -> tuple[list[Any], Inputs]:
+        """The arrays, and the rest."""
+        leaves, structure = jax.tree.flatten(inputs)
+        arrays = [x for x in leaves if hasattr(x, "dtype")]
+        return arrays, cls(structure, tuple(None if hasattr(x, "dtype") else x for x in leaves))
+
+    def with_arrays(self, arrays: list[Any]) -> Any:
+        """The inputs again."""
+        rest = iter(arrays)
+        leaves = [next(rest) if x is None else x for x in self.others]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+@dataclass(frozen=True)
 class Phases:
     """The phases of a wrapped model and its optimizer.
 
@@ -36,9 +62,9 @@ class Phases:
     sizes: dict[str, int]
     options: dict[str, Any]
 
-    def forward(self, model: Any, args: Any, kwargs: Any) -> Any:
+    def forward(self, model: Any, arrays: list[Any], rest: Inputs) -> Any:
         """The model's output; what it changes of its own state is written."""
-        plan = self.plan
+        plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
         parts = plan.kind.split_target(model, {})
         params = jax.tree.map(lambda x, place: place.cut(x), parts.params, plan.params)
         extras = {path: plan.extras[path].cut(x) for path, x in parts.extras.items()}

@@ -16,10 +16,9 @@ from flax import nnx
 from jax import core
 
 from gshard.arguments import shown
-from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.paddle.accumulation import Accumulation
-from gshard.paddle.named import Named, in_places, named, whole_values
+from gshard.paddle.named import Named, check, named, whole_values, write
 from gshard.plan import Plan
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
@@ -44,7 +43,7 @@ class Wrapped(Keeping):
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if any(isinstance(x, core.Tracer) for x in arrays):
             return own.__call__(*args, **kwargs)
-        return kept(self).forward(self, _placed(args, self.plan), _placed(kwargs, self.plan))
+        return kept(self).call(args, kwargs)
 
     @property
     def grads(self) -> Any:
@@ -115,8 +114,9 @@ class Wrapped(Keeping):
                 f"set_state_dict: use_structured_name={shown(use_structured_name)}, but an NNX "
                 "Variable has no name except its path in the model. Leave it out."
             )
-        new, missing, unknown = in_places(state_dict, self._gshard_named(), "set_state_dict")
-        _write(self, new)
+        stored = self._gshard_named()
+        missing, unknown = check(state_dict, stored, "set_state_dict")
+        write(self, state_dict, stored)
         if missing or unknown:
             told = [("it lacks", missing), ("the model does not know", unknown)]
             what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
@@ -184,24 +184,3 @@ def kept(target: Any) -> Accumulation:
             "optimizer.update(model, grads)."
         )
     return found
-
-
-def _placed(tree: Any, plan: Plan) -> Any:
-    """Inputs by rows over the devices where these divide, else whole on each of them."""
-    devices = plan.group.devices
-
-    def place(x: Any) -> Any:
-        if not hasattr(x, "shape"):
-            return x
-        if x.ndim and x.shape[0] and x.shape[0] % devices == 0:
-            return shard_batch(x, plan)
-        return jax.device_put(x, plan.sharding())
-
-    return jax.tree.map(place, tree)
-
-
-def _write(model: Any, values: Named) -> None:
-    flat = dict(nnx.to_flat_state(nnx.state(model)))
-    by_name = {".".join(map(str, path)): path for path in flat}
-    new = {by_name[name]: flat[by_name[name]].replace(x) for name, (x, _) in values.items()}
-    nnx.update(model, nnx.from_flat_state(new))

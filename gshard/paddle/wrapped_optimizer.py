@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown
 from gshard.errors import CallOrderError, GShardError, some
-from gshard.paddle.named import Named, in_places, named, whole_values
+from gshard.paddle.named import Named, check, named, whole_values, write
 from gshard.paddle.wrapped import Keeping, kept
 from gshard.state import Parts
 
@@ -111,15 +111,17 @@ class WrappedOptimizer(Keeping):
           GShardError: for names that are missing or unknown, or another shape; nothing is changed.
         """
         stored = self._gshard_named()
-        new, missing, unknown = in_places(state_dict, stored, "set_state_dict of the optimizer")
+        self._gshard_check(state_dict, stored)
+        write(self, state_dict, stored)
+
+    def _gshard_check(self, state_dict: Any, stored: Named) -> None:
+        missing, unknown = check(state_dict, stored, "set_state_dict of the optimizer")
         if missing or unknown:
             told = [("it lacks", missing), ("this optimizer does not have", unknown)]
             what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
             raise GShardError(
                 f"set_state_dict: the state is another optimizer's: {what}. Nothing was changed."
             )
-        by_old = {id(x): new[name][0] for name, (x, _) in stored.items()}
-        self._gshard_write(jax.tree.map(lambda x: by_old.get(id(x), x), self._gshard_parts()))
 
     def _gshard_parts(self) -> Parts:
         keep = kept(self)
