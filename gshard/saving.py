@@ -15,31 +15,41 @@ from jax.experimental import multihost_utils
 from gshard.arguments import shown
 from gshard.errors import GShardError
 
+# In the directory that is named there may be other things, which are left alone.
+NAME = "gshard_state"
+_NEW, _OLD = f".{NAME}.new", f".{NAME}.old"
 _MARK = "_METADATA"  # Orbax writes it into every directory of its own
 
 
 def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a state dict into a directory; a directory that `save` wrote before is replaced.
+    """Writes a state dict into a directory, as its entry `gshard_state`, replacing one before.
 
-    The old one goes when the new one is complete. With several processes all of them call it, and
-    the first writes.
+    The old one goes when the new one is complete; whatever else is there stays. With several
+    processes all of them call it, and the first writes.
 
     Args:
       state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings
         by name.
-      path: of the directory.
+      path: of the directory; it is made.
 
     Raises:
       GShardError: something else is in the way, or a value cannot be written.
     """
-    target = _path(path)
-    if not isinstance(state_dict, Mapping):
-        raise GShardError(f"save: {shown(state_dict)} is not a state dict, a mapping from names.")
-    if target.exists() and not (target.is_dir() and (target / _MARK).exists()):
-        kind = "a directory that gshard did not write" if target.is_dir() else "a file"
-        raise GShardError(f"save: {target} is {kind}. Choose another path for the directory.")
+    folder = _path(path)
+    if not isinstance(state_dict, Mapping) or not state_dict:
+        raise GShardError(
+            f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")
+    target, new, old = folder / NAME, folder / _NEW, folder / _OLD
+    if target.exists() and not (target / _MARK).exists():
+        raise GShardError(f"save: {target} is not what gshard wrote. Choose another directory.")
     values = _writable(state_dict, "")
-    new, old = (target.with_name(f"{target.name}.{end}") for end in ("new", "old"))
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not target.exists() and (old / _MARK).exists():
+            old.rename(target)  # an earlier call was ended between its two renamings
     _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
     if jax.process_index() == 0:
         shutil.rmtree(old, ignore_errors=True)
@@ -48,25 +58,24 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
         new.rename(target)
         shutil.rmtree(old, ignore_errors=True)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"gshard.save {target}")
+        multihost_utils.sync_global_devices(f"gshard.save {folder}")
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """What `save` wrote: NumPy arrays, numbers and strings by name.
+    """What `save` wrote into a directory: NumPy arrays, numbers and strings by name.
 
     Raises:
       GShardError: there is nothing, or it is damaged.
     """
-    target = _path(path)
-    old = target.with_name(f"{target.name}.old")
-    if not (target / _MARK).exists():
-        hint = f" {old} is the one that was being replaced." if (old / _MARK).exists() else ""
-        what = "is no directory that gshard.save wrote" if target.exists() else "does not exist"
-        raise GShardError(f"load: {target} {what}.{hint}")
+    folder = _path(path)
+    found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
+    if not found:
+        what = "holds nothing that gshard.save wrote" if folder.exists() else "does not exist"
+        raise GShardError(f"load: {folder} {what}.")
     try:
-        return _orbax(lambda checkpointer: checkpointer.restore(target))
+        return _orbax(lambda checkpointer: checkpointer.restore(found[0]))
     except Exception as error:
-        raise GShardError(f"load: {target} is damaged: {error}") from error
+        raise GShardError(f"load: {found[0]} is damaged: {error}") from error
 
 
 def _orbax(act: Any) -> Any:
@@ -79,7 +88,7 @@ def _orbax(act: Any) -> Any:
 def _path(path: Any) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         raise GShardError(f"path={shown(path)} must be the path of a directory.")
-    return Path(path).expanduser().absolute()
+    return Path(path).expanduser().resolve()
 
 
 def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
@@ -89,6 +98,8 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
         if isinstance(value, Mapping):
+            if not value:
+                raise GShardError(f"save: {path} is empty: there is nothing to write.")
             found[name] = _writable(value, f"{path}/")
         elif isinstance(value, (bool, int, float, str)):
             found[name] = value

@@ -80,6 +80,12 @@ class GradScaler:
 
     def scale(self, state: ScalerState) -> jax.Array:
         """The scale of the next step, float32."""
+        if not isinstance(state, ScalerState):
+            raise GShardError(
+                f"GradScaler.scale({shown(state)}): a gshard.GradScaler is only the settings. In "
+                "Paddle's rhythm use the scaler that group_sharded_parallel returned; "
+                "make_train_step(scaler=) scales by itself."
+            )
         first = jnp.float32(self.init_loss_scaling)
         kept = jnp.asarray(state.scale)
         return jnp.where(kept > 0, kept, first) if self.use_dynamic_loss_scaling else first

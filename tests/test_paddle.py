@@ -573,6 +573,190 @@ def test_two_models_do_not_touch_each_other_and_can_go():
     other.step()
 
 
+@pytest.mark.parametrize("again", ["cleared", "backward", "another"])
+def test_gradients_are_unscaled_once_each(again):
+    """What is known of some gradients is not taken for others."""
+    settings = gshard.GradScaler(init_loss_scaling=1024.0)
+    model, optimizer, scaler = wrap("os", tx=optax.sgd(0.1), scaler=settings)
+    _, wanted = on_one_device([rows(16, 1)], tx=optax.sgd(0.1))
+    model.backward(scaler.scale(loss_fn), rows(16, 0))
+    scaler.unscale_(optimizer)
+    if again == "cleared":
+        optimizer.clear_grad()
+        model.backward(scaler.scale(loss_fn), rows(16, 1))
+        scaler.step(optimizer)
+        assert_same(model.state_dict(), wanted)
+    elif again == "backward":
+        with pytest.raises(gshard.GShardError, match="have been unscaled"):
+            model.backward(loss_fn, rows(16, 1))
+    else:
+        other, its, same = wrap("os_g", tx=optax.sgd(0.1), scaler=scaler)
+        assert same is scaler
+        other.backward(scaler.scale(loss_fn), rows(16, 1))
+        scaler.step(its)
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(other.state_dict(), wanted)
+
+
+def test_one_optimizer_that_is_not_finite_lowers_the_scale_of_all():
+    model, optimizer, scaler = wrap("os", scaler=gshard.GradScaler(init_loss_scaling=1024.0))
+    other, its, _ = wrap("os", scaler=scaler)
+    bad = rows(16, 0)
+    bad["x"][3] = np.nan
+    before = model.state_dict()
+    model.backward(scaler.scale(loss_fn), bad)
+    other.backward(scaler.scale(loss_fn), rows(16, 0))
+    scaler.step(optimizer)
+    scaler.step(its)
+    scaler.update()
+    assert float(scaler.loss_scaling) == 512.0
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    assert np.any(other.state_dict()["last.kernel"] != before["last.kernel"])
+
+
+def test_a_padded_model_inside_a_transform_says_what_to_take():
+    model, optimizer, _ = wrap("p_g_os", **groups(3))
+    batch = rows(15, 0)
+    assert np.asarray(model(batch["x"])).shape == (15, 7)
+    for act in (nnx.jit(loss_fn), nnx.value_and_grad(loss_fn)):
+        with pytest.raises(gshard.GShardError, match="as stored, with padding"):
+            act(model, batch)
+    even, batch = wrap("p_g_os", **groups(4))[0], rows(16, 0)
+    wanted = loss_fn(Net(), batch)
+    np.testing.assert_allclose(nnx.jit(loss_fn)(even, batch), wanted, rtol=1e-5)
+
+
+def test_copies_see_and_save_but_keep_no_gradients():
+    model, optimizer, _ = wrap("p_g_os")
+    copy, before = nnx.clone(model), model.state_dict()
+    arrays = nnx.as_pure(nnx.state(model))
+    train(model, optimizer, [rows(16, 0)])
+    assert_same(copy.state_dict(), before, rtol=0, atol=0)
+    np.testing.assert_allclose(copy(rows(5, 0)["x"]), Net()(rows(5, 0)["x"]), rtol=1e-5, atol=1e-6)
+    nnx.update(model, arrays)  # the best weights so far, say
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    train(model, optimizer, [rows(16, 1)])
+    old = nnx.as_pure(nnx.state(optimizer))
+    train(model, optimizer, [rows(16, 1)])
+    nnx.update(optimizer, old)
+    model.backward(loss_fn, rows(16, 1))
+    with pytest.raises(gshard.DonatedStateError):
+        optimizer.step()
+
+
+def test_clipped_gradients_can_be_set():
+    model, optimizer, _ = wrap("os_g", tx=optax.sgd(0.1))
+    model.backward(loss_fn, rows(16, 0))
+    model.grads = jax.tree.map(jnp.zeros_like, model.grads)
+    optimizer.step()
+    assert_same(model.state_dict(), whole(Net()), rtol=0, atol=0)
+    with pytest.raises(gshard.GShardError, match="another structure"):
+        model.grads = {"a": jnp.ones(3)}
+    with model.no_sync():
+        model.backward(loss_fn, rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="not been reduced"):
+        optimizer.update(model, model.grads)
+
+
+def test_scaled_gradients_cannot_be_given_to_update():
+    model, optimizer, scaler = wrap("os_g", scaler=gshard.GradScaler())
+    model.backward(scaler.scale(loss_fn), rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="scaler.step"):
+        optimizer.update(model, model.grads)
+
+
+OUTSIDE = Net(4)
+
+
+def reads_another(model, batch):
+    return loss_fn(model, batch) + 0.0 * OUTSIDE(batch["x"]).mean()
+
+
+def test_a_loss_that_reads_models_from_outside():
+    model, _, _ = wrap("os")
+    with pytest.warns(gshard.GShardWarning, match="reads OUTSIDE from outside"):
+        model.backward(reads_another, rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="as model, from outside"):
+        model.backward(lambda _, batch: loss_fn(model, batch), rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="inside a jitted function"):
+        jax.jit(lambda batch: model.backward(loss_fn, batch))(rows(16, 0))
+
+
+def test_dropout_goes_on_where_it_was(tmp_path):
+    batches = [rows(16, seed) for seed in range(4)]
+    model, optimizer, _ = wrap("os_g", Dropped())
+    train(model, optimizer, batches[:2])
+    gshard.save_group_sharded_model(model, tmp_path, optimizer)
+    wanted = train(model, optimizer, batches[2:])
+    other, its, _ = wrap("p_g_os", Dropped())
+    gshard.load_group_sharded_model(other, tmp_path, its)
+    np.testing.assert_allclose(train(other, its, batches[2:]), wanted, rtol=1e-5)
+
+
+class Plain(Net):
+    """Has an array that is no Variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nnx.data(jnp.arange(13.0))
+
+    def __call__(self, x):
+        return super().__call__(x + self.table)
+
+
+def test_arrays_that_are_no_variables_are_saved_too(tmp_path):
+    model, optimizer, _ = wrap("p_g_os", Plain())
+    found = model.state_dict()
+    np.testing.assert_array_equal(found["table"], np.arange(13.0))
+    model.set_state_dict({**found, "table": np.ones(13)})
+    np.testing.assert_array_equal(model.state_dict()["table"], np.ones(13))
+
+
+def test_what_is_beside_a_saved_state_stays(tmp_path):
+    """Also an interrupted exchange: the old state is found, and replaced later."""
+    model, optimizer, scaler = wrap("os", scaler=gshard.GradScaler())
+    out = tmp_path / "link"
+    (tmp_path / "real").mkdir()
+    out.symlink_to(tmp_path / "real")
+    for name in ("real.old", "real.new", "link.old"):
+        (tmp_path / name).write_text("mine")
+    for _ in range(2):
+        gshard.save_group_sharded_model(model, out, optimizer)
+        gshard.save(scaler.state_dict(), out / "scaler")
+        (out / "notes.txt").write_text("mine")
+    assert out.is_symlink() and gshard.load(out / "scaler") == scaler.state_dict()
+    assert {p.name for p in out.iterdir()} == {"gshard_state", "scaler", "notes.txt"}
+    assert (tmp_path / "real.old").read_text() == "mine"
+    (out / "gshard_state").rename(out / ".gshard_state.old")
+    assert gshard.load(out)["model"].keys() == model.state_dict().keys()
+    gshard.save({"a": 1}, out)
+    assert gshard.load(out) == {"a": 1}
+    assert {p.name for p in out.iterdir()} == {"gshard_state", "scaler", "notes.txt"}
+
+
+def test_one_layer_is_excluded_by_its_path_alone():
+    class Many(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(12)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = wrap("p_g_os", Many(), exclude_layer=["layers.1"])[0]
+    kept = {x.path for x in jax.tree.leaves(model.plan.params) if x.dim is None}
+    assert {path for path in kept if path.endswith("kernel")} == {"layers/1/kernel"}
+
+
+class Hides(Net):
+    def __init__(self):
+        super().__init__()
+        self.grads = 3
+
+
 def test_one_warning_names_what_changes_nothing():
     with pytest.warns(gshard.GShardWarning) as told:
         wrap("os", segment_size=3, sync_comm=True, exclude_layer=["Linear"], sync_buffers=True)
@@ -594,6 +778,15 @@ def copy_of(model):
         (lambda: wrap("os", model=nn.Dense(3)), "module.init"),
         (lambda: wrap("os", tx="adam"), "is no optimizer"),
         (lambda: wrap("os", scaler=3), "GradScaler"),
+        (lambda: gshard.GradScaler().scale(loss_fn), "only the settings"),
+        (lambda: wrap("os", model=Hides()), "Rename it"),
+        (
+            lambda: wrap("os", model=Tied(), tx=nnx.Optimizer(Net(), adamw(), wrt=nnx.Param)),
+            "another model",
+        ),
+        (lambda: wrap("os")[0](rows(8, 0)["x"], nnx.Rngs(0)), "nnx.Rngs"),
+        (lambda: wrap("os")[0](rows(8, 0)["x"], {1}), "cannot be hashed"),
+        (lambda: gshard.save({}, "/tmp/never"), "empty"),
         (lambda: wrap("os", buffer_max_size=-1), "buffer_max_size"),
         (lambda: wrap("p_g_os", segment_size=2.5), "segment_size"),
         (lambda: wrap("os", offload="yes"), "offload"),
@@ -641,8 +834,9 @@ def test_what_is_in_the_way_or_damaged(tmp_path):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").write_text("mine")
+    (tmp_path / "folder" / "gshard_state").write_text("mine")
     for name in ("file", "folder"):
-        with pytest.raises(gshard.GShardError, match="Choose another path"):
+        with pytest.raises(gshard.GShardError, match="Choose another"):
             gshard.save({"a": np.ones(3)}, tmp_path / name)
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
     gshard.save({"a": np.ones(3)}, tmp_path / "good")

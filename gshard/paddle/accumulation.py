@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import core
 
 from gshard.arguments import shown
 from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
+from gshard.fit import refuse_donated
 from gshard.loss import Weighted
 from gshard.paddle import phases
 from gshard.paddle.on_model import OnModel
-from gshard.paddle.phases import Inputs, Phases
-from gshard.paddle.reached import unreached
+from gshard.paddle.phases import Phases
+from gshard.paddle.reached import check_closure, unreached
 from gshard.plan import Plan
 from gshard.unreduced import Unreduced
 
@@ -41,7 +43,7 @@ class Scaled:
         loss = self.loss_fn(model, batch)
         if isinstance(loss, Weighted):
             return Weighted(loss.sum * scale, loss.weight)
-        return loss * scale
+        return loss * scale if hasattr(loss, "dtype") else loss  # what is no loss is refused later
 
 
 class Accumulation:
@@ -55,6 +57,8 @@ class Accumulation:
       grads: an `nnx.State` like the trained parameters, reduced: the sum over the calls of
         `backward` since they were cleared. Or None.
       scaler: whose scale they are multiplied by; None where they are not.
+      forward: the output of the model or a copy, compiled.
+      finite: whether every entry is, once they were divided by the scale; else None.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Accumulation:
         self.optimizer: Any = None
         self.grads: nnx.State | None = None
         self.scaler: Any = None
+        self.finite: jax.Array | None = None
         self.wrt: Any = plan.template[1].wrt
         self._find_unused = find_unused
         self._pending: Unreduced | None = None
@@ -79,16 +84,12 @@ class Accumulation:
         sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
         self._phases = Phases(plan, sizes, options)
         self._of_loss: dict[Any, Any] = {}
-        self._forward = OnModel(self._phases.forward, self.wrt)
+        self.forward = OnModel(self._phases.forward, self.wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(phases.unscale)
-        self._update = nnx.jit(phases.update, donate_argnums=(0, 1))
-        self._update_if = nnx.jit(phases.update_if, donate_argnums=(0, 1))
-
-    def call(self, args: Any, kwargs: Any) -> Any:
-        """The model's output; numbers, strings and the like among the inputs are fixed."""
-        arrays, rest = Inputs.of((args, kwargs))
-        return self._forward(self.model, [self._placed(x) for x in arrays], fixed=rest)
+        # The model's arrays are not given away: copies of a model (nnx.clone) have them too.
+        self._update = nnx.jit(phases.update, donate_argnums=1)
+        self._update_if = nnx.jit(phases.update_if, donate_argnums=1)
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
         """Adds the gradient of `loss_fn(model, batch)` to what is there, and returns the loss."""
@@ -97,6 +98,16 @@ class Accumulation:
                 f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. It takes "
                 "(model, batch) and returns the mean loss over the rows."
             )
+        if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(batch)):
+            raise GShardError(
+                "backward keeps gradients between calls, and cannot be inside a jitted function. "
+                "There take gshard.value_and_grad(loss_fn, model.plan)(model, batch)."
+            )
+        if self.finite is not None:
+            raise GShardError(
+                "backward: the gradients that are there have been unscaled, and others would be "
+                "added up. Call scaler.step(optimizer) and optimizer.clear_grad() first."
+            )
         scaler = loss_fn.scaler if isinstance(loss_fn, Scaled) else None
         there = self.grads is not None or self._pending is not None
         if there and scaler is not self.scaler:
@@ -104,8 +115,7 @@ class Accumulation:
                 "backward: gradients that are multiplied by a scale and others would be added up. "
                 "Use scaler.scale(loss_fn) every time, or optimizer.clear_grad() first."
             )
-        batch = shard_batch(batch, self.plan)
-        given = batch if scaler is None else (batch, scaler.loss_scaling)
+        given = self._given(loss_fn, batch)
         run = self._compiled(loss_fn, given)
         if self._depth:
             loss, self._pending = run(self.model, given, self._pending)
@@ -120,6 +130,11 @@ class Accumulation:
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
 
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of `no_sync` have not been reduced."""
+        return self._pending is not None
+
     def take(self) -> nnx.State:
         """The gradients, for an optimizer.
 
@@ -128,22 +143,23 @@ class Accumulation:
         """
         if self._pending is not None:
             raise GShardError(
-                "step: gradients of no_sync() have not been reduced over the devices. Call one "
-                "backward outside it, or fused_allreduce_gradients(model.parameters(), None)."
+                "gradients of no_sync() have not been reduced over the devices. Call one backward "
+                "outside it, or fused_allreduce_gradients(model.parameters(), None)."
             )
         if self.grads is None:
-            raise GShardError("step: there are no gradients. Call model.backward(loss_fn, batch).")
+            raise GShardError("there are no gradients. Call model.backward(loss_fn, batch).")
         return self.grads
 
     def unscale(self, scale: jax.Array) -> jax.Array:
         """Divides the gradients by their scale; whether every entry is finite."""
-        self.grads, finite = self._unscale(self.take(), scale)
+        self.grads, self.finite = self._unscale(self.take(), scale)
         self.scaler = None
-        return finite
+        return self.finite
 
     def step(self, finite: jax.Array | None = None) -> None:
         """Updates model and optimizer; where `finite` is given and false nothing is changed."""
         given = (self.model, self.optimizer, self.take())
+        refuse_donated(jax.tree.leaves(nnx.state(self.optimizer)))
         if finite is None:
             self._update(*given)
         else:
@@ -151,7 +167,7 @@ class Accumulation:
 
     def clear(self) -> None:
         """Forgets all gradients."""
-        self.grads = self._pending = self.scaler = None
+        self.grads = self._pending = self.scaler = self.finite = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,19 +180,26 @@ class Accumulation:
 
     def lower(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """The next `backward`, lowered, for `gshard.audit`."""
-        batch = shard_batch(batch, self.plan)
+        batch = self._given(loss_fn, batch)
         held = (self._pending,) if self._depth else (self._pending, self.grads)
         return self._compiled(loss_fn, batch).lower(self.model, batch, *held)
 
-    def _placed(self, x: Any) -> jax.Array:
-        """One input, by rows over the devices where these divide, else whole on each of them."""
-        if x.ndim and x.shape[0] and x.shape[0] % self.plan.group.devices == 0:
-            return shard_batch(x, self.plan)
-        return jax.device_put(x, self.plan.sharding())
+    def _given(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """A batch on its devices, as the loss takes it."""
+        batch = shard_batch(batch, self.plan)
+        return (batch, loss_fn.scaler.loss_scaling) if isinstance(loss_fn, Scaled) else batch
 
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         key = (loss_fn, self._depth > 0)
+        try:
+            hash(key)
+        except TypeError as error:
+            raise GShardError(
+                f"backward: {shown(loss_fn)} cannot be hashed, so it cannot be told whether it is "
+                "compiled already. Pass a function."
+            ) from error
         if key not in self._of_loss:
+            check_closure(loss_fn, self.model)
             if self._find_unused and (loss_fn, not self._depth) not in self._of_loss:
                 self._report_unused(loss_fn, batch)
             if len(self._of_loss) == MANY:
@@ -184,6 +207,8 @@ class Accumulation:
                     f"backward has been given {MANY} different loss functions, and each is "
                     "compiled. Define it once, outside the loop."
                 )
+            if len(self._of_loss) > 2 * MANY:
+                self._of_loss.pop(next(iter(self._of_loss)))
             if self._depth:
                 local = partial(self._phases.local, loss_fn)
                 self._of_loss[key] = OnModel(local, self.wrt, donated=(1,))
@@ -195,7 +220,4 @@ class Accumulation:
     def _report_unused(self, loss_fn: Callable[..., Any], batch: Any) -> None:
         paths = unreached(loss_fn, self.plan.template[0], self.wrt, batch)
         if paths:
-            warn(
-                f"the loss does not reach {some(paths)}: their gradients are zero. Use them, or "
-                "leave them out of the optimizer's wrt=."
-            )
+            warn(f"the loss does not reach {some(paths)}: their gradients are zero.")

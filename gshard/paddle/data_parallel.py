@@ -46,7 +46,8 @@ class DataParallel(Wrapped):
           layers: an NNX module, or `(linen_module, variables)`.
           strategy: not used, as in Paddle.
           comm_buffer_size: MB (2^20 bytes) of gradients that are reduced together.
-          last_comm_buffer_size: MB of those that are reduced last; so many are reduced first.
+          last_comm_buffer_size: MB of the gradients that are reduced last, and of those that are
+            reduced first.
           find_unused_parameters: a warning names the parameters that a loss does not reach. Their
             gradient is zero either way.
           group: devices of `gshard.new_group`, or a mesh; by default all devices.
@@ -103,7 +104,7 @@ def fused_allreduce_gradients(parameters: Iterable[Any], hcg: Any = None) -> Non
     """Reduces what `no_sync` left on each device, into the `grads` of the model.
 
     Args:
-      parameters: `model.parameters()` of wrapped models.
+      parameters: `model.parameters()` of wrapped models; of some all gradients are reduced.
       hcg: only None; which devices are averaged over says the model's own group.
 
     Raises:

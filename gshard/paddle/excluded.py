@@ -18,7 +18,8 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:
     """A rule by which the parameters of these layers, and of layers within, stay whole.
 
     Args:
-      entries: a list of class names (`"GroupNorm"`), `id(layer)`s, and patterns of paths.
+      entries: a list of class names (`"GroupNorm"`), `id(layer)`s, paths of layers
+        (`"decoder.norm"`), and patterns that are searched in paths of parameters.
       model: the user's own, whose layers have these ids.
 
     Raises:
@@ -27,14 +28,14 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:
     if not isinstance(entries, (list, tuple)):
         raise GShardError(
             f"exclude_layer={shown(entries)} must be a list of class names, ids of layers or "
-            "patterns of paths, such as ['GroupNorm', id(model.head), '^decoder/norm']."
+            "patterns of paths, such as ['GroupNorm', id(model.head), 'decoder.norm']."
         )
     layers = [("/".join(map(str, path)), layer) for path, layer in nnx.iter_modules(model)]
     paths = flatten(nnx.as_pure(nnx.state(model)))[0]
     beginnings: list[str] = []
     patterns: list[re.Pattern[str]] = []
     for entry in entries:
-        found = [path for path, layer in layers if _is(layer, entry)]
+        found = [path for path, layer in layers if _is(path, layer, entry)]
         if found:
             beginnings += found
         elif isinstance(entry, str) and (compiled := _pattern(entry, paths)) is not None:
@@ -56,10 +57,10 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:
     return excluded
 
 
-def _is(layer: Any, entry: Any) -> bool:
-    if isinstance(entry, bool):
-        return False
-    return type(layer).__name__ == entry or (isinstance(entry, int) and id(layer) == entry)
+def _is(path: str, layer: Any, entry: Any) -> bool:
+    if isinstance(entry, str):
+        return entry == type(layer).__name__ or bool(path) and entry.replace(".", "/") == path
+    return isinstance(entry, int) and id(layer) == entry
 
 
 def _pattern(entry: str, paths: list[str]) -> re.Pattern[str] | None:

@@ -13,6 +13,7 @@ from gshard.arguments import shown, whole_number
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError, warn
 from gshard.levels import Level, parse_level
+from gshard.mesh import data_group
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.excluded import excluding
 from gshard.paddle.groups import mesh_of
@@ -57,7 +58,7 @@ def group_sharded_parallel(
         every `nnx.Param`.
       level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
         too).
-      scaler: a `gshard.GradScaler`, for float16.
+      scaler: a `gshard.GradScaler`, for float16; or what another call returned for one.
       group: devices of `gshard.new_group` to divide over, or a mesh; by default all devices.
       offload: the optimizer state, and divided parameters, rest in the host's memory.
       sync_buffers: buffers that the loss changes become those of the first device, not the mean.
@@ -84,7 +85,7 @@ def group_sharded_parallel(
             f"level={shown(level)} divides nothing: that is gshard.DataParallel(model). Choose "
             "'os', 'os_g' or 'p_g_os'."
         )
-    if scaler is not None and not isinstance(scaler, GradScaler):
+    if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     for name, value in (("sync_buffers", sync_buffers), ("sync_comm", sync_comm)):
         if not isinstance(value, bool):
@@ -94,7 +95,8 @@ def group_sharded_parallel(
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, shard_axes, replica_axes = mesh_of(group, dp_group)
-    useless = _useless(chosen, pair, segment_size, sync_comm, sync_buffers, rules)
+    alone = data_group(mesh, shard_axes, replica_axes).size == 1
+    useless = _useless(chosen, pair, alone, segment_size, sync_comm, sync_buffers, rules)
     if useless:
         warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
     divides = chosen.divides_params
@@ -114,7 +116,7 @@ def group_sharded_parallel(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
             "scaler=gshard.GradScaler()."
         )
-    options = {"sync_comm": True} if sync_comm and divides and plan.group.size > 1 else {}
+    options = {"sync_comm": True} if sync_comm and divides and not alone else {}
     keep = Accumulation(
         plan,
         buffer_max_size=buffer_max_size,
@@ -122,7 +124,7 @@ def group_sharded_parallel(
         sync_buffers=sync_buffers,
         **options,
     )
-    scaler = None if scaler is None else Scaler(scaler)
+    scaler = Scaler(scaler) if isinstance(scaler, GradScaler) else scaler
     return wrapped(model, GroupSharded, keep), wrapped(optimizer, WrappedOptimizer, keep), scaler
 
 
@@ -130,18 +132,32 @@ def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
     if isinstance(optimizer, WrappedOptimizer):
         raise GShardError("this optimizer is wrapped already. Pass the one that it was made of.")
     if isinstance(optimizer, nnx.Optimizer):
+        _check_fits(optimizer, model)
         return optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     raise GShardError(
-        f"optimizer={shown(optimizer)} is no optimizer. Pass nnx.Optimizer(model, tx, "
-        "wrt=nnx.Param), or an optax transformation such as optax.adamw(1e-3)."
+        f"optimizer={shown(optimizer)} is no optimizer. Pass an optax transformation such as "
+        "optax.adamw(1e-3), or nnx.Optimizer(model, tx, wrt=nnx.Param), which also takes "
+        "optax.MultiSteps and the like."
     )
+
+
+def _check_fits(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
+    params = nnx.as_pure(nnx.state(model, optimizer.wrt))
+    wanted = jax.eval_shape(optimizer.tx.init, params)
+    have = nnx.as_pure(optimizer.opt_state)
+    if [x.shape for x in jax.tree.leaves(wanted)] != [x.shape for x in jax.tree.leaves(have)]:
+        raise GShardError(
+            "the optimizer was made for another model: its state has other shapes. Make it of this "
+            "one, nnx.Optimizer(model, tx, wrt=nnx.Param)."
+        )
 
 
 def _useless(
     level: Level,
     pair: tuple[nnx.Module, nnx.Optimizer[Any]],
+    alone: bool,
     segment_size: int,
     sync_comm: bool,
     sync_buffers: bool,
@@ -162,6 +178,8 @@ def _useless(
                 f"{', '.join(names)} changes nothing at level {level.name!r}, where parameters are "
                 "whole"
             )
+    elif alone and sync_comm:
+        found.append("sync_comm changes nothing on one device")
     buffers = nnx.state(model, nnx.Not(nnx.Any(optimizer.wrt, nnx.RngState)))
     if sync_buffers and not jax.tree.leaves(buffers):
         found.append("sync_buffers changes nothing: the model has no buffers")

@@ -11,7 +11,7 @@ from flax.nnx.bridge import variables as bridged
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
-from gshard.paddle.wrapped import Wrapped
+from gshard.paddle.wrapped import Wrapped, refuse_hidden
 
 
 def as_module(model: Any, call: str) -> nnx.Module:
@@ -21,6 +21,7 @@ def as_module(model: Any, call: str) -> nnx.Module:
       GShardError: it is neither; names the call.
     """
     if isinstance(model, nnx.Module):
+        refuse_hidden(model)
         return model
     if isinstance(model, nn.Module):
         raise GShardError(

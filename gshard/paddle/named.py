@@ -9,30 +9,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, some
 from gshard.host import to_host
 from gshard.layout import Layout
-from gshard.tree import flatten
+from gshard.tree import flatten, refuse_twice
 
 Named = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 
 
-def named(tree: Any, layouts: Any) -> Named:
-    """Stored arrays with their layouts, by dotted path; PRNG keys are left out."""
-    paths, leaves, _ = flatten(tree)
-    places = jax.tree.leaves(layouts)
-    return {
-        path.replace("/", "."): (x, place)
-        for path, x, place in zip(paths, leaves, places, strict=True)
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    }
+def named(*pairs: tuple[Any, Any]) -> Named:
+    """Stored arrays with their layouts, by dotted path.
+
+    Args:
+      *pairs: trees of arrays, each with that of their layouts.
+
+    Raises:
+      GShardError: two paths have one name.
+    """
+    found = [
+        (path.replace("/", "."), (x, place))
+        for tree, layouts in pairs
+        for path, x, place in zip(*flatten(tree)[:2], jax.tree.leaves(layouts), strict=True)
+    ]
+    refuse_twice([name for name, _ in found], "names of the state dict")
+    return dict(found)
 
 
 def whole_values(stored: Named) -> dict[str, np.ndarray]:
-    """Their logical values, gathered one after the other."""
-    return {name: to_host(x, place) for name, (x, place) in stored.items()}
+    """Their logical values, gathered one after the other; of a PRNG key its data."""
+    return {name: _data(to_host(x, place)) for name, (x, place) in stored.items()}
+
+
+def _data(x: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
@@ -49,14 +65,17 @@ def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise GShardError(f"{what}: {shown(values)} is not a state dict, a mapping from names.")
     wrong = []
-    for name, (_, place) in stored.items():
+    for name, (x, place) in stored.items():
         if name not in values:
             continue
         value = np.asarray(values[name])
+        shape = jax.random.key_data(x).shape if _is_key(x) else place.shape
         if not (jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
             wrong.append(f"{name} is no array of numbers")
-        elif value.shape != place.shape:
-            wrong.append(f"{name} has shape {value.shape}, and {place.shape} is wanted")
+        elif np.iscomplexobj(value) and not jnp.issubdtype(x.dtype, np.complexfloating):
+            wrong.append(f"{name} is complex")
+        elif value.shape != shape:
+            wrong.append(f"{name} has shape {value.shape}, and {shape} is wanted")
     if wrong:
         raise GShardError(f"{what}: {some(wrong, most=3)}. Nothing was changed.")
     return [name for name in stored if name not in values], [n for n in values if n not in stored]
@@ -67,13 +86,27 @@ def write(target: Any, values: Mapping[str, Any], stored: Named) -> None:
 
     `stored` is emptied, so that no more than one value is there twice.
     """
-    variables = {id(x.get_value()): x for _, x in nnx.to_flat_state(nnx.state(target))}
+    at = {id(_value(x)): (path, x) for path, x in nnx.to_flat_state(nnx.state(target))}
     for name in list(stored):
         old, place = stored.pop(name)
         if name in values:
-            host = place.pad(np.asarray(values[name]).astype(old.dtype))
-            variables[id(old)].set_value(
-                jax.make_array_from_callback(
-                    old.shape, old.sharding, lambda index, host=host: np.array(host[index])
-                )
-            )
+            path, variable = at.pop(id(old))
+            new = _like(old, place, np.asarray(values[name]))
+            if isinstance(variable, nnx.Variable):
+                variable.set_value(new)
+            else:  # an array that is no Variable
+                nnx.update(target, nnx.from_flat_state({path: new}))
+
+
+def _value(x: Any) -> Any:
+    return x.get_value() if isinstance(x, nnx.Variable) else x
+
+
+def _like(old: Any, place: Layout, value: np.ndarray) -> jax.Array:
+    if _is_key(old):
+        data = jax.device_put(value.astype(np.uint32), NamedSharding(old.sharding.mesh, jax.P()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
+    host = place.pad(value.astype(old.dtype))
+    return jax.make_array_from_callback(
+        old.shape, old.sharding, lambda index: np.array(host[index])
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from gshard.errors import GShardError
@@ -17,6 +18,8 @@ from gshard.loss import Weighted
 from gshard.plan import Plan
 from gshard.unreduced import Unreduced
 from gshard.user_loop import reduce_gradients, value_and_grad
+
+_GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,23 @@ class Inputs:
     @classmethod
     def of(cls, inputs: Any) -> tuple[list[Any], Inputs]:
         """The arrays, and the rest."""
+        graphs = jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, _GRAPHS))
+        if any(isinstance(x, _GRAPHS) for x in graphs):
+            raise GShardError(
+                "the model is called with an nnx.Rngs, a module or a Variable, and what it changes "
+                "there would be lost. Give the model its own, when it is made."
+            )
         leaves, structure = jax.tree.flatten(inputs)
-        arrays = [x for x in leaves if hasattr(x, "dtype")]
-        return arrays, cls(structure, tuple(None if hasattr(x, "dtype") else x for x in leaves))
+        are = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+        rest = cls(structure, tuple(None if yes else x for x, yes in zip(leaves, are, strict=True)))
+        try:
+            hash(rest)
+        except TypeError as error:
+            raise GShardError(
+                f"the model is called with something that cannot be hashed ({error}), so it cannot "
+                "be told whether it is compiled already. Pass arrays, numbers, strings and tuples."
+            ) from error
+        return [x for x, yes in zip(leaves, are, strict=True) if yes], rest
 
     def with_arrays(self, arrays: list[Any]) -> Any:
         """The inputs again."""

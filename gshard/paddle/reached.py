@@ -1,7 +1,8 @@
-"""Which parameters a loss reaches."""
+"""What a loss reaches: which parameters, and what outside of its arguments."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,36 @@ from flax import nnx
 from jax.extend import core
 
 from gshard.equations import called
+from gshard.errors import GShardError, some, warn
 from gshard.tree import flatten
+
+
+def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
+    """Warns of models that a loss reads from outside: compiled, it sees their first values.
+
+    Raises:
+      GShardError: it reads the wrapped model itself so, which has no gradient then.
+    """
+    function = getattr(loss_fn, "loss_fn", loss_fn)
+    found: dict[str, Any] = {"its self": getattr(function, "__self__", None)}
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+        found.update({**variables.globals, **variables.nonlocals})
+    except TypeError:  # no Python function
+        pass
+    read = {name: x for name, x in found.items() if isinstance(x, nnx.Module)}
+    own = [name for name, x in read.items() if x is model]
+    if own:
+        raise GShardError(
+            f"backward: the loss reads the model as {own[0]}, from outside, and not as its first "
+            "argument: it would have no gradient. Use the model that the loss is called with."
+        )
+    if read:
+        warn(
+            f"backward: the loss reads {some(read)} from outside. It is compiled with the values "
+            "of now; where they change, pass them in the batch (nnx.split(other), and nnx.merge in "
+            "the loss)."
+        )
 
 
 def unreached(loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: Any) -> list[str]:

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown
 from gshard.errors import CallOrderError, GShardError
-from gshard.paddle.accumulation import Scaled
+from gshard.paddle.accumulation import Accumulation, Scaled
 from gshard.paddle.wrapped import kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.scaler import GradScaler, ScalerState
 
 
 class Scaler:
-    """A `GradScaler` with its state, for a wrapped model and its optimizer.
+    """A `GradScaler` with its state, for wrapped models and their optimizers.
 
     Attributes:
       settings: the `GradScaler`.
@@ -25,8 +25,8 @@ class Scaler:
     def __init__(self, settings: GradScaler):
         self.settings = settings
         self._state = jax.tree.map(jnp.asarray, ScalerState.unused())
-        self._finite: jax.Array | None = None
-        self._stepped = False
+        self._found: list[jax.Array] = []  # since the last update, of every optimizer: finite
+        self._stepped: list[Accumulation] = []
 
     def scale(self, loss_fn: Any) -> Any:
         """A loss function, for `model.backward`, or a number, multiplied by the scale."""
@@ -41,40 +41,43 @@ class Scaler:
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients by the scale, once before a step: to look at them, or to clip."""
-        keep = kept(_checked(optimizer, "unscale_"))
+        keep = _kept(optimizer, "unscale_")
         if not self.settings.enable:
             return
-        if self._finite is not None:
-            raise CallOrderError("unscale_() has already been called since the last update().")
+        if keep.finite is not None:
+            raise CallOrderError("unscale_() has already been called for these gradients.")
         keep.take()
         if keep.scaler is not self:
             raise GShardError(
                 "unscale_: the gradients are not multiplied by this scaler's scale. Take "
                 "model.backward(scaler.scale(loss_fn), batch)."
             )
-        self._finite = keep.unscale(self.loss_scaling)
+        self._found.append(keep.unscale(self.loss_scaling))
 
     def step(self, optimizer: Any) -> None:
         """Steps the optimizer, unless a gradient is not finite on any device."""
-        keep = kept(_checked(optimizer, "step"))
+        keep = _kept(optimizer, "step")
         if not self.settings.enable:
             optimizer.step()
             return
-        if self._stepped:
+        if keep in self._stepped:
             raise CallOrderError("step() has already been called since the last update().")
-        if self._finite is None:
+        if keep.finite is None:
             self.unscale_(optimizer)
-        keep.step(self._finite)
-        self._stepped = True
+        keep.step(keep.finite)
+        self._stepped.append(keep)
 
     def update(self) -> None:
-        """Raises or lowers the scale by what the last step found."""
+        """Raises or lowers the scale by what was found since the last time."""
         if not self.settings.enable:
             return
-        if self._finite is None:
+        if not self._found:
             raise CallOrderError("update() was called without a step() or unscale_() before it.")
-        self._state = self.settings.after(self._state, self._finite)
-        self._finite, self._stepped = None, False
+        finite = self._found[0]
+        for other in self._found[1:]:
+            finite = finite & other
+        self._state = self.settings.after(self._state, finite)
+        self._found, self._stepped = [], []
 
     def minimize(self, optimizer: Any, loss: Any = None) -> None:
         """`step` and `update`; the loss, which `backward` has returned, is not needed."""
@@ -107,10 +110,10 @@ class Scaler:
     set_state_dict = load_state_dict
 
 
-def _checked(optimizer: Any, call: str) -> Any:
+def _kept(optimizer: Any, call: str) -> Accumulation:
     if not isinstance(optimizer, WrappedOptimizer):
         raise GShardError(
             f"{call}(optimizer): {shown(optimizer)} is no wrapped optimizer. Pass the one that "
             "group_sharded_parallel returned."
         )
-    return optimizer
+    return kept(optimizer)

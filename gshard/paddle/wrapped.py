@@ -16,9 +16,12 @@ from flax import nnx
 from jax import core
 
 from gshard.arguments import shown
+from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.named import Named, check, named, whole_values, write
+from gshard.paddle.on_model import OnModel
+from gshard.paddle.phases import Inputs
 from gshard.plan import Plan
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
@@ -30,6 +33,7 @@ class Keeping:
     __slots__ = ("_gshard",)
     plan: Plan  # where everything lies; print(model.plan) is a table
     _gshard: Accumulation
+    _gshard_forward: OnModel  # of the class, so that copies have it too
 
 
 class Wrapped(Keeping):
@@ -41,31 +45,68 @@ class Wrapped(Keeping):
         """The model's own output; outside jit by one compiled function, at every level."""
         own: Any = super()
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
-        if any(isinstance(x, core.Tracer) for x in arrays):
-            return own.__call__(*args, **kwargs)
-        return kept(self).call(args, kwargs)
+        if not any(isinstance(x, core.Tracer) for x in arrays):
+            given, rest = Inputs.of((args, kwargs))
+            return self._gshard_forward(
+                cast(Any, self), [_placed(x, self.plan) for x in given], fixed=rest
+            )
+        params = jax.tree.leaves(nnx.state(self, self.plan.template[1].wrt))
+        places = jax.tree.leaves(self.plan.params)
+        padded = [y.path for x, y in zip(params, places, strict=True) if x.shape != y.shape]
+        if padded:
+            raise GShardError(
+                f"inside a transform of JAX or NNX the model has {some(padded)} as stored, with "
+                "padding. Take the loss's gradient by gshard.value_and_grad(loss_fn, model.plan)("
+                "model, batch), and an output outside jit, model(x)."
+            )
+        return own.__call__(*args, **kwargs)
 
     @property
     def grads(self) -> Any:
-        """The reduced gradients as an `nnx.State`, or None: the sum over calls of `backward`."""
-        return kept(self).grads
+        """The reduced gradients as an `nnx.State`, or None: the sum over calls of `backward`.
+
+        They can be set, to others of the same structure, such as clipped ones.
+
+        Raises:
+          GShardError: some are not reduced yet.
+        """
+        keep = kept(self)
+        if keep.waits:
+            keep.take()
+        return keep.grads
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "grads":
+            super().__setattr__(name, value)
+            return
+        keep = kept(self)
+        if jax.tree.structure(value) != jax.tree.structure(keep.take()):
+            raise GShardError(
+                "grads: the new gradients have another structure than those of backward. Make "
+                "them of model.grads, such as jax.tree.map(f, model.grads)."
+            )
+        keep.grads = value
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
         """Forward and backward pass; adds to `grads`.
 
         Args:
-          loss_fn: `loss_fn(model, batch)`, the mean over the rows it is given. Define it once: each
-            function is compiled. `scaler.scale(loss_fn)` for float16.
+          loss_fn: `loss_fn(model, batch)`, the mean over the rows it is given. It is compiled:
+            define it once, and pass what changes from call to call in the batch; numbers that it
+            reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
           batch: of this process; its rows are laid over the devices.
 
         Returns:
-          The loss of the global batch, a scalar; inside `no_sync`, where nothing is sent, that of
-          each device, `(devices,)`.
+          The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
+          (`.mean()` is that of all).
         """
         return kept(self).backward(loss_fn, batch)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients of `backward` stay on their devices; the first one outside reduces them."""
+        """Gradients of `backward` stay on their devices; the first one outside reduces them.
+
+        (Buffers that the loss changes are averaged all the same: they are one for all devices.)
+        """
         return kept(self).no_sync()
 
     def clear_gradients(self) -> None:
@@ -74,13 +115,15 @@ class Wrapped(Keeping):
 
     def parameters(self, include_sublayers: bool = True) -> list[Any]:
         """The trained Variables."""
-        state = nnx.to_flat_state(nnx.state(self, kept(self).wrt))
+        state = nnx.to_flat_state(nnx.state(self, self.plan.template[1].wrt))
         return [x for path, x in state if include_sublayers or len(path) == 1]
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, include_sublayers: bool = True
     ) -> dict[str, Any]:
         """Parameters and buffers by dotted path, whole, as NumPy arrays.
+
+        Among the buffers are the keys and counts of an `nnx.Rngs` (a key as its data).
 
         Args:
           destination: a dictionary to add them to; by default a new one.
@@ -127,12 +170,8 @@ class Wrapped(Keeping):
 
     def _gshard_named(self) -> Named:
         plan = self.plan
-        parts, wrt = plan.kind.split_target(cast(Any, self), {}), kept(self).wrt
-        buffers = nnx.to_flat_state(nnx.state(self, nnx.Not(nnx.Any(wrt, nnx.RngState))))
-        names = {"/".join(map(str, path)) for path, _ in buffers}
-        extras = {path: x for path, x in parts.extras.items() if path in names}
-        places = {path: plan.extras[path] for path in extras}
-        return {**named(parts.params, plan.params), **named(extras, places)}
+        parts = plan.kind.split_target(cast(Any, self), {})
+        return named((parts.params, plan.params), (parts.extras, plan.extras))
 
 
 def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
@@ -141,7 +180,12 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
     `target` is not to be used again: both have the same Variables.
     """
     own = type(target)
-    body = {"__doc__": own.__doc__, "plan": keep.plan}
+    body = {
+        "__doc__": own.__doc__,
+        "__module__": own.__module__,
+        "plan": keep.plan,
+        "_gshard_forward": keep.forward,
+    }
     made = object.__new__(type(f"{kind.__name__}[{own.__name__}]", (kind, own), body))
     vars(made).update(vars(target))
     object.__setattr__(made, "_gshard", keep)
@@ -151,6 +195,28 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
     else:
         keep.optimizer = made
     return made
+
+
+def _placed(x: Any, plan: Plan) -> jax.Array:
+    """One input, by rows over the devices where these divide, else whole on each of them."""
+    if x.ndim and x.shape[0] and x.shape[0] % plan.group.devices == 0:
+        return shard_batch(x, plan)
+    return jax.device_put(x, plan.sharding())
+
+
+def refuse_hidden(model: nnx.Module) -> None:
+    """Refuses a model that has an attribute by a name of `Wrapped`.
+
+    Raises:
+      GShardError: names the attributes.
+    """
+    ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}
+    hidden = [name for name in sorted(ours) if name in vars(model) or hasattr(type(model), name)]
+    if hidden:
+        raise GShardError(
+            f"{type(model).__name__} has {some(hidden)} of its own, which a wrapped model uses in "
+            "another sense. Rename it."
+        )
 
 
 def owners(variables: list[Any]) -> list[Accumulation]:
@@ -178,9 +244,9 @@ def kept(target: Any) -> Accumulation:
     found = getattr(target, "_gshard", None)
     if found is None or not any(target is x for x in (found.model, found.optimizer)):
         raise GShardError(
-            "this is a copy of what was wrapped, or what a jitted function sees of it. Call "
-            "backward and step on what was returned, outside jit; inside your own nnx.jit take "
-            "loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, batch) and "
-            "optimizer.update(model, grads)."
+            "this is a copy of what was wrapped, or what a jitted function sees of it, and keeps "
+            "no gradients. Call backward and step on what was returned, outside jit; inside your "
+            "own nnx.jit take loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, "
+            "batch) and optimizer.update(model, grads)."
         )
     return found

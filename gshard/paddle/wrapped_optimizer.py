@@ -17,6 +17,10 @@ from gshard.paddle.wrapped import Keeping, kept
 from gshard.state import Parts
 
 LEARNING_RATE = "learning_rate"
+_SCALED = (
+    "the gradients are multiplied by the scale of a scaler. Call scaler.step(optimizer) and "
+    "scaler.update()."
+)
 
 
 class Step:
@@ -26,18 +30,39 @@ class Step:
         self._optimizer, self._count = optimizer, count
 
     def __call__(self) -> None:
-        """Updates model and optimizer."""
+        """Updates model and optimizer.
+
+        The optimizer's old arrays are given away; those of the model live on where you hold them.
+        """
         keep = kept(self._optimizer)
         keep.take()
         if keep.scaler is not None:
-            raise GShardError(
-                "step: the gradients are multiplied by the scale of a scaler. Call "
-                "scaler.step(optimizer) and scaler.update()."
-            )
+            raise GShardError(_SCALED)
         keep.step()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._count, name)
+
+    @property
+    def value(self) -> Any:
+        """The number of steps."""
+        return self._count[...]
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._count[...] = value
+
+    def __jax_array__(self) -> jax.Array:
+        return self._count[...]
+
+    def __eq__(self, other: object) -> Any:
+        return self._count[...] == other
+
+    def __add__(self, other: Any) -> Any:
+        return self._count[...] + other
+
+    __radd__ = __add__
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __getitem__(self, index: Any) -> Any:
         return self._count[index]
@@ -72,6 +97,14 @@ class WrappedOptimizer(Keeping):
     def step(self, value: Any) -> None:
         vars(self)["step"] = value
 
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """That of `nnx.Optimizer`; refuses gradients that are multiplied by a scale."""
+        keep = getattr(self, "_gshard", None)
+        if keep is not None and keep.scaler is not None and grads is keep.grads:
+            raise GShardError(_SCALED)
+        own: Any = super()
+        return own.update(model, grads, **kwargs)
+
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forgets the gradients of the model; `set_to_zero` makes no difference."""
         del set_to_zero
@@ -90,12 +123,14 @@ class WrappedOptimizer(Keeping):
         """The learning rate of the next step."""
         return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
 
-    def set_lr(self, value: float) -> None:
+    def set_lr(self, value: Any) -> None:
         """Another learning rate, from the next step on; nothing is compiled anew."""
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < math.inf:
+        number = value.item() if getattr(value, "shape", None) == () else value
+        fits = isinstance(number, Real) and not isinstance(number, bool)
+        if not fits or not 0 <= float(number) < math.inf:
             raise GShardError(f"set_lr({shown(value)}): a learning rate is a number from 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
-        new = jax.device_put(jnp.asarray(value, old.dtype), old.sharding)
+        new = jax.device_put(jnp.asarray(number, old.dtype), old.sharding)
         parts = self._gshard_parts()
         opt_state = jax.tree.map(lambda x: new if x is old else x, parts.opt_state)
         self._gshard_write(dataclasses.replace(parts, opt_state=opt_state))
@@ -135,8 +170,10 @@ class WrappedOptimizer(Keeping):
         parts, layouts = self._gshard_parts(), kept(self).plan.layouts
         of, places = parts.opt_state, layouts.opt_state
         return named(
-            {"step": parts.step, "inner": of.inner, "master": of.master},
-            {"step": layouts.step, "inner": places.inner, "master": places.master},
+            (
+                {"step": parts.step, "inner": of.inner, "master": of.master},
+                {"step": layouts.step, "inner": places.inner, "master": places.master},
+            )
         )
 
     def _gshard_hyperparams(self, call: str) -> dict[str, Any]:
@@ -146,7 +183,12 @@ class WrappedOptimizer(Keeping):
             return LEARNING_RATE in (getattr(node, "hyperparams", None) or {})
 
         found = [x for x in jax.tree.leaves(inner, is_leaf=has) if has(x)]
-        if len(found) != 1:
+        if len(found) > 1:
+            raise GShardError(
+                f"{call}: this optimizer has {len(found)} learning rates that were injected. "
+                "Inject one of them."
+            )
+        if not found:
             raise GShardError(
                 f"{call}: this optimizer was built with a fixed learning rate. Build it as "
                 "optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), also inside a chain."
