@@ -432,7 +432,7 @@ def test_in_your_own_loop(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_model_is_called_with_any_rows(level):
-    model, _, _ = wrap(level, **groups(5))
+    model, _, _ = wrap(level, **groups(3))
     plain = Net()
     for n in (1, 5, 12, 15):
         x = rows(n, n)["x"]

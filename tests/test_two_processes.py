@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PROCESSES, DEVICES_EACH, LIMIT = 2, 2, 300  # LIMIT: seconds for all of them together
 
 
-def run_workers(folder: Path) -> list[dict[str, np.ndarray]]:
+def run_workers(folder: Path, module: str = "two_processes_worker") -> list[dict[str, np.ndarray]]:
     """What each process saved. No process is left behind, whatever happens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def run_workers(folder: Path) -> list[dict[str, np.ndarray]]:
     workers = []
     try:
         for rank in range(PROCESSES):
-            command = [sys.executable, "-m", "tests.two_processes_worker", coordinator]
+            command = [sys.executable, "-m", f"tests.{module}", coordinator]
             command += [str(PROCESSES), str(rank), str(files[rank])]
             with logs[rank].open("w") as log:
                 workers.append(
