@@ -137,7 +137,7 @@ def test_no_sync_adds_up_and_moves_no_gradient(level):
             if local and i < 2:
                 with model.no_sync(), model.no_sync():
                     losses = model.backward(loss_fn, batch)
-                    lowered = model._gshard.lower(loss_fn, batch)
+                    lowered = model.backward.lower(loss_fn, batch)
                 assert losses.shape == (8,)
                 kinds = {c.kind for c in read_program(lowered.compile().as_text()).collectives}
                 assert kinds <= ({"all-gather"} if level == "p_g_os" else set())
@@ -377,14 +377,26 @@ def test_the_programs_move_what_the_core_moves(level):
     plan, core = model.plan, gshard.value_and_grad(loss_fn, model.plan)
     wanted = nnx.jit(lambda model, batch: core(model, batch))
     placed = gshard.shard_batch(batch, plan)
-    assert moved(model._gshard.lower(loss_fn, batch)) == moved(wanted.lower(model, placed))
+    assert moved(model.backward.lower(loss_fn, batch)) == moved(wanted.lower(model, placed))
+
+
+def test_the_audit_counts_buckets():
+    counts = {}
+    for size in (0, 2**23):
+        model = wrap("p_g_os", buffer_max_size=size)[0]
+        found = gshard.audit(model.backward, loss_fn, rows(16, 0))
+        counts[size] = sum(
+            row.count for row in found.collectives if row.purpose in ("gather", "scatter")
+        )
+        assert found.collectives[0].axes == ("shard",)
+    assert 0 < counts[2**23] < counts[0]
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_backward_returns_gradients_and_no_copy_of_the_parameters(level):
     model, _, _ = wrap(level)
     size = sum(x.bytes_per_device for x in jax.tree.leaves(model.plan.grads))
-    memory = model._gshard.lower(loss_fn, rows(16, 0)).compile().memory_analysis()
+    memory = model.backward.lower(loss_fn, rows(16, 0)).compile().memory_analysis()
     assert size <= memory.output_size_in_bytes <= size + 1000  # addresses of the arrays
 
 

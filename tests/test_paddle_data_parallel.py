@@ -134,7 +134,7 @@ def deep_loss(model, batch):
 def reduced(model):
     """MB of each all-reduce, in the order of the program; scalars left out."""
     batch = np.ones((8, 256), np.float32)
-    found = read_program(model._gshard.lower(deep_loss, batch).compile().as_text()).collectives
+    found = read_program(model.backward.lower(deep_loss, batch).compile().as_text()).collectives
     assert {c.kind for c in found} == {"all-reduce"}
     sizes = [sum(a.bytes for a in c.operands if a.elements > 1) / 2**20 for c in found]
     return [size for size in sizes if size]

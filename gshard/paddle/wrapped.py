@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -19,6 +18,7 @@ from gshard.arguments import shown
 from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.backward import Backward
 from gshard.paddle.named import Named, check, named, whole_values, write
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Inputs
@@ -87,20 +87,10 @@ class Wrapped(Keeping):
             )
         keep.grads = value
 
-    def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
-        """Forward and backward pass; adds to `grads`.
-
-        Args:
-          loss_fn: `loss_fn(model, batch)`, the mean over the rows it is given. It is compiled:
-            define it once, and pass what changes from call to call in the batch; numbers that it
-            reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
-          batch: of this process; its rows are laid over the devices.
-
-        Returns:
-          The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
-          (`.mean()` is that of all).
-        """
-        return kept(self).backward(loss_fn, batch)
+    @property
+    def backward(self) -> Backward:
+        """`model.backward(loss_fn, batch)`: forward and backward pass; adds to `grads`."""
+        return Backward(kept(self))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of `backward` stay on their devices; the first one outside reduces them.
