@@ -93,7 +93,7 @@ def assert_same(found, wanted, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(found[name], wanted[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
 @pytest.mark.parametrize("devices", [1, 3, 5, 8])
 def test_the_numbers_of_one_device(level, devices):
     batches = [rows(120, seed) for seed in range(4)]
@@ -129,10 +129,7 @@ def test_no_sync_adds_up_and_moves_no_gradient(level):
     batches = [rows(16, seed) for seed in range(3)]
     grads = []
     for local in (False, True):
-        if level == "dp":
-            model = gshard.DataParallel(Net())
-        else:
-            model = wrap(level)[0]
+        model = gshard.DataParallel(Net()) if level == "dp" else wrap(level)[0]
         for i, batch in enumerate(batches):
             if local and i < 2:
                 with model.no_sync(), model.no_sync():
@@ -302,7 +299,7 @@ def test_a_layer_may_return_numbers(level):
     assert model(batches[0]["x"])[1:2] == (3,) and model(batches[0]["x"])[3] is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
 def test_float16_with_a_scaler(level):
     """T8, T17: scaled gradients train as on one device, a bad step changes nothing."""
 
@@ -457,7 +454,7 @@ def test_state_dicts_go_anywhere(level, tmp_path):
     """T4, T22, T33: whole values, also into another level on another number of devices."""
     batches = [rows(120, seed) for seed in range(5)]
     _, wanted = on_one_device(batches)
-    model, optimizer, _ = wrap("os_g" if level == "dp" else level)
+    model, optimizer, _ = wrap(level)
     train(model, optimizer, batches[:3])
     gshard.save_group_sharded_model(model, tmp_path / "saved", optimizer)
     before = model.state_dict()
@@ -785,7 +782,6 @@ def copy_of(model):
     ("act", "says"),
     [
         (lambda: wrap("p_g"), "Did you mean 'p_g_os'"),
-        (lambda: wrap("dp"), "DataParallel"),
         (lambda: wrap("os", model="net"), "is no model"),
         (lambda: wrap("os", model=nn.Dense(3)), "module.init"),
         (lambda: wrap("os", tx="adam"), "is no optimizer"),

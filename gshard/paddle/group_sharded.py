@@ -57,7 +57,7 @@ def group_sharded_parallel(
       optimizer: `nnx.Optimizer(model, tx, wrt=...)`, or an optax transformation, which then trains
         every `nnx.Param`.
       level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
-        too).
+        too), or `"dp"`: nothing is divided, as with `DataParallel`, in the same rhythm.
       scaler: a `gshard.GradScaler`, for float16; or what another call returned for one.
       group: devices of `gshard.new_group` to divide over, or a mesh; by default all devices.
       offload: the optimizer state, and divided parameters, rest in the host's memory.
@@ -80,11 +80,6 @@ def group_sharded_parallel(
     refuse_wrapped(model, call)
     module = as_module(model, call)
     chosen = parse_level(level)
-    if not chosen.divides_state:
-        raise GShardError(
-            f"level={shown(level)} divides nothing: that is gshard.DataParallel(model). Choose "
-            "'os', 'os_g' or 'p_g_os'."
-        )
     if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     for name, value in (("sync_buffers", sync_buffers), ("sync_comm", sync_comm)):
