@@ -251,6 +251,6 @@ def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in whole], most=3)
         warn(
             f"{share:.0%} of the parameters stay whole on every device at level "
-            f"{level.name!r}: {named}. Lower segment_size= of shard_train_state, or divide them with "
-            "rules=."
+            f"{level.name!r}: {named}. Lower segment_size= of shard_train_state, or divide them "
+            "with rules=."
         )
