@@ -180,7 +180,7 @@ def test_no_buckets_is_bit_equal(level):
         found.append(model.state_dict())
     # XLA of newer JAX sums the rows of a bias otherwise beside a bucket.
     exact = level != "p_g_os" or jax.__version_info__ < (0, 11)
-    assert_same(*found, rtol=0, atol=0 if exact else 2e-8)
+    assert_same(*found, rtol=0, atol=0 if exact else 2e-7)
 
 
 @pytest.mark.parametrize("level", LEVELS)
