@@ -42,6 +42,17 @@ def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:
     return number
 
 
+def flag(name: str, value: Any) -> bool:
+    """A boolean argument.
+
+    Raises:
+      GShardError: for anything else.
+    """
+    if not isinstance(value, bool):
+        raise GShardError(f"{name}={shown(value)} must be True or False.")
+    return value
+
+
 def dimension(value: Any, rank: int) -> int | None:
     """A dimension of an array as a number from 0, or None when it is none."""
     try:

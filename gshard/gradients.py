@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import flag, whole_number
 from gshard.batch import check_rows
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
@@ -50,8 +50,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("has_aux", "sync_buffers", "sync_comm"):
-            if not isinstance(getattr(self, name), bool):
-                raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
+            flag(name, getattr(self, name))
         whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
         whole_number("end_buffer_size", self.end_buffer_size, 1, " of elements")
 

@@ -52,7 +52,7 @@ def make_mesh(
     Raises:
       GShardError: when the sizes do not multiply to a number of devices that exist.
     """
-    given = list(jax.devices()) if devices is None else _devices(devices)
+    given = list(jax.devices()) if devices is None else devices_of("devices", devices)
     replica = whole_number("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
     if shape is None and replica == 1 and not own and (torus := torus_of(given)) is not None:
@@ -276,13 +276,18 @@ def _axes(
     return default if axes is None else names_of(argument, axes)
 
 
-def _devices(devices: Any) -> list[Any]:
+def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
+    """The devices of an argument; a message ends with what else it may be.
+
+    Raises:
+      GShardError: for anything else, or a device that is named twice.
+    """
     given = list(devices) if isinstance(devices, (Sequence, np.ndarray)) else []
     if not given or not all(isinstance(x, jax.Device) for x in given):
         raise GShardError(
-            f"devices={shown(devices)} must be a list of at least one device, such as "
-            "jax.devices()[:2] or gshard.new_group([0, 1])."
+            f"{argument}={shown(devices)} must be a list of at least one device, such as "
+            f"jax.devices()[:2] or gshard.new_group([0, 1]){or_else}."
         )
     if len(set(given)) < len(given):
-        raise GShardError(f"devices={shown(devices)} names a device twice.")
+        raise GShardError(f"{argument}={shown(devices)} names a device twice.")
     return given

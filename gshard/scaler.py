@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import flag, shown, whole_number
 from gshard.errors import GShardError
 
 _COUNTS = {"incr_count": "good", "decr_count": "bad"}
@@ -73,8 +73,7 @@ class GradScaler:
             if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise GShardError(f"{name}={shown(value)} must be {meaning}.")
         for name in ("enable", "use_dynamic_loss_scaling"):
-            if not isinstance(getattr(self, name), bool):
-                raise GShardError(f"{name}={shown(getattr(self, name))} must be True or False.")
+            flag(name, getattr(self, name))
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
             whole_number(name, getattr(self, name), 1)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard.arguments import shown
+from gshard.arguments import flag, shown
 from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.levels import Level, parse_level
@@ -81,8 +81,7 @@ def shard_train_state(
       GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
     """
     level = parse_level(level)
-    if not isinstance(offload, bool):
-        raise GShardError(f"offload={shown(offload)} must be True or False.")
+    flag("offload", offload)
     group = data_group(mesh, shard_axes, replica_axes)
     rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
     made_by = state if is_init(state) else None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import names_of, shown
+from gshard.arguments import flag, names_of, shown
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError
 from gshard.gradients import Options, check_options, end_reduction, gradients, unreduced_gradients
@@ -63,9 +63,7 @@ def value_and_grad(
       device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
     """
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
-    if not isinstance(sync, bool):
-        raise GShardError(f"sync={shown(sync)} must be True or False.")
-    if not sync and OVERWRITTEN in plan.extras:
+    if not flag("sync", sync) and OVERWRITTEN in plan.extras:
         raise GShardError(
             "sync=False: gradients over separate calls add up, and those that replace their "
             "parameter (params['_overwrite_with_gradient'], fp8 statistics) do not. Take the "

@@ -796,7 +796,7 @@ def copy_of(model):
         ),
         (lambda: wrap("os")[0](rows(8, 0)["x"], nnx.Rngs(0)), "nnx.Rngs"),
         (lambda: wrap("os")[0](rows(8, 0)["x"], {1}), "cannot be hashed"),
-        (lambda: gshard.save({}, "/tmp/never"), "empty"),
+        (lambda: gshard.save({}, "never"), "empty"),
         (lambda: wrap("os", buffer_max_size=-1), "buffer_max_size"),
         (lambda: wrap("p_g_os", segment_size=2.5), "segment_size"),
         (lambda: wrap("os", offload="yes"), "offload"),
@@ -831,7 +831,7 @@ def copy_of(model):
         (lambda: gshard.fused_allreduce_gradients(Net(), None), "no parameters"),
         (lambda: gshard.fused_allreduce_gradients([Net().first.kernel], None), "not the param"),
         (lambda: gshard.load("/nowhere/at/all"), "does not exist"),
-        (lambda: gshard.save({"a": "b", "c": None}, "/tmp/never"), "c is None"),
+        (lambda: gshard.save({"a": "b", "c": None}, "never"), "c is None"),
     ],
 )
 def test_bad_input(act, says):

@@ -53,7 +53,6 @@ class Accumulation:
       plan: where everything lies.
       model: the wrapped model.
       optimizer: the wrapped optimizer, if any.
-      wrt: the filter of what is trained.
       grads: an `nnx.State` like the trained parameters, reduced: the sum over the calls of
         `backward` since they were cleared. Or None.
       scaler: whose scale they are multiplied by; None where they are not.
@@ -77,14 +76,14 @@ class Accumulation:
         self.grads: nnx.State | None = None
         self.scaler: Any = None
         self.finite: jax.Array | None = None
-        self.wrt: Any = plan.template[1].wrt
+        wrt = plan.template[1].wrt
         self._find_unused = find_unused
         self._pending: Unreduced | None = None
         self._depth = 0
         sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
         self._phases = Phases(plan, sizes, options)
         self._of_loss: dict[Any, Any] = {}
-        self.forward = OnModel(self._phases.forward, self.wrt)
+        self.forward = OnModel(self._phases.forward, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(phases.unscale)
         # The model's arrays are not given away: copies of a model (nnx.clone) have them too.
@@ -130,10 +129,21 @@ class Accumulation:
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
 
-    @property
-    def waits(self) -> bool:
-        """Whether gradients of `no_sync` have not been reduced."""
-        return self._pending is not None
+    def refuse_waiting(self) -> None:
+        """Raises a `GShardError` where gradients of `no_sync` have not been reduced."""
+        if self._pending is not None:
+            raise GShardError(
+                "gradients of no_sync() have not been reduced over the devices. Call one backward "
+                "outside it, or fused_allreduce_gradients(model.parameters(), None)."
+            )
+
+    def refuse_scaled(self) -> None:
+        """Raises a `GShardError` where gradients are multiplied by a scale."""
+        if self.scaler is not None:
+            raise GShardError(
+                "the gradients are multiplied by the scale of a scaler. Call "
+                "scaler.step(optimizer) and scaler.update()."
+            )
 
     def take(self) -> nnx.State:
         """The gradients, for an optimizer.
@@ -141,11 +151,7 @@ class Accumulation:
         Raises:
           GShardError: there are none, or some are not reduced.
         """
-        if self._pending is not None:
-            raise GShardError(
-                "gradients of no_sync() have not been reduced over the devices. Call one backward "
-                "outside it, or fused_allreduce_gradients(model.parameters(), None)."
-            )
+        self.refuse_waiting()
         if self.grads is None:
             raise GShardError("there are no gradients. Call model.backward(loss_fn, batch).")
         return self.grads
@@ -159,6 +165,7 @@ class Accumulation:
     def step(self, finite: jax.Array | None = None) -> None:
         """Updates model and optimizer; where `finite` is given and false nothing is changed."""
         given = (self.model, self.optimizer, self.take())
+        self.refuse_scaled()
         refuse_donated(jax.tree.leaves(nnx.state(self.optimizer)))
         if finite is None:
             self._update(*given)
@@ -211,13 +218,13 @@ class Accumulation:
                 self._of_loss.pop(next(iter(self._of_loss)))
             if self._depth:
                 local = partial(self._phases.local, loss_fn)
-                self._of_loss[key] = OnModel(local, self.wrt, donated=(1,))
+                self._of_loss[key] = OnModel(local, self.forward.wrt, donated=(1,))
             else:
                 backward = partial(self._phases.backward, loss_fn)
-                self._of_loss[key] = OnModel(backward, self.wrt)
+                self._of_loss[key] = OnModel(backward, self.forward.wrt)
         return self._of_loss[key]
 
     def _report_unused(self, loss_fn: Callable[..., Any], batch: Any) -> None:
-        paths = unreached(loss_fn, self.plan.template[0], self.wrt, batch)
+        paths = unreached(loss_fn, self.plan.template[0], self.forward.wrt, batch)
         if paths:
             warn(f"the loss does not reach {some(paths)}: their gradients are zero.")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gshard.arguments import shown
-from gshard.errors import GShardError, some
-from gshard.paddle.named import check, write
+from gshard.errors import GShardError
+from gshard.paddle.named import check, differences, write
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.saving import load, save
@@ -53,12 +53,8 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
             "out here too, and the optimizer stays as it is."
         )
     stored = model._gshard_named()
-    missing, unknown = check(values["model"], stored, call)
-    if missing or unknown:
-        raise GShardError(
-            f"{call}: {output} is of another model. Not in both: {some([*missing, *unknown])}. "
-            "Nothing was changed."
-        )
+    if strange := differences(*check(values["model"], stored, call), "the model"):
+        raise GShardError(f"{call}: {output} is of another model: {strange}. Nothing was changed.")
     if optimizer is not None:
         its = optimizer._gshard_named()
         optimizer._gshard_check(values["optimizer"], its)

@@ -11,7 +11,7 @@ import jax
 import optax
 from flax import nnx
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import flag, shown, whole_number
 from gshard.errors import GShardError
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.groups import mesh_of
@@ -65,21 +65,16 @@ class DataParallel(Wrapped):
             raise GShardError(
                 f"last_comm_buffer_size={shown(last)} must be a positive number of MB."
             )
-        if not isinstance(find_unused_parameters, bool):
-            raise GShardError(
-                f"find_unused_parameters={shown(find_unused_parameters)} must be True or False."
-            )
+        flag("find_unused_parameters", find_unused_parameters)
         module = as_module(layers, "DataParallel")
         arrays = jax.tree.leaves(nnx.state(module, nnx.Param))
         if not arrays:
             raise GShardError(
                 "DataParallel: this model has no nnx.Param to train, and needs no DataParallel."
             )
-        mesh, shard_axes, replica_axes = mesh_of(group)
+        mesh, replica_axes = mesh_of(group)
         pair = (module, nnx.Optimizer(module, optax.identity(), wrt=nnx.Param))
-        (model, _), plan = shard_train_state(
-            pair, mesh, "dp", shard_axes=shard_axes, replica_axes=replica_axes
-        )
+        (model, _), plan = shard_train_state(pair, mesh, "dp", replica_axes=replica_axes)
         width = max(x.dtype.itemsize for x in arrays)
         keep = Accumulation(
             plan,

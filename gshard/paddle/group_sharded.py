@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import flag, shown, whole_number
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError, warn
 from gshard.levels import Level, parse_level
@@ -82,15 +82,14 @@ def group_sharded_parallel(
     chosen = parse_level(level)
     if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
-    for name, value in (("sync_buffers", sync_buffers), ("sync_comm", sync_comm)):
-        if not isinstance(value, bool):
-            raise GShardError(f"{name}={shown(value)} must be True or False.")
+    flag("sync_buffers", sync_buffers)
+    flag("sync_comm", sync_comm)
     whole_number("segment_size", segment_size, 0, " of elements")
     whole_number("buffer_max_size", buffer_max_size, 0, " of elements (0: no buckets)")
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
-    mesh, shard_axes, replica_axes = mesh_of(group, dp_group)
-    alone = data_group(mesh, shard_axes, replica_axes).size == 1
+    mesh, replica_axes = mesh_of(group, dp_group)
+    alone = data_group(mesh, None, replica_axes).size == 1
     useless = _useless(chosen, pair, alone, segment_size, sync_comm, sync_buffers, rules)
     if useless:
         warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
@@ -102,7 +101,6 @@ def group_sharded_parallel(
         chosen,
         rules=rules if divides else None,
         offload=offload,
-        shard_axes=shard_axes,
         replica_axes=replica_axes,
         **size,
     )

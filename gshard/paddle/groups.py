@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from gshard.arguments import shown
+from gshard.arguments import names_of
 from gshard.errors import GShardError
-from gshard.mesh import REPLICA, SHARD, data_group, make_mesh
+from gshard.mesh import data_group, devices_of, make_mesh
 
 
-def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, Any, Any]:
-    """The mesh that `group=` and `dp_group=` mean, and its shard and replica axes.
+def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, tuple[str, ...] | None]:
+    """The mesh that `group=` and `dp_group=` mean, and its replica axes.
 
     Args:
       group: devices of `gshard.new_group` over which state is divided, a mesh of
@@ -24,23 +23,19 @@ def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, Any, Any]:
         or names of the axes of the mesh that is given as `group`.
 
     Returns:
-      The mesh, and the axes as `shard_train_state` takes them: None where its default holds.
+      The mesh, and the axes as `shard_train_state` takes them: None for its default.
 
     Raises:
       GShardError: for groups that overlap otherwise, or that name devices twice.
     """
     if isinstance(group, Mesh):
-        if dp_group is not None and not _names(dp_group):
-            raise GShardError(
-                f"dp_group={shown(dp_group)} beside a mesh must name its axes, such as "
-                f"dp_group='replica'; the mesh has {group.axis_names}."
-            )
-        data_group(group, None, dp_group)
-        return group, None, dp_group
-    shard = None if group is None else _devices("group", group)
+        axes = None if dp_group is None else names_of("dp_group", dp_group)
+        data_group(group, None, axes)
+        return group, axes
+    shard = None if group is None else devices_of("group", group, ", or a mesh of make_mesh")
     if dp_group is None:
-        return (make_mesh() if shard is None else make_mesh(devices=shard)), None, None
-    copies = _devices("dp_group", dp_group)
+        return (make_mesh() if shard is None else make_mesh(devices=shard)), None
+    copies = devices_of("dp_group", dp_group, ", or beside a mesh the names of its axes")
     if shard is None:
         raise GShardError(
             "dp_group= says where the copies are, and group= is missing: name the devices of one "
@@ -52,7 +47,7 @@ def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, Any, Any]:
             f"group={_ids(shard)} and dp_group={_ids(copies)} share {len(common)} devices; two "
             "orthogonal groups share one, as [0, 1] and [0, 2] do."
         )
-    return _grid(shard, copies, common[0]), (SHARD,), (REPLICA,)
+    return _grid(shard, copies, common[0]), None
 
 
 def _grid(shard: list[Any], copies: list[Any], common: Any) -> Mesh:
@@ -67,26 +62,7 @@ def _grid(shard: list[Any], copies: list[Any], common: Any) -> Mesh:
             f"be {rows} of {len(every)} devices. Their devices must lie at equal distances, as [0, "
             "1] and [0, 2] do; or pass group=gshard.make_mesh(replica=2), dp_group='replica'."
         )
-    grid = np.array([[every[i] for i in row] for row in rows])
-    return Mesh(grid, (REPLICA, SHARD), axis_types=(AxisType.Auto,) * 2)
-
-
-def _devices(argument: str, given: Any) -> list[Any]:
-    fits = isinstance(given, Sequence) and not isinstance(given, str) and len(given) > 0
-    if not fits or not all(isinstance(d, jax.Device) for d in given):
-        raise GShardError(
-            f"{argument}={shown(given)} is no group. Pass gshard.new_group([0, 1]), devices, or as "
-            "group= a mesh of gshard.make_mesh."
-        )
-    if len(set(given)) < len(given):
-        raise GShardError(f"{argument}={_ids(given)} names a device twice.")
-    return list(given)
-
-
-def _names(value: Any) -> bool:
-    if isinstance(value, str):
-        return True
-    return isinstance(value, (tuple, list)) and all(isinstance(x, str) for x in value)
+    return make_mesh(replica=len(copies), devices=[every[i] for i in flat])
 
 
 def _ids(devices: Sequence[Any]) -> list[int]:

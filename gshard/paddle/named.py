@@ -81,6 +81,12 @@ def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
     return [name for name in stored if name not in values], [n for n in values if n not in stored]
 
 
+def differences(missing: list[str], unknown: list[str], whose: str) -> str:
+    """What `check` returned, for a message; empty where it is nothing."""
+    told = [("it lacks", missing), (f"{whose} does not know", unknown)]
+    return "; ".join(f"{words} {some(names)}" for words, names in told if names)
+
+
 def write(target: Any, values: Mapping[str, Any], stored: Named) -> None:
     """Sets Variables of a model or an optimizer, each where it lies, one after the other.
 

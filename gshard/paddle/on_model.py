@@ -30,7 +30,7 @@ class OnModel:
     """
 
     def __init__(self, fun: Callable[..., Any], wrt: Any, donated: tuple[int, ...] = ()):
-        self._fun, self._wrt = fun, wrt
+        self._fun, self.wrt = fun, wrt
         numbers = tuple(3 + i for i in donated)
         self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
@@ -48,7 +48,7 @@ class OnModel:
         return self._jitted.lower(*self._split(model, fixed), *args)
 
     def _split(self, model: nnx.Module, fixed: Any) -> tuple[_Static, Any, list[Any]]:
-        graph, params, rest = nnx.split(model, self._wrt, ...)
+        graph, params, rest = nnx.split(model, self.wrt, ...)
         leaves, structure = jax.tree.flatten(rest)
         return _Static(graph, structure, fixed), params, leaves
 
@@ -57,6 +57,6 @@ class OnModel:
         model = nnx.merge(static.graph, params, state, copy=True)
         more = () if static.fixed is None else (static.fixed,)
         out = self._fun(model, *args, *more)
-        after = jax.tree.leaves(nnx.split(model, self._wrt, ...)[2])
+        after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
         return out, {i: new for i, (new, old) in pairs if new is not old}

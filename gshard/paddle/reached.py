@@ -53,7 +53,6 @@ def unreached(loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: A
       batch: arrays.
     """
     graph, params, rest = nnx.split(model, wrt, ...)
-
     leaves, structure = jax.tree.flatten(rest)
     paths, abstract, tree = flatten(params)
 

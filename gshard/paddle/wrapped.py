@@ -19,7 +19,7 @@ from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.backward import Backward
-from gshard.paddle.named import Named, check, named, whole_values, write
+from gshard.paddle.named import Named, check, differences, named, whole_values, write
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Inputs
 from gshard.plan import Plan
@@ -50,7 +50,7 @@ class Wrapped(Keeping):
             return self._gshard_forward(
                 cast(Any, self), [_placed(x, self.plan) for x in given], fixed=rest
             )
-        params = jax.tree.leaves(nnx.state(self, self.plan.template[1].wrt))
+        params = self.parameters()
         places = jax.tree.leaves(self.plan.params)
         padded = [y.path for x, y in zip(params, places, strict=True) if x.shape != y.shape]
         if padded:
@@ -71,8 +71,7 @@ class Wrapped(Keeping):
           GShardError: some are not reduced yet.
         """
         keep = kept(self)
-        if keep.waits:
-            keep.take()
+        keep.refuse_waiting()
         return keep.grads
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,7 +104,7 @@ class Wrapped(Keeping):
 
     def parameters(self, include_sublayers: bool = True) -> list[Any]:
         """The trained Variables."""
-        state = nnx.to_flat_state(nnx.state(self, self.plan.template[1].wrt))
+        state = nnx.to_flat_state(nnx.state(self, self._gshard_forward.wrt))
         return [x for path, x in state if include_sublayers or len(path) == 1]
 
     def state_dict(
@@ -150,10 +149,8 @@ class Wrapped(Keeping):
         stored = self._gshard_named()
         missing, unknown = check(state_dict, stored, "set_state_dict")
         write(self, state_dict, stored)
-        if missing or unknown:
-            told = [("it lacks", missing), ("the model does not know", unknown)]
-            what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
-            warn(f"set_state_dict: {what}.")
+        if strange := differences(missing, unknown, "the model"):
+            warn(f"set_state_dict: {strange}.")
         return missing, unknown
 
     set_dict = load_dict = set_state_dict

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from numbers import Real
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 
 from gshard.arguments import shown
-from gshard.errors import CallOrderError, GShardError, some
-from gshard.paddle.named import Named, check, named, whole_values, write
+from gshard.errors import CallOrderError, GShardError
+from gshard.paddle.named import Named, check, differences, named, whole_values, write
 from gshard.paddle.wrapped import Keeping, kept
 from gshard.state import Parts
 
 LEARNING_RATE = "learning_rate"
-_SCALED = (
-    "the gradients are multiplied by the scale of a scaler. Call scaler.step(optimizer) and "
-    "scaler.update()."
-)
 
 
 class Step:
@@ -34,11 +28,7 @@ class Step:
 
         The optimizer's old arrays are given away; those of the model live on where you hold them.
         """
-        keep = kept(self._optimizer)
-        keep.take()
-        if keep.scaler is not None:
-            raise GShardError(_SCALED)
-        keep.step()
+        kept(self._optimizer).step()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._count, name)
@@ -100,8 +90,8 @@ class WrappedOptimizer(Keeping):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """That of `nnx.Optimizer`; refuses gradients that are multiplied by a scale."""
         keep = getattr(self, "_gshard", None)
-        if keep is not None and keep.scaler is not None and grads is keep.grads:
-            raise GShardError(_SCALED)
+        if keep is not None and grads is keep.grads:
+            keep.refuse_scaled()
         own: Any = super()
         return own.update(model, grads, **kwargs)
 
@@ -130,10 +120,8 @@ class WrappedOptimizer(Keeping):
         if not fits or not 0 <= float(number) < math.inf:
             raise GShardError(f"set_lr({shown(value)}): a learning rate is a number from 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
-        new = jax.device_put(jnp.asarray(number, old.dtype), old.sharding)
-        parts = self._gshard_parts()
-        opt_state = jax.tree.map(lambda x: new if x is old else x, parts.opt_state)
-        self._gshard_write(dataclasses.replace(parts, opt_state=opt_state))
+        stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}
+        write(self, dict.fromkeys(stored, number), stored)
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by dotted path, whole, as NumPy arrays."""
@@ -150,21 +138,15 @@ class WrappedOptimizer(Keeping):
         write(self, state_dict, stored)
 
     def _gshard_check(self, state_dict: Any, stored: Named) -> None:
-        missing, unknown = check(state_dict, stored, "set_state_dict of the optimizer")
-        if missing or unknown:
-            told = [("it lacks", missing), ("this optimizer does not have", unknown)]
-            what = "; ".join(f"{words} {some(names)}" for words, names in told if names)
+        found = check(state_dict, stored, "set_state_dict of the optimizer")
+        if strange := differences(*found, "this optimizer"):
             raise GShardError(
-                f"set_state_dict: the state is another optimizer's: {what}. Nothing was changed."
+                f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
             )
 
     def _gshard_parts(self) -> Parts:
         keep = kept(self)
         return keep.plan.kind.split((keep.model, self))
-
-    def _gshard_write(self, parts: Parts) -> None:
-        keep = kept(self)
-        keep.plan.kind.update((keep.model, self), parts)
 
     def _gshard_named(self) -> Named:
         parts, layouts = self._gshard_parts(), kept(self).plan.layouts
