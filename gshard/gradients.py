@@ -23,7 +23,7 @@ from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
-from gshard.plan import Plan
+from gshard.plan import Plan, all_whole
 from gshard.promise import accumulation, resharding
 from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
 from gshard.state import OVERWRITTEN, Parts, PureLoss
@@ -132,11 +132,20 @@ def gradients(
 
 
 def unreduced_gradients(
-    loss: PureLoss, parts: Parts, batch: Any, rng: Any, plan: Plan, options: Options
+    loss: PureLoss,
+    parts: Parts,
+    batch: Any,
+    rng: Any,
+    plan: Plan,
+    options: Options,
+    own_extras: dict[str, Any] | None = None,
 ) -> tuple[Unreduced, dict[str, Any]]:
     """Every device's own sums over its rows, and extras that the loss changed; args as above.
 
     Nothing of a gradient moves when it accumulates locally; else each is scattered as it arises.
+
+    `own_extras` are extras of which each device has its own, with a leading axis over the devices.
+    Given, those that the loss changes stay so and come back with these, for `end_extras`.
     """
     how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
@@ -144,7 +153,7 @@ def unreduced_gradients(
         return jax.tree.map(lambda x: x[None], own)
 
     (grads, value, weight, aux), updates = _on_devices(
-        sums, plan.batch_spec, loss, parts, batch, rng, plan, options, how
+        sums, plan.batch_spec, loss, parts, batch, rng, plan, options, how, own_extras=own_extras
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Unreduced(grads, value, weight, aux, how), updates
@@ -178,6 +187,23 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 
+def end_extras(own: dict[str, Any], plan: Plan, options: Options) -> dict[str, Any]:
+    """One value for all devices of extras of which each has its own, in storage."""
+
+    def on_device(own: Any) -> Any:
+        return agree(jax.tree.map(lambda x: x[0], own), plan.group, options.sync_buffers)
+
+    updates = jax.shard_map(
+        on_device,
+        mesh=plan.mesh,
+        in_specs=(plan.batch_spec,),
+        out_specs=jax.P(),
+        axis_names=set(plan.data_axes),
+        check_vma=False,
+    )(own)
+    return _pinned(updates, plan)
+
+
 def _on_devices(
     end: Callable[[Any, list[int], Any], Any],
     out_specs: Any,
@@ -189,6 +215,7 @@ def _on_devices(
     options: Options,
     accumulate: str,
     scale: jax.Array | None = None,
+    own_extras: dict[str, Any] | None = None,
 ) -> Any:
     """`end(own, order, scale)` on every device, and what the loss changed, by name and in storage.
 
@@ -197,14 +224,21 @@ def _on_devices(
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
-    layouts = extra_layouts(parts.extras, plan)
+    apart = own_extras or {}
+    layouts = extra_layouts({k: x for k, x in parts.extras.items() if k not in apart}, plan)
+    own_layouts = {name: all_whole(tree, plan.group) for name, tree in apart.items()}
     check_rows(batch, plan.group.devices, options.micro_batches)
     _check_dtypes(parts.params, plan)
 
-    def on_device(leaves: list[jax.Array], extras: Any, batch: Any, rng: Any, scale: Any) -> Any:
+    def on_device(
+        leaves: list[jax.Array], extras: Any, apart: Any, batch: Any, rng: Any, scale: Any
+    ) -> Any:
+        apart = jax.tree.map(lambda x: x[0], apart)
+        extras = {**extras, **apart}
         targets = accumulating(plan, accumulate)
         make = partial(MicroBatch, loss, structure, stored, targets, plan, options)
-        given = (leaves, extras, layouts, batch, rng, options.micro_batches)
+        everywhere = {**layouts, **own_layouts}
+        given = (leaves, extras, everywhere, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
             return held_apart(grads, plan, accumulate, options)
@@ -215,6 +249,9 @@ def _on_devices(
         one = make(scale)
         total = over_micro_batches(one, *given, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
+        if own_extras is not None:
+            changed = {**apart, **total.updates}
+            return end(own, one.order, scale), jax.tree.map(lambda x: x[None], changed)
         updates = agree(total.updates, plan.group, options.sync_buffers)
         return end(own, one.order, scale), {**updates, **largest(total.overwritten, plan.group)}
 
@@ -225,11 +262,12 @@ def _on_devices(
         in_specs=(
             [layout.data_spec for layout in stored],
             jax.tree.map(lambda layout: layout.data_spec, layouts),
+            plan.batch_spec,
             rows,
             jax.P(),
             jax.P(),
         ),
-        out_specs=(out_specs, jax.P()),
+        out_specs=(out_specs, jax.P() if own_extras is None else plan.batch_spec),
         axis_names=set(plan.data_axes),
         check_vma=False,
     )
@@ -237,16 +275,21 @@ def _on_devices(
         mapped = jax.jit(mapped)
     found, updates = mapped(
         jax.tree.leaves(parts.params),
-        in_storage(parts.extras, layouts, plan),
+        in_storage({name: parts.extras[name] for name in layouts}, layouts, plan),
+        apart,
         batch,
         typed_key(rng),
         scale,
     )
-    updates = {
-        name: plan.pin(tree, layouts[name]) if name in plan.extras else tree
+    return found, _pinned(updates, plan) if own_extras is None else updates
+
+
+def _pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Extras where the plan wants them."""
+    return {
+        name: plan.pin(tree, plan.extras[name]) if name in plan.extras else tree
         for name, tree in updates.items()
     }
-    return found, updates
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:

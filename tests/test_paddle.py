@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -566,6 +567,111 @@ def test_buffers_are_averaged_or_the_first_devices():
     each = [0.01 * np.asarray(net.first(batch["x"][2 * i : 2 * i + 2])).mean(0) for i in range(8)]
     np.testing.assert_allclose(found[False], np.mean(each, 0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found[True], each[0], rtol=1e-4, atol=1e-6)
+
+
+class Noisy(Normed):
+    """Beside the statistics the count of dropout changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        return self.last(self.drop(self.norm(self.first(x))))
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("first", [False, True])
+def test_no_sync_leaves_buffers_on_their_devices(level, devices, first):
+    """Nothing is sent inside, and what comes out is what comes of averaging every time."""
+    batches = [rows(48, seed) for seed in range(4)]
+    found = []
+    for local in (False, True):
+        model, _, _ = wrap(level, Noisy(), sync_buffers=first, **groups(devices))
+        for i, batch in enumerate(batches):
+            if local and i < 3:
+                with model.no_sync():
+                    model.backward(loss_fn, batch)
+                    if i < 2:
+                        model.backward(loss_fn, batches[i + 1])
+                    lowered = model.backward.lower(loss_fn, batch)
+                kinds = {c.kind for c in read_program(lowered.compile().as_text()).collectives}
+                assert kinds <= ({"all-gather"} if level == "p_g_os" else set())
+            else:
+                model.backward(loss_fn, batch)
+                if i < 2:
+                    model.backward(loss_fn, batches[i + 1])
+        grads = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(model.grads))}
+        found.append((model.state_dict(), grads))
+    assert int(found[0][0]["drop.rngs.count"]) == 6
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.parametrize("act", ["state_dict", "forward", "clear", "raise"])
+def test_buffers_of_no_sync_are_there_when_they_are_asked_for(act):
+    batches = [rows(48, seed) for seed in range(2)]
+    found = []
+    for local in (False, True):
+        model, optimizer, _ = wrap("os_g", Normed())
+        block = model.no_sync() if local else contextlib.nullcontext()
+        with contextlib.suppress(KeyError), block:
+            model.backward(loss_fn, batches[0])
+            if act == "state_dict":
+                found.append(model.state_dict())
+            elif act == "forward":
+                model(batches[0]["x"])  # in training mode: changes them too
+            elif act == "clear":
+                optimizer.clear_grad()
+            model.backward(loss_fn, batches[1])
+            if act == "raise":
+                raise KeyError
+        found.append(
+            {name: model.norm.__dict__[name[5:]][...] for name in ("norm.mean", "norm.var")}
+        )
+    half = len(found) // 2
+    for automatic, local in zip(found[:half], found[half:], strict=True):
+        assert_same(local, automatic)
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm")
+@pytest.mark.parametrize("level", ["dp", *LEVELS])
+def test_state_dicts_before_and_after_wrapping(level, tmp_path):
+    """What was never wrapped has the same names and values, takes them and gives them."""
+    tx = optax.adamw(1e-2)
+    net = Noisy()
+    its = nnx.Optimizer(net, tx, wrt=nnx.Param)
+    model, optimizer, _ = gshard.group_sharded_parallel(net, its, level, **groups(3))
+    assert_same(gshard.state_dict(net), model.state_dict(), rtol=0, atol=0)
+    assert_same(gshard.state_dict(its), optimizer.state_dict(), rtol=0, atol=0)
+    train(model, optimizer, [rows(15, seed) for seed in range(2)])
+    gshard.save({"net": gshard.state_dict(model), "its": gshard.state_dict(optimizer)}, tmp_path)
+    values = gshard.load(tmp_path)
+    gshard.set_state_dict(net, values["net"])
+    gshard.set_state_dict(its, values["its"])
+    assert_same(gshard.state_dict(net), model.state_dict(), rtol=0, atol=0)
+    assert int(its.step[...]) == 2
+    assert {x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(nnx.state(net))} == {True}
+
+    @nnx.jit
+    def step(net, its, batch):
+        its.update(net, nnx.grad(loss_fn)(net, batch))
+
+    step(net, its, rows(15, 2))
+    other, o, _ = gshard.group_sharded_parallel(Noisy(), tx, level, **groups(2))
+    gshard.set_state_dict(other, gshard.state_dict(net))
+    gshard.set_state_dict(o, gshard.state_dict(its))
+    assert_same(other.state_dict(), gshard.state_dict(net), rtol=0, atol=0)
+    assert_same(o.state_dict(), gshard.state_dict(its), rtol=0, atol=0)
+    with pytest.warns(gshard.GShardWarning, match=r"lacks.*does not know"):
+        gshard.set_state_dict(net, {"unknown": np.zeros(3)})
+    with pytest.raises(gshard.GShardError, match="another optimizer's"):
+        gshard.set_state_dict(its, {})
+    with pytest.raises(gshard.GShardError, match="neither a model"):
+        gshard.state_dict({"w": np.zeros(3)})
 
 
 def test_two_models_do_not_touch_each_other_and_can_go():

@@ -1,6 +1,7 @@
 """What a wrapped model keeps between calls: its gradients, from `backward` to `clear_grad`.
 
-Inside `no_sync` each device adds up its own; the first `backward` outside reduces the sum.
+Inside `no_sync` each device adds up its own; the first `backward` outside reduces the sum. Buffers
+that the loss changes are each device's own until the block ends, and then one for all.
 """
 
 from __future__ import annotations
@@ -79,11 +80,13 @@ class Accumulation:
         wrt = plan.template[1].wrt
         self._find_unused = find_unused
         self._pending: Unreduced | None = None
+        self._buffers: dict[str, Any] = {}
         self._depth = 0
         sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
         self._phases = Phases(plan, sizes, options)
         self._of_loss: dict[Any, Any] = {}
         self.forward = OnModel(self._phases.forward, wrt)
+        self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(phases.unscale)
         # The model's arrays are not given away: copies of a model (nnx.clone) have them too.
@@ -117,7 +120,9 @@ class Accumulation:
         given = self._given(loss_fn, batch)
         run = self._compiled(loss_fn, given)
         if self._depth:
-            loss, self._pending = run(self.model, given, self._pending)
+            loss, self._pending, self._buffers = run(
+                self.model, given, self._pending, self._buffers
+            )
         else:
             loss, self.grads = run(self.model, given, self._pending, self.grads)
             self._pending = None
@@ -128,6 +133,12 @@ class Accumulation:
         """Ends what `no_sync` left on each device; nothing where there is none."""
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
+
+    def settle(self) -> None:
+        """Writes the buffers that `no_sync` left on each device into the model."""
+        if self._buffers:
+            self._settle(self.model, self._buffers)
+            self._buffers = {}
 
     def refuse_waiting(self) -> None:
         """Raises a `GShardError` where gradients of `no_sync` have not been reduced."""
@@ -178,17 +189,19 @@ class Accumulation:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it nothing of a gradient moves; nestable."""
+        """Within it nothing is sent but, at `p_g_os`, parameters; nestable."""
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
+            if not self._depth:
+                self.settle()
 
     def lower(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """The next `backward`, lowered, for `gshard.audit`."""
         batch = self._given(loss_fn, batch)
-        held = (self._pending,) if self._depth else (self._pending, self.grads)
+        held = (self._pending, self._buffers if self._depth else self.grads)
         return self._compiled(loss_fn, batch).lower(self.model, batch, *held)
 
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
@@ -218,7 +231,7 @@ class Accumulation:
                 self._of_loss.pop(next(iter(self._of_loss)))
             if self._depth:
                 local = partial(self._phases.local, loss_fn)
-                self._of_loss[key] = OnModel(local, self.forward.wrt, donated=(1,))
+                self._of_loss[key] = OnModel(local, self.forward.wrt, donated=(1, 2))
             else:
                 backward = partial(self._phases.backward, loss_fn)
                 self._of_loss[key] = OnModel(backward, self.forward.wrt)

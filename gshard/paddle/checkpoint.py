@@ -7,7 +7,7 @@ from typing import Any
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
-from gshard.paddle.named import check, differences, write
+from gshard.paddle.named import check, check_optimizer, differences, write
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.saving import load, save
@@ -57,7 +57,7 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
         raise GShardError(f"{call}: {output} is of another model: {strange}. Nothing was changed.")
     if optimizer is not None:
         its = optimizer._gshard_named()
-        optimizer._gshard_check(values["optimizer"], its)
+        check_optimizer(values["optimizer"], its)
         write(optimizer, values["optimizer"], its)
     write(model, values["model"], stored)
 

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from gshard.arguments import shown
-from gshard.errors import GShardError, some
+from gshard.errors import GShardError, some, warn
 from gshard.host import to_host
 from gshard.layout import Layout
 from gshard.tree import flatten, refuse_twice
@@ -87,6 +86,31 @@ def differences(missing: list[str], unknown: list[str], whose: str) -> str:
     return "; ".join(f"{words} {some(names)}" for words, names in told if names)
 
 
+def set_model(model: Any, values: Any, stored: Named) -> tuple[list[str], list[str]]:
+    """Sets what both have; a warning tells of the rest.
+
+    Returns:
+      Names that the state dict lacks, and names that the model does not know.
+
+    Raises:
+      GShardError: for a value of another shape; nothing is changed.
+    """
+    missing, unknown = check(values, stored, "set_state_dict")
+    write(model, values, stored)
+    if strange := differences(missing, unknown, "the model"):
+        warn(f"set_state_dict: {strange}.")
+    return missing, unknown
+
+
+def check_optimizer(values: Any, stored: Named) -> None:
+    """Raises a `GShardError` where the state dict is not wholly that of the optimizer."""
+    found = check(values, stored, "set_state_dict of the optimizer")
+    if strange := differences(*found, "this optimizer"):
+        raise GShardError(
+            f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
+        )
+
+
 def write(target: Any, values: Mapping[str, Any], stored: Named) -> None:
     """Sets Variables of a model or an optimizer, each where it lies, one after the other.
 
@@ -110,7 +134,7 @@ def _value(x: Any) -> Any:
 
 def _like(old: Any, place: Layout, value: np.ndarray) -> jax.Array:
     if _is_key(old):
-        data = jax.device_put(value.astype(np.uint32), NamedSharding(old.sharding.mesh, jax.P()))
+        data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     host = place.pad(value.astype(old.dtype))
     return jax.make_array_from_callback(

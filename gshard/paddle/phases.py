@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from gshard.errors import GShardError
+from gshard.gradients import Options, end_extras, unreduced_gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import Weighted
 from gshard.plan import Plan
@@ -104,24 +105,47 @@ class Phases:
             run = value_and_grad(loss_fn, self.plan, **self.sizes, **self.options)
             loss, new = run(model, batch)
         else:
-            own = self._own(loss_fn, model, batch)
+            own, _ = self._own(loss_fn, model, batch)
             total = dataclasses.replace(_added(pending, own), loss=own.loss)
             loss, new = reduce_gradients(total, self.plan, **self.sizes)
         return loss, _sum(grads, new)
 
     def local(
-        self, loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, pending: Unreduced | None
-    ) -> tuple[jax.Array, Unreduced]:
-        """Each device's loss, and its gradient added to what is pending; nothing of it moves."""
-        own = self._own(loss_fn, model, batch)
-        return own.loss, _added(pending, own)
+        self,
+        loss_fn: Callable[..., Any],
+        model: nnx.Module,
+        batch: Any,
+        pending: Unreduced | None,
+        buffers: dict[str, Any],
+    ) -> tuple[jax.Array, Unreduced, dict[str, Any]]:
+        """Each device's loss, its gradient added to what is pending, and its own buffers.
+
+        `buffers` are those that the losses have changed, with a leading axis over the devices.
+        """
+        own, buffers = self._own(loss_fn, model, batch, buffers)
+        return own.loss, _added(pending, own), buffers
 
     def reduce(self, pending: Unreduced, grads: nnx.State | None) -> nnx.State:
         """What is pending, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
-    def _own(self, loss_fn: Callable[..., Any], model: nnx.Module, batch: Any) -> Unreduced:
-        """Each device's gradient of the mean over its rows, with a weight of 1."""
+    def settle(self, model: nnx.Module, buffers: dict[str, Any]) -> None:
+        """Writes one value for all devices of buffers of which each has its own."""
+        parts = self.plan.kind.split_target(model, {})
+        options = Options(**self.options)
+        self.plan.kind.absorb(model, parts, end_extras(buffers, self.plan, options))
+
+    def _own(
+        self,
+        loss_fn: Callable[..., Any],
+        model: nnx.Module,
+        batch: Any,
+        buffers: dict[str, Any] | None = None,
+    ) -> tuple[Unreduced, dict[str, Any]]:
+        """Each device's gradient of the mean over its rows, with a weight of 1, and its buffers.
+
+        Without `buffers` those that the loss changes are agreed on and written into the model.
+        """
 
         def plain(model: nnx.Module, batch: Any) -> Any:
             loss = loss_fn(model, batch)
@@ -133,18 +157,23 @@ class Phases:
                 )
             return loss
 
-        run = value_and_grad(plain, self.plan, sync=False, accumulate="local", **self.options)
-        _, sums = run(model, batch)
+        plan, options = self.plan, Options(accumulate="local", by_rows=True, **self.options)
+        parts = plan.kind.split_target(model, {})
+        loss = plan.kind.loss(plain, (), parts.static)
+        sums, changed = unreduced_gradients(loss, parts, batch, None, plan, options, buffers)
+        if buffers is None:
+            plan.kind.absorb(model, parts, changed)
 
         def mean(x: jax.Array) -> jax.Array:
             return (x / sums.weight.reshape(-1, *(1,) * (x.ndim - 1))).astype(x.dtype)
 
-        return dataclasses.replace(
+        means = dataclasses.replace(
             sums,
-            grads=jax.tree.map(mean, sums.grads),
+            grads=plan.kind.gradients(jax.tree.map(mean, sums.grads), model, {}),
             loss=mean(sums.loss),
             weight=jnp.ones_like(sums.weight),
         )
+        return means, changed
 
 
 def update(model: Any, optimizer: Any, grads: Any) -> None:

@@ -16,10 +16,10 @@ from jax import core
 
 from gshard.arguments import shown
 from gshard.batch import shard_batch
-from gshard.errors import GShardError, some, warn
+from gshard.errors import GShardError, some
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.backward import Backward
-from gshard.paddle.named import Named, check, differences, named, whole_values, write
+from gshard.paddle.named import Named, named, set_model, whole_values
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Inputs
 from gshard.plan import Plan
@@ -47,6 +47,7 @@ class Wrapped(Keeping):
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if not any(isinstance(x, core.Tracer) for x in arrays):
             given, rest = Inputs.of((args, kwargs))
+            self._gshard_settle()
             return self._gshard_forward(
                 cast(Any, self), [_placed(x, self.plan) for x in given], fixed=rest
             )
@@ -94,7 +95,8 @@ class Wrapped(Keeping):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of `backward` stay on their devices; the first one outside reduces them.
 
-        (Buffers that the loss changes are averaged all the same: they are one for all devices.)
+        Buffers that the loss changes are each device's own within the block, as batch statistics
+        are in Paddle; at its end, or when `model(x)` or `state_dict` needs them, they are averaged.
         """
         return kept(self).no_sync()
 
@@ -146,17 +148,18 @@ class Wrapped(Keeping):
                 f"set_state_dict: use_structured_name={shown(use_structured_name)}, but an NNX "
                 "Variable has no name except its path in the model. Leave it out."
             )
-        stored = self._gshard_named()
-        missing, unknown = check(state_dict, stored, "set_state_dict")
-        write(self, state_dict, stored)
-        if strange := differences(missing, unknown, "the model"):
-            warn(f"set_state_dict: {strange}.")
-        return missing, unknown
+        return set_model(self, state_dict, self._gshard_named())
 
     set_dict = load_dict = set_state_dict
 
+    def _gshard_settle(self) -> None:
+        """Ends what `no_sync` left of buffers on each device; a copy has none."""
+        if hasattr(self, "_gshard"):
+            self._gshard.settle()
+
     def _gshard_named(self) -> Named:
         plan = self.plan
+        self._gshard_settle()
         parts = plan.kind.split_target(cast(Any, self), {})
         return named((parts.params, plan.params), (parts.extras, plan.extras))
 

@@ -10,7 +10,7 @@ import jax
 
 from gshard.arguments import shown
 from gshard.errors import CallOrderError, GShardError
-from gshard.paddle.named import Named, check, differences, named, whole_values, write
+from gshard.paddle.named import Named, check_optimizer, named, whole_values, write
 from gshard.paddle.wrapped import Keeping, kept
 from gshard.state import Parts
 
@@ -134,15 +134,8 @@ class WrappedOptimizer(Keeping):
           GShardError: for names that are missing or unknown, or another shape; nothing is changed.
         """
         stored = self._gshard_named()
-        self._gshard_check(state_dict, stored)
+        check_optimizer(state_dict, stored)
         write(self, state_dict, stored)
-
-    def _gshard_check(self, state_dict: Any, stored: Named) -> None:
-        found = check(state_dict, stored, "set_state_dict of the optimizer")
-        if strange := differences(*found, "this optimizer"):
-            raise GShardError(
-                f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
-            )
 
     def _gshard_parts(self) -> Parts:
         keep = kept(self)
