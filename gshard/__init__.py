@@ -10,6 +10,7 @@ from gshard.distributed import get_rank as get_rank
 from gshard.distributed import get_world_size as get_world_size
 from gshard.distributed import init_parallel_env as init_parallel_env
 from gshard.distributed import new_group as new_group
+from gshard.errors import ArgumentTypeError as ArgumentTypeError
 from gshard.errors import CallOrderError as CallOrderError
 from gshard.errors import DonatedStateError as DonatedStateError
 from gshard.errors import GShardError as GShardError
@@ -33,6 +34,7 @@ from gshard.plan import Plan as Plan
 from gshard.precision import Precision as Precision
 from gshard.promise import Promise as Promise
 from gshard.promise import promise as promise
+from gshard.pytorch.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from gshard.rules import Choice as Choice
 from gshard.rules import Leaf as Leaf
 from gshard.rules import by_path as by_path

@@ -176,6 +176,30 @@ def publish_leaves(
     return in_buckets(parts, layouts, buffer_max_size, alone, packed)
 
 
+def from_owners(
+    leaves: Sequence[jax.Array], owners: Sequence[int], axes: Sequence[str]
+) -> list[jax.Array]:
+    """Every leaf as the device has it that owns it, one all-reduce each.
+
+    Args:
+      leaves: whole; what another device than the owner has does not count.
+      owners: places along `axes`, as `group_index`.
+      axes: of the mesh.
+    """
+    place = group_index(axes)
+    with jax.named_scope("gshard/publish"):
+        return [
+            lax.psum(jnp.where(place == owner, x, jnp.zeros_like(x)), tuple(axes))
+            for x, owner in zip(leaves, owners, strict=True)
+        ]
+
+
+def rows_of_all(row: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """One row of each device along `axes`, `(devices, length)`."""
+    with jax.named_scope("gshard/publish"):
+        return lax.all_gather(row, tuple(axes))
+
+
 def reduce_leaves(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],

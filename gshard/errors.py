@@ -24,6 +24,10 @@ class DonatedStateError(GShardError, RuntimeError):
     """A train state whose memory an earlier step has taken over."""
 
 
+class ArgumentTypeError(GShardError, TypeError):
+    """An argument of a type that cannot be meant."""
+
+
 class CallOrderError(GShardError, RuntimeError):
     """A call that has no place here: before another one, or twice."""
 

@@ -27,7 +27,6 @@ from gshard.unreduced import refuse_unreduced
 from gshard.user_update import user_update
 
 if TYPE_CHECKING:
-    from gshard.gradients import Gradients
     from gshard.plan import Plan
 
 
@@ -102,32 +101,36 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
 
 def update_and_publish(
     plan: Plan,
-    gradients: Gradients,
+    grads: Any,
     state: GShardState,
     params: Any,
-    updates: jax.Array,
+    extra: dict[str, Any],
+    updates: jax.Array | None,
     buffer_max_size: int,
 ) -> tuple[Any, GShardState]:
     """The update and publish stages: new parameters and optimizer state.
 
     Where `updates` is false both stay what they were.
 
-    The loss is handed to transformations that want it (`value=`, as `reduce_on_plateau` does).
-    Publishes the new parameters and not the update, which would be whole on every device for a
-    while, beside them.
+    `extra` is handed to transformations that want it, such as the loss (`value=`), as
+    `reduce_on_plateau` does. Publishes the new parameters and not the update, which would be whole
+    on every device for a while, beside them.
     """
-    update = _update(plan, gradients.grads, gradients.loss, updates)
+    update = _update(plan, grads, extra, updates)
     new, after = streamed(update, state, params, plan)
     return publish(new, plan, buffer_max_size), after
 
 
-def _update(plan: Plan, grads: Any, loss: jax.Array, updates: jax.Array) -> Callable[..., Any]:
+def _update(
+    plan: Plan, grads: Any, extra: dict[str, Any], updates: jax.Array | None
+) -> Callable[..., Any]:
     """A function of the state and the parameters on the device: new own parts, new state."""
 
     def on_device(state: GShardState, params: Any) -> tuple[Any, GShardState]:
-        given = {"value": loss}
-        changes, after, own = _update_own(plan.tx, plan, grads, state, params, given, updates)
-        new = keep_unless(updates, optax.apply_updates(own, changes), own)
+        changes, after, own = _update_own(plan.tx, plan, grads, state, params, extra, updates)
+        new = optax.apply_updates(own, changes)
+        if updates is not None:
+            new = keep_unless(updates, new, own)
         new, after = _computed(new, after, plan)
         return plan.pin(new, plan.grads), after
 
@@ -139,7 +142,7 @@ def fetched_at_once(plan: Plan) -> tuple[int, ...]:
     found: list[int] = []
 
     def trace(grads: Any, loss: Any, updates: Any, state: GShardState, params: Any) -> None:
-        update = _update(plan, grads, loss, updates)
+        update = _update(plan, grads, {"value": loss}, updates)
         found.extend(sizes_at_once(update, state, params, plan))
 
     parts = plan.abstract_parts()

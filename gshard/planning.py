@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
 from gshard.state import FROZEN, OVERWRITTEN, Kind
-from gshard.tree import flatten, path_of, refuse_twice
+from gshard.tree import belongs_to, flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 _SHARED = 2**14  # elements
@@ -184,23 +183,17 @@ def _like_parameters(
 ) -> list[Layout | None]:
     """Layouts of leaves whose path ends in a parameter's, and that have its shape.
 
-    Moments, master copies, averages. Not found by jitting `tx.init`, which put every moment on one
-    device. Where two endings fit (a parameter `mu/w` beside `w`), the one whose beginning holds
-    more parameters is meant, then the longer one.
+    Not found by jitting `tx.init`, which put every moment on one device.
     """
 
-    def endings(path: str, leaf: Any) -> list[tuple[str, Layout]]:
-        keys = path.split("/")
-        ends = [("/".join(keys[:i]), "/".join(keys[i:])) for i in range(len(keys) + 1)]
-        shape = tuple(leaf.shape)
-        return [(b, params[e]) for b, e in ends if e in params and params[e].shape == shape]
+    def same_shape(position: int, name: str) -> bool:
+        return params[name].shape == tuple(leaves[position].shape)
 
-    found = [endings(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    held = Counter(beginning for ends in found for beginning, _ in ends)
-    best = [max(ends, key=lambda end: held[end[0]], default=None) for ends in found]
     return [
-        end and dataclasses.replace(end[1], path=path, dtype=leaf.dtype)
-        for end, path, leaf in zip(best, paths, leaves, strict=True)
+        end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
+        for end, path, leaf in zip(
+            belongs_to(paths, params, same_shape), paths, leaves, strict=True
+        )
     ]
 
 

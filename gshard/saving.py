@@ -29,7 +29,8 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
 
     Args:
       state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings
-        by name.
+        by name. Lists and tuples are written as dictionaries, by number or by field, without what
+        is empty.
       path: of the directory; it is made.
 
     Raises:
@@ -97,7 +98,10 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
         path = f"{inside}{name}"
         if not isinstance(name, str):
             raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
-        if isinstance(value, Mapping):
+        if isinstance(value, (list, tuple)):
+            if jax.tree.leaves(value):
+                found[name] = _writable(_by_name(value), f"{path}/")
+        elif isinstance(value, Mapping):
             if not value:
                 raise GShardError(f"save: {path} is empty: there is nothing to write.")
             found[name] = _writable(value, f"{path}/")
@@ -111,6 +115,13 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
                 "dictionaries of these."
             )
     return found
+
+
+def _by_name(values: Any) -> dict[str, Any]:
+    """The entries of a sequence by number, of a named tuple by field."""
+    names = getattr(values, "_fields", map(str, range(len(values))))
+    entries = zip(names, values, strict=True)
+    return {name: x for name, x in entries if jax.tree.leaves(x)}
 
 
 def _array(value: Any, path: str) -> np.ndarray:

@@ -140,13 +140,13 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
 def _place_all(parts: Parts, plan: Plan) -> Parts:
     layouts = plan.layouts
     leaves = [
-        _place(x, layout, plan)
+        place(x, layout, plan)
         for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(layouts), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(layouts), leaves)
 
 
-def _place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
+def place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     """A real copy of one leaf in its layout.
 
     `device_put` would share the caller's buffer, and donating the result would delete it.
@@ -154,7 +154,7 @@ def _place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     if jnp.issubdtype(layout.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
         whole = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
-        return jax.random.wrap_key_data(_place(data, whole, plan), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(place(data, whole, plan), impl=jax.random.key_impl(x))
     sharding = plan.sharding(layout)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
 

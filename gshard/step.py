@@ -209,7 +209,13 @@ class TrainStep:
         result = gradients(loss, now, batch, rng, self.plan, self.options, scale)
         updates = result.finite & (result.weight != 0)
         params, opt_state = update_and_publish(
-            self.plan, result, before, parts.params, updates, self.options.buffer_max_size
+            self.plan,
+            result.grads,
+            before,
+            parts.params,
+            {"value": result.loss},
+            updates,
+            self.options.buffer_max_size,
         )
         guard = before.guard.after(result.finite, updates, parts.step)
         opt_state = opt_state._replace(guard=guard)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +22,28 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     """Paths, leaves and structure of a tree."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
+
+
+def belongs_to(
+    paths: Sequence[str],
+    known: Collection[str],
+    fits: Callable[[int, str], bool] = lambda position, name: True,
+) -> list[tuple[str, str] | None]:
+    """For every path the known one that it ends in, with what comes before, or None.
+
+    Moments, master copies, averages. Where two endings fit (a parameter `mu/w` beside `w`), the one
+    whose beginning holds more of the known is meant, then the longer one. `fits` may refuse one for
+    the path at a position.
+    """
+
+    def endings(position: int, path: str) -> list[tuple[str, str]]:
+        keys = path.split("/")
+        ends = [("/".join(keys[:i]), "/".join(keys[i:])) for i in range(len(keys) + 1)]
+        return [(b, e) for b, e in ends if e in known and fits(position, e)]
+
+    found = [endings(i, path) for i, path in enumerate(paths)]
+    held = Counter(beginning for ends in found for beginning, _ in ends)
+    return [max(ends, key=lambda end: held[end[0]], default=None) for ends in found]
 
 
 def refuse_twice(paths: list[str], what: str) -> None:

@@ -89,9 +89,9 @@ RULES = {
             "from jax.lax import pmean",
         ],
     ),
-    "state alone knows Flax, and the face for NNX models": (
+    "state alone knows Flax, and the faces for NNX models": (
         boundaries.flax_imports,
-        {"state", "paddle"},
+        {"state", "paddle", "pytorch"},
         ["import flax", "from flax import nnx", "def f():\n import flax.linen as nn"],
     ),
     "public JAX only, and none of its retired ways": (

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from flax import nnx
@@ -29,6 +29,26 @@ from gshard.plan import Plan
 from gshard.unreduced import Unreduced
 
 MANY = 8  # loss functions, each of which is compiled
+
+
+class Updating(Protocol):
+    """An optimizer whose update is in the program of `backward`."""
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Its state, which is given away, and hyperparameters."""
+        ...
+
+    def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
+        """New parameters and state; traced."""
+        ...
+
+    def accept(self, new: Any, state: Any) -> None:
+        """Takes what `updated` returned."""
+        ...
+
+    def end(self) -> None:
+        """The optimizer's own call of a step, after `backward`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,7 @@ class Accumulation:
         `backward` since they were cleared. Or None.
       scaler: whose scale they are multiplied by; None where they are not.
       forward: the output of the model or a copy, compiled.
+      updating: updates the model within `backward`, which then keeps no gradients; or None.
       finite: whether every entry is, once they were divided by the scale; else None.
     """
 
@@ -71,19 +92,26 @@ class Accumulation:
         **options: Any,
     ):
         """`options` are those of `gshard.value_and_grad`."""
-        self.plan = plan
         self.model: Any = None
         self.optimizer: Any = None
         self.grads: nnx.State | None = None
         self.scaler: Any = None
         self.finite: jax.Array | None = None
-        wrt = plan.template[1].wrt
+        self.updating: Updating | None = None
         self._find_unused = find_unused
         self._pending: Unreduced | None = None
         self._buffers: dict[str, Any] = {}
         self._depth = 0
-        sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
-        self._phases = Phases(plan, sizes, options)
+        self._sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
+        self._options = options
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        """Goes by a plan, from now on; gradients are forgotten."""
+        self.settle()
+        self.clear()
+        self.plan, wrt = plan, plan.template[1].wrt
+        self._phases = Phases(plan, self._sizes, self._options)
         self._of_loss: dict[Any, Any] = {}
         self.forward = OnModel(self._phases.forward, wrt)
         self._settle = OnModel(self._phases.settle, wrt)
@@ -111,6 +139,11 @@ class Accumulation:
                 "added up. Call scaler.step(optimizer) and optimizer.clear_grad() first."
             )
         scaler = loss_fn.scaler if isinstance(loss_fn, Scaled) else None
+        if scaler is not None and self.updating is not None:
+            raise GShardError(
+                "backward: the loss is multiplied by a scale, and the optimizer updates at once "
+                "(overlap_with_ddp=True). Make the optimizer without overlap_with_ddp."
+            )
         there = self.grads is not None or self._pending is not None
         if there and scaler is not self.scaler:
             raise GShardError(
@@ -123,6 +156,12 @@ class Accumulation:
             loss, self._pending, self._buffers = run(
                 self.model, given, self._pending, self._buffers
             )
+        elif self.updating is not None:
+            loss, *new = run(
+                self.model, given, self._pending, self.grads, *self.updating.arguments()
+            )
+            self.updating.accept(*new)
+            self._pending = self.grads = None
         else:
             loss, self.grads = run(self.model, given, self._pending, self.grads)
             self._pending = None
@@ -202,7 +241,8 @@ class Accumulation:
         """The next `backward`, lowered, for `gshard.audit`."""
         batch = self._given(loss_fn, batch)
         held = (self._pending, self._buffers if self._depth else self.grads)
-        return self._compiled(loss_fn, batch).lower(self.model, batch, *held)
+        more = self.updating.arguments() if self.updating and not self._depth else ()
+        return self._compiled(loss_fn, batch).lower(self.model, batch, *held, *more)
 
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """A batch on its devices, as the loss takes it."""
@@ -232,6 +272,9 @@ class Accumulation:
             if self._depth:
                 local = partial(self._phases.local, loss_fn)
                 self._of_loss[key] = OnModel(local, self.forward.wrt, donated=(1, 2))
+            elif self.updating is not None:
+                run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
+                self._of_loss[key] = OnModel(run, self.forward.wrt, donated=(3,))
             else:
                 backward = partial(self._phases.backward, loss_fn)
                 self._of_loss[key] = OnModel(backward, self.forward.wrt)

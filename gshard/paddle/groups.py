@@ -13,7 +13,9 @@ from gshard.errors import GShardError
 from gshard.mesh import data_group, devices_of, make_mesh
 
 
-def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, tuple[str, ...] | None]:
+def mesh_of(
+    group: Any = None, dp_group: Any = None, argument: str = "group"
+) -> tuple[Mesh, tuple[str, ...] | None]:
     """The mesh that `group=` and `dp_group=` mean, and its replica axes.
 
     Args:
@@ -21,6 +23,7 @@ def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, tuple[str, .
         `gshard.make_mesh`, or None for all devices.
       dp_group: devices, one in each copy of the divided state, which share one device with `group`;
         or names of the axes of the mesh that is given as `group`.
+      argument: what `group` is called in messages.
 
     Returns:
       The mesh, and the axes as `shard_train_state` takes them: None for its default.
@@ -32,7 +35,7 @@ def mesh_of(group: Any = None, dp_group: Any = None) -> tuple[Mesh, tuple[str, .
         axes = None if dp_group is None else names_of("dp_group", dp_group)
         data_group(group, None, axes)
         return group, axes
-    shard = None if group is None else devices_of("group", group, ", or a mesh of make_mesh")
+    shard = None if group is None else devices_of(argument, group, ", or a mesh of make_mesh")
     if dp_group is None:
         return (make_mesh() if shard is None else make_mesh(devices=shard)), None
     copies = devices_of("dp_group", dp_group, ", or beside a mesh the names of its axes")

@@ -110,6 +110,22 @@ class Phases:
             loss, new = reduce_gradients(total, self.plan, **self.sizes)
         return loss, _sum(grads, new)
 
+    def backward_and_update(
+        self,
+        loss_fn: Callable[..., Any],
+        updated: Callable[..., Any],
+        model: nnx.Module,
+        batch: Any,
+        pending: Unreduced | None,
+        grads: nnx.State | None,
+        state: Any,
+        values: Any,
+    ) -> tuple[jax.Array, Any, Any]:
+        """The loss, new parameters and the optimizer's state: nothing waits for all gradients."""
+        params = self.plan.kind.split_target(model, {}).params
+        loss, grads = self.backward(loss_fn, model, batch, pending, grads)
+        return loss, *updated(params, grads, state, values)
+
     def local(
         self,
         loss_fn: Callable[..., Any],

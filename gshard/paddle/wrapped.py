@@ -209,6 +209,18 @@ def refuse_hidden(model: nnx.Module) -> None:
         )
 
 
+def follow(model: Any, plan: Plan) -> None:
+    """Lets a wrapped model go by another plan of its parameters; its gradients are forgotten."""
+    keep = kept(model)
+    keep.follow(plan)
+    type(model).plan, type(model)._gshard_forward = plan, keep.forward
+
+
+def wrapped_models() -> list[Any]:
+    """Those that are alive."""
+    return [keep.model for keep in _every]
+
+
 def owners(variables: list[Any]) -> list[Accumulation]:
     """What the wrapped models keep that these Variables belong to.
 

@@ -1,0 +1,5 @@
+"""The face of PyTorch's `ZeroRedundancyOptimizer`, on the core. It holds no collective.
+
+`parameters` says what is optimized, `param_group` with which live hyperparameters, `grouped` makes
+one optax transformation of it; `even` and `greedy` say where its state lies and step it.
+"""

@@ -1,0 +1,114 @@
+"""Whether an optimizer's result for one tensor depends on another one, read off its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.extend import core
+
+from gshard.equations import all_equations, body_of, called, scan_sizes
+from gshard.errors import GShardError, some
+from gshard.pytorch.own_state import parameter_of
+from gshard.tree import flatten
+
+_RANDOM = ("random_", "threefry")
+_Of = frozenset[int]
+_NOBODY: _Of = frozenset()
+
+
+def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
+    """Refuses an optimizer that cannot be run tensor by tensor, and says what couples them.
+
+    Args:
+      tx: the optimizer.
+      params: abstract.
+      name: of the optimizer, for the message.
+
+    Raises:
+      GShardError: an update, or the state of one parameter, depends on another parameter.
+    """
+    names = flatten(params)[0]
+    state = jax.eval_shape(tx.init, params)
+    closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    each = [frozenset({i}) for i in range(len(names))]
+
+    def of_state(tree: Any) -> list[_Of]:
+        found = parameter_of(tree, names)
+        return [_NOBODY if i is None else frozenset({i}) for i in found]
+
+    drawn = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]
+    if drawn:
+        raise GShardError(
+            f"partition='greedy' updates every tensor on one device alone, and {name} draws random "
+            f"numbers for all together, in {_transform_of(drawn[0])}. Take partition='even'."
+        )
+    inputs = [*each, *of_state(state), *each]
+    blame: list[str] = []
+    found = _depend(closed.jaxpr, inputs, blame)
+    allowed = [*each, *of_state(out[1])]
+    wrong = [
+        flatten(out)[0][i]
+        for i, (has, may) in enumerate(zip(found, allowed, strict=True))
+        if not has <= may
+    ]
+    if wrong:
+        by = f", in {blame[0]}" if blame else ""
+        raise GShardError(
+            f"partition='greedy' updates every tensor on one device alone, and in {name} the "
+            f"result for one depends on others{by} ({some(wrong, most=2)}). Take "
+            "partition='even', which computes what one device does; or clip the gradients before "
+            "step()."
+        )
+
+
+def _depend(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
+    """Of which parameters each output is made; `blame` takes who first brought two together."""
+    of: dict[Any, _Of] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(var: Any) -> _Of:
+        return of.get(var, _NOBODY) if isinstance(var, core.Var) else _NOBODY
+
+    for eqn in jaxpr.eqns:
+        given = [read(x) for x in eqn.invars]
+        for var, found in zip(eqn.outvars, _through(eqn, given, blame), strict=True):
+            of[var] = found
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _through(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
+    if eqn.primitive.name == "cond":
+        branches = [_depend(b.jaxpr, given[1:], blame) for b in eqn.params["branches"]]
+        return [given[0].union(*of) for of in zip(*branches, strict=True)]
+    if eqn.primitive.name == "scan":
+        return _through_scan(eqn, given, blame)
+    inner = called(eqn)
+    if inner is not None:
+        return _depend(inner[0], given, blame)
+    together = _NOBODY.union(*given)
+    if len(together) > 1 and all(len(of) < 2 for of in given) and not blame:
+        blame.append(_transform_of(eqn))
+    return [together] * len(eqn.outvars)
+
+
+def _through_scan(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
+    consts, carries, _ = scan_sizes(eqn)
+    while True:
+        found = _depend(body_of(eqn)[0], given, blame)
+        carried = given[consts : consts + carries]
+        wider = [x | y for x, y in zip(carried, found[:carries], strict=True)]
+        if wider == carried:
+            return found
+        given = [*given[:consts], *wider, *given[consts + carries :]]
+
+
+def _transform_of(eqn: Any) -> str:
+    """The optax transformation that an equation came from: what holds an inner function there."""
+    frames = getattr(eqn.source_info.traceback, "frames", [])
+    for frame in frames:
+        outer, inside, _ = frame.function_name.partition(".<locals>.")
+        if inside and "update" in frame.function_name:
+            return outer
+    return frames[0].function_name if frames else eqn.primitive.name

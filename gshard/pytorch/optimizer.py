@@ -1,0 +1,256 @@
+"""`ZeroRedundancyOptimizer`: PyTorch's class, in the core's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.arguments import flag, shown, whole_number
+from gshard.errors import ArgumentTypeError, GShardError, did_you_mean, warn
+from gshard.paddle.groups import mesh_of
+from gshard.pytorch.even import Even
+from gshard.pytorch.greedy import Greedy
+from gshard.pytorch.overlapped import Overlapped
+from gshard.pytorch.param_group import ParamGroup, factory_of
+from gshard.pytorch.parameters import options_of, parameters
+from gshard.pytorch.state_dict import entries, matched
+from gshard.pytorch.step import Step
+from gshard.tree import flatten
+
+_PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
+
+
+class ZeroRedundancyOptimizer:
+    """An optimizer whose state is divided over devices; parameters stay whole.
+
+    `step(grads)` takes averaged gradients, those of `gshard.value_and_grad(loss_fn, opt.plan)`, or
+    what the `backward` of a `gshard.DataParallel` has added up.
+
+    Attributes:
+      plan: where everything lies.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: Callable[..., Any],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        partition: str = "even",
+        **defaults: Any,
+    ):
+        """Divides the state of a new optimizer.
+
+        Args:
+          params: an NNX module, a `gshard.DataParallel` or its `parameters()`, a tree or an
+            iterable of arrays, or a list of groups: dictionaries of `"params"` and hyperparameters.
+          optimizer_class: an optax factory, such as `optax.adamw`.
+          process_group: devices of `gshard.new_group`, or a mesh; by default all devices.
+          parameters_as_bucket_view: parameters are sent in buckets, not one by one.
+          overlap_with_ddp: with a `DataParallel`, `backward` updates too, in one compiled program;
+            then `parameters_as_bucket_view` makes no difference.
+          partition: `"even"` divides every tensor; `"greedy"` gives whole tensors to devices, as
+            PyTorch does.
+          **defaults: hyperparameters of groups that do not name them; `lr` is `learning_rate`.
+
+        Raises:
+          ArgumentTypeError: for parameters, or an optimizer, that cannot be.
+          GShardError: nothing to optimize, something twice, or an argument that does not fit.
+        """
+        if partition not in _PARTITIONS:
+            raise GShardError(
+                f"partition={shown(partition)} is not 'even' or 'greedy'."
+                f"{did_you_mean(partition, _PARTITIONS)}"
+            )
+        flag("parameters_as_bucket_view", parameters_as_bucket_view)
+        flag("overlap_with_ddp", overlap_with_ddp)
+        self._factory, self._defaults = factory_of(optimizer_class), defaults
+        self._make = _PARTITIONS[partition]
+        self._mesh = mesh_of(process_group, argument="process_group")
+        self._buckets = parameters_as_bucket_view
+        self._target, self._labels, own = parameters(params)
+        self.param_groups: list[ParamGroup] = []
+        for i, options in enumerate(own):
+            self.param_groups.append(self._group(i, options))
+        self._overlaps = overlap_with_ddp
+        self._consolidated: tuple[Any, list[Any]] = (None, [])
+        self._warn_of_useless()
+        self._engine = self._divided()
+
+    @property
+    def plan(self) -> Any:
+        """Where everything lies; `print(opt.plan)` is a table."""
+        return self._engine.plan
+
+    @property
+    def step(self) -> Step:
+        """`opt.step(grads)` updates the parameters and returns them; see `Step`."""
+        return Step(self._engine, self._target, self._values)
+
+    def _warn_of_useless(self) -> None:
+        ddp = self._target.accumulation is not None
+        if self._overlaps and (not ddp or self._make is not Even):
+            why = "updates on each owner's device" if ddp else "is for a gshard.DataParallel"
+            what = f"partition='greedy' {why}" if ddp else f"it {why}"
+            warn(f"overlap_with_ddp changes nothing: {what}. Leave it out.")
+            self._overlaps = False
+        elif self._overlaps and self._buckets:
+            warn(
+                "parameters_as_bucket_view is ignored with overlap_with_ddp, where parameters are "
+                "sent in buckets anyway. Leave it out."
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of a `DataParallel`; others are the caller's."""
+        del set_to_none
+        if self._target.accumulation is not None:
+            self._target.accumulation.clear()
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Adds parameters; those before keep their state, and their owner.
+
+        Args:
+          param_group: a dictionary of `"params"` and hyperparameters.
+        """
+        if not isinstance(param_group, Mapping) or "params" not in param_group:
+            raise ArgumentTypeError(
+                f"add_param_group({shown(param_group)}): pass a dictionary with 'params'."
+            )
+        states = self._engine.states()
+        before = (self._target, self._labels, list(self.param_groups))
+        try:
+            self._target, self._labels = self._target.with_group(self._labels, param_group)
+            self.param_groups.append(self._group(len(states), options_of(param_group)))
+            engine = self._divided()
+        except BaseException:
+            self._target, self._labels, self.param_groups = before
+            raise
+        engine.load([*states, engine.states()[-1]])
+        self._engine = engine
+
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """A snapshot: the state of each group, and the groups' hyperparameters.
+
+        `["state"][i]` is what `optimizer_class(**hyperparameters)` keeps for the parameters of
+        group i, in host memory: a plain optimizer takes it as it is. Steps do not change it.
+
+        Args:
+          whole: with several processes all of them call it, but for the one that
+            `consolidate_state_dict` named, until the next step. False: what lies on this process's
+            devices, as `["parts"]`, for the same division; nothing is sent.
+        """
+        flag("whole", whole)
+        trees = [self._tree(i) for i in range(len(self.param_groups))]
+        groups = [
+            {**group.saved(), "params": flatten(tree)[0]}
+            for group, tree in zip(self.param_groups, trees, strict=True)
+        ]
+        if not whole:
+            return {"parts": self._engine.parts(), "param_groups": groups}
+        mark, states = self._consolidated
+        fresh = mark is self._engine.mark()
+        state = jax.tree.map(np.array, states) if fresh else self._engine.states()
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Sets the state; what is given is not changed. Numbers that groups may change come too.
+
+        Args:
+          state_dict: what `state_dict` returned on any number of devices, also as `gshard.load`
+            read it; or the state of a plain optimizer, of several groups a list of them.
+
+        Raises:
+          GShardError: names the entries that are missing, unknown or of another shape; nothing is
+            changed.
+        """
+        given = state_dict if isinstance(state_dict, Mapping) else {}
+        if "parts" in given:
+            self._engine.load_parts(entries(given["parts"]))
+        else:
+            wanted = [
+                jax.eval_shape(group.tx().init, self._tree(i))
+                for i, group in enumerate(self.param_groups)
+            ]
+            plain = [state_dict] if len(wanted) == 1 else state_dict
+            self._engine.load(matched(given.get("state", plain), wanted))
+        for group, saved in zip(
+            self.param_groups, entries(given.get("param_groups", [])), strict=False
+        ):
+            for name, value in saved.items():
+                if name in group.live:
+                    group[name] = value
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gathers the state for one process, leaf by leaf; all processes call it.
+
+        That process may then call `state_dict` alone, until the next step. (Others, and one
+        process by itself, need it not: kept for scripts that have it.)
+
+        Args:
+          to: rank of the process.
+        """
+        if whole_number("to", to, 0) >= jax.process_count():
+            raise GShardError(
+                f"consolidate_state_dict: to={to} is no rank of {jax.process_count()} processes."
+            )
+        states = self._engine.states()
+        mine = jax.process_index() == to
+        self._consolidated = (self._engine.mark(), states) if mine else (None, [])
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """Of each device its groups of whole parameters, as PyTorch's."""
+        owners = getattr(self._engine, "owners", None)
+        if owners is None:
+            raise GShardError(
+                "partition='even' divides every tensor over all devices; only partition='greedy' "
+                "gives whole ones to a device."
+            )
+        leaves = jax.tree.leaves(self._target.values())
+        every = list(zip(leaves, owners, self._labels, strict=True))
+        return [
+            [
+                {"params": [x for x, owner, label in every if (owner, label) == (place, g)]}
+                for g in range(len(self.param_groups))
+            ]
+            for place in range(len(self._engine.loads()))
+        ]
+
+    def __repr__(self) -> str:
+        loads, name = self._engine.loads(), self._make.__name__.lower()
+        mean = sum(loads) / len(loads)
+        return (
+            f"ZeroRedundancyOptimizer({name}, {len(self.param_groups)} groups, {len(loads)} "
+            f"devices: at most {max(loads)} elements on one, {max(loads) / mean:.2f} of the mean)"
+        )
+
+    def _divided(self) -> Any:
+        buckets = self._buckets or self._overlaps
+        made = self._make(self._target, self.param_groups, self._labels, *self._mesh, buckets)
+        ddp = self._target.accumulation
+        if ddp is not None:
+            ddp.updating = Overlapped(made, self._values) if self._overlaps else None
+        return made
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [dict(group.live) for group in self.param_groups]
+
+    def _tree(self, i: int) -> Any:
+        values = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._target.values()
+        )
+        return self._target.group_tree(values, self._labels, i)
+
+    def _group(self, i: int, options: Mapping[str, Any]) -> ParamGroup:
+        return ParamGroup(
+            self._factory,
+            {**self._defaults, **options},
+            self._tree(i),
+            lambda: jax.tree.leaves(
+                self._target.group_tree(self._target.values(), self._labels, i)
+            ),
+        )

@@ -1,0 +1,213 @@
+"""Parameter groups: an optax factory, and hyperparameters that may change between steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from numbers import Real
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from gshard.arguments import shown
+from gshard.errors import ArgumentTypeError, GShardError, did_you_mean
+
+_ALIASES = {"lr": "learning_rate"}
+
+
+class ParamGroup(MutableMapping[str, Any]):
+    """The parameters and hyperparameters of one group, as in `torch.optim`.
+
+    `group["lr"] = 1e-4` holds from the next step on, and nothing is compiled anew: numbers that the
+    factory lets be traced are arguments of the compiled step. Others are fixed, and say so.
+
+    Attributes:
+      name: of the factory.
+      live: hyperparameters that may change, by the factory's own names.
+      fixed: the others.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Any],
+        given: Mapping[str, Any],
+        tree: Any,
+        params: Callable[[], list[Any]],
+    ):
+        """A group of a new optimizer.
+
+        Args:
+          factory: makes an optax transformation.
+          given: its arguments.
+          tree: of the group's arrays, abstract.
+          params: returns them as they are now.
+        """
+        self._factory, self._params = factory, params
+        self.name = getattr(factory, "__name__", repr(factory))
+        known, given = _defaults(factory, self.name), dict(given)
+        for alias, name in _ALIASES.items():
+            if alias in given and alias not in known and name in known:
+                given[name] = given.pop(alias)
+        for name in given:
+            if known and name not in known:
+                raise ArgumentTypeError(
+                    f"{self.name} has no hyperparameter {name!r}.{did_you_mean(name, known)} It "
+                    f"takes {', '.join(known)}."
+                )
+        lacking = [name for name, value in known.items() if value is inspect.Parameter.empty]
+        lacking = [name for name in lacking if name not in given]
+        if lacking:
+            raise ArgumentTypeError(
+                f"{self.name} needs {', '.join(lacking)}. Pass it by name, such as lr=1e-3."
+            )
+        # A whole number where a float may follow: it would be compiled anew for that.
+        given = {
+            name: float(x) if type(x) is int and not isinstance(known.get(name), int) else x
+            for name, x in given.items()
+        }
+        every = {name: _python(x) for name, x in {**known, **given}.items()}
+        self.live, self.fixed = {}, every
+        wanted = _state_of(self._make(), tree)
+        numbers = {name: x for name, x in every.items() if _is_number(x)}
+        traced = list(numbers)
+        if not self._traces(traced, every, tree, wanted):
+            traced = []
+            for name in numbers:
+                if self._traces([*traced, name], every, tree, wanted):
+                    traced.append(name)
+        self.live = {name: numbers[name] for name in traced}
+        self.fixed = {name: x for name, x in every.items() if name not in self.live}
+
+    def tx(self, values: Mapping[str, Any] | None = None) -> optax.GradientTransformationExtraArgs:
+        """The group's optimizer, with the hyperparameters of now or with these (traced) ones."""
+        return self._make(**(self.live if values is None else values))
+
+    def hyperparameters(self) -> dict[str, Any]:
+        """All, by the factory's own names."""
+        return {**self.fixed, **self.live}
+
+    def saved(self) -> dict[str, Any]:
+        """Those that are numbers or text."""
+        every = self.hyperparameters()
+        return {name: x for name, x in every.items() if isinstance(x, (bool, int, float, str))}
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "params":
+            return self._params()
+        return self.hyperparameters()[self._own(name)]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        own = self._own(name)
+        if own in self.live:
+            if not _is_number(value):
+                raise ArgumentTypeError(f"{name}={shown(value)} must be a number.")
+            self.live[own] = _python(value)
+        elif name == "params":
+            raise GShardError("the parameters of a group are fixed. Use add_param_group.")
+        elif own not in self.fixed:
+            raise GShardError(
+                f"{self.name} has no hyperparameter {name!r}.{did_you_mean(name, list(self))}"
+            )
+        elif not _same(self.fixed[own], value):
+            raise GShardError(
+                f"{name} of {self.name} is fixed: how the optimizer is built depends on it. Make a "
+                f"new ZeroRedundancyOptimizer with {name}={shown(value)}, and load the state dict "
+                "of this one where it fits."
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise GShardError(f"{name!r} cannot be taken out of a parameter group.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["params", *self.hyperparameters()])
+
+    def __len__(self) -> int:
+        return 1 + len(self.live) + len(self.fixed)
+
+    def __contains__(self, name: object) -> bool:
+        return name == "params" or self._own(str(name)) in self.hyperparameters()
+
+    def __repr__(self) -> str:
+        own = ", ".join(f"{name}={shown(x)}" for name, x in self.hyperparameters().items())
+        return f"ParamGroup({self.name}, {len(self._params())} parameters, {own})"
+
+    def _own(self, name: str) -> str:
+        own = _ALIASES.get(name, name)
+        return own if own in self.live or own in self.fixed else name
+
+    def _make(self, **values: Any) -> optax.GradientTransformationExtraArgs:
+        made = self._factory(**{**self.fixed, **values})
+        if not isinstance(made, optax.GradientTransformation):
+            raise ArgumentTypeError(
+                f"optimizer_class={self.name} returned {shown(made)}, which is no optax "
+                "transformation. Pass a factory such as optax.adamw."
+            )
+        return optax.with_extra_args_support(made)
+
+    def _traces(self, names: list[str], every: dict[str, Any], tree: Any, wanted: Any) -> bool:
+        """Whether these can be traced, and the optimizer's state is the same then."""
+
+        def run(values: dict[str, Any], params: Any) -> Any:
+            tx = self._make(**values)
+            return tx.update(params, tx.init(params), params)[1]
+
+        try:
+            found = jax.eval_shape(run, {name: every[name] for name in names}, tree)
+        except Exception:  # whatever a factory does with what is no number yet
+            return False
+        return _described(found) == wanted
+
+
+def factory_of(optimizer_class: Any) -> Callable[..., Any]:
+    """The argument, or a `GShardError` that says what it should be."""
+    if isinstance(optimizer_class, optax.GradientTransformation):
+        raise ArgumentTypeError(
+            "optimizer_class is an optax transformation already. Pass the factory, and its "
+            "arguments by name: ZeroRedundancyOptimizer(params, optax.adamw, lr=1e-3)."
+        )
+    if not callable(optimizer_class):
+        raise ArgumentTypeError(
+            f"optimizer_class={shown(optimizer_class)} is no optax factory. Pass optax.adamw or "
+            "another function that returns an optax transformation."
+        )
+    return optimizer_class
+
+
+def _defaults(factory: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Arguments by name with their defaults; none where the factory takes any."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"optimizer_class={name}: {error}.") from error
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return {}
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    return {p.name: p.default for p in named}
+
+
+def _state_of(tx: optax.GradientTransformation, tree: Any) -> Any:
+    return _described(jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], tree))
+
+
+def _described(state: Any) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    return structure, [(x.shape, x.dtype) for x in leaves]
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, (bool, np.bool_)):
+        return False
+    return isinstance(x, (Real, np.number)) or (
+        isinstance(x, (np.ndarray, jax.Array)) and x.shape == () and x.dtype != bool
+    )
+
+
+def _python(x: Any) -> Any:
+    """A number as Python's: an array would bring its own dtype into the update."""
+    return x.item() if _is_number(x) and hasattr(x, "item") else x
+
+
+def _same(x: Any, y: Any) -> bool:
+    return x is y or (type(x) is type(y) and bool(np.all(x == y)))

@@ -1,0 +1,232 @@
+"""What is optimized: a tree of arrays, or the Variables of a model, in one group or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx, traverse_util
+
+from gshard.arguments import shown
+from gshard.errors import ArgumentTypeError, GShardError, some
+from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.wrapped import Wrapped, follow, kept, wrapped_models
+from gshard.plan import Plan
+from gshard.tree import flatten
+
+_HINT = (
+    "Pass an nnx.Module, a gshard.DataParallel or its parameters(), a tree or an iterable of "
+    "arrays, or a list of groups such as [{'params': ..., 'lr': 1e-3}]."
+)
+
+
+class Tree:
+    """A tree of arrays, such as Linen's `params`; with several groups a list of trees."""
+
+    accumulation: Accumulation | None = None
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+
+    def pair(self, tx: optax.GradientTransformation) -> Any:
+        """What `shard_train_state` takes."""
+        return self.values(), tx
+
+    def start(self, state: Any, plan: Plan) -> Any:
+        """Takes a divided state over; returns its parts."""
+        parts = plan.kind.split(state)
+        self.write(parts.params)
+        return parts
+
+    def values(self) -> Any:
+        """The arrays as they are now."""
+        return self.tree
+
+    def group_tree(self, values: Any, labels: Sequence[int | None], group: int) -> Any:
+        """The part of a tree like these values that is one group's."""
+        return values[group] if len(set(labels)) > 1 else values
+
+    def with_group(
+        self, labels: Sequence[int | None], group: Mapping[str, Any]
+    ) -> tuple[Tree, list[int | None]]:
+        """With one more group: a new target, and the labels."""
+        groups = sorted({label for label in labels if label is not None})
+        trees = [self.group_tree(self.tree, labels, g) for g in groups]
+        return _target([*trees, tree_of(group)])
+
+    def write(self, new: Any) -> None:
+        """Sets them."""
+        self.tree = new
+
+    def result(self) -> Any:
+        """What `step` returns."""
+        return self.tree
+
+
+class Variables(Tree):
+    """Variables of NNX that came without their model; they are set in place."""
+
+    def values(self) -> Any:
+        """The arrays as they are now."""
+        return jax.tree.map(lambda x: x.get_value(), self.tree, is_leaf=_is_variable)
+
+    def write(self, new: Any) -> None:
+        """Sets them."""
+        variables = jax.tree.leaves(self.tree, is_leaf=_is_variable)
+        for variable, x in zip(variables, jax.tree.leaves(new), strict=True):
+            variable.set_value(x)
+
+
+class Model(Tree):
+    """Parameters of an NNX model, set in place."""
+
+    def __init__(self, model: nnx.Module):
+        self.tree, self._wrt = model, nnx.Param
+        if isinstance(model, Wrapped):
+            self.accumulation = kept(model)
+            self._wrt = self.accumulation.forward.wrt
+            if self.accumulation.plan.level.divides_state:
+                raise GShardError(
+                    "this model came from group_sharded_parallel, with an optimizer that is "
+                    "divided already. Use that, or wrap the model by gshard.DataParallel."
+                )
+
+    def pair(self, tx: optax.GradientTransformation) -> Any:
+        """What `shard_train_state` takes."""
+        return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)
+
+    def start(self, state: Any, plan: Plan) -> Any:
+        """Takes a divided state over; returns its parts."""
+        nnx.update(self.tree, nnx.state(state[0]))
+        if self.accumulation is not None:
+            follow(self.tree, plan)
+        return plan.kind.split(state)
+
+    def values(self) -> Any:
+        """The arrays as they are now."""
+        return nnx.as_pure(nnx.state(self.tree, self._wrt))
+
+    def group_tree(self, values: Any, labels: Sequence[int | None], group: int) -> Any:
+        """The part of a tree like these values that is one group's."""
+        if set(labels) == {group}:
+            return values
+        paths, leaves, _ = flatten(values)
+        own = {
+            tuple(path.split("/")): x
+            for path, x, label in zip(paths, leaves, labels, strict=True)
+            if label == group
+        }
+        return traverse_util.unflatten_dict(own)
+
+    def write(self, new: Any) -> None:
+        """Sets them."""
+        nnx.update(self.tree, new)
+
+
+def parameters(params: Any) -> tuple[Tree, list[int | None], list[dict[str, Any]]]:
+    """What may be given as `params`, taken apart.
+
+    Returns:
+      Where the arrays are; the group of each leaf; the hyperparameters that each group names.
+
+    Raises:
+      ArgumentTypeError: for a bare array, no parameters at all, or a mixture.
+      GShardError: nothing to optimize, or something twice.
+    """
+    if isinstance(params, nnx.Module):
+        model = Model(params)
+        return model, [0] * len(_checked(jax.tree.leaves(model.values()))), [{}]
+    if isinstance(params, (str, bytes)) or _is_array(params) or not _is_container(params):
+        raise ArgumentTypeError(f"params={shown(params)} are no parameters. {_HINT}")
+    tree = params if isinstance(params, (Mapping, list)) else _listed(params)
+    if not isinstance(tree, list) or not any(_is_group(x) for x in tree):
+        return *_target([tree]), [{}]
+    for i, group in enumerate(tree):
+        if not isinstance(group, Mapping):
+            raise ArgumentTypeError(
+                f"params[{i}] is {shown(group)}, and others are groups. {_HINT}"
+            )
+        if not _is_group(group):
+            raise GShardError(f"params[{i}] is a group without 'params'. {_HINT}")
+    target, labels = _target([tree_of(group) for group in tree])
+    return target, labels, [options_of(group) for group in tree]
+
+
+def tree_of(group: Mapping[str, Any]) -> Any:
+    """The parameters of a group that a user gives."""
+    found = group["params"]
+    if isinstance(found, nnx.Module):
+        return jax.tree.leaves(nnx.state(found, nnx.Param), is_leaf=_is_variable)
+    if _is_array(found) or _is_variable(found):
+        return [found]
+    if not _is_container(found):
+        raise ArgumentTypeError(f"params={shown(found)} of a group are no parameters. {_HINT}")
+    return found if isinstance(found, (Mapping, list)) else _listed(found)
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters that a group of the user names."""
+    return {name: x for name, x in group.items() if name != "params"}
+
+
+def _target(trees: list[Any]) -> tuple[Tree, list[int | None]]:
+    leaves = [jax.tree.leaves(tree, is_leaf=_is_variable) for tree in trees]
+    every = _checked([x for group in leaves for x in group])
+    labels: list[int | None] = [i for i, group in enumerate(leaves) for _ in group]
+    tree = trees[0] if len(trees) == 1 else trees
+    if not _is_variable(every[0]):
+        return Tree(nnx.as_pure(tree)), labels
+    models = [model for model in wrapped_models() if set(map(id, every)) & set(_ids(model))]
+    if not models:
+        return Variables(tree), labels
+    if len(models) > 1 or not set(map(id, every)) <= set(_ids(models[0])):
+        raise GShardError("params are not all of one wrapped model. Make one optimizer for each.")
+    of = dict(zip(map(id, every), labels, strict=True))
+    return Model(models[0]), [of.get(i) for i in _ids(models[0])]
+
+
+def _ids(model: Any) -> list[int]:
+    state = nnx.state(model, kept(model).forward.wrt)
+    return [id(x) for x in jax.tree.leaves(state, is_leaf=_is_variable)]
+
+
+def _checked(leaves: list[Any]) -> list[Any]:
+    if not leaves:
+        raise GShardError(f"params are empty: there is nothing to optimize. {_HINT}")
+    kinds = {_is_variable(x) for x in leaves}
+    strange = [shown(x) for x in leaves if not (_is_variable(x) or _is_array(x))]
+    if strange or len(kinds) > 1:
+        what = some(strange) or "arrays beside Variables"
+        raise ArgumentTypeError(f"params hold {what}. {_HINT}")
+    seen: set[int] = set()
+    for x in leaves:
+        if id(x) in seen:
+            raise GShardError(
+                "params hold the same leaf twice. Give each to one group, once; what is tied lies "
+                "in one Variable, or in one place of the tree."
+            )
+        seen.add(id(x))
+    return leaves
+
+
+def _is_group(x: Any) -> bool:
+    return isinstance(x, Mapping) and "params" in x
+
+
+def _is_container(x: Any) -> bool:
+    return isinstance(x, Iterable) or not jax.tree_util.all_leaves([x])
+
+
+def _listed(x: Any) -> Any:
+    return list(x) if isinstance(x, Iterable) and jax.tree_util.all_leaves([x]) else x
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

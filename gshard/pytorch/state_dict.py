@@ -1,0 +1,80 @@
+"""States of optimizers that come from elsewhere, matched by path with those that are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.arguments import shown
+from gshard.errors import GShardError, some
+from gshard.tree import flatten
+
+
+def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
+    """Each of the states in the tree of its wanted (abstract) one.
+
+    Args:
+      states: one per group, in a sequence or in a mapping from "0", "1", ...: trees, or what a
+        file made of them, with the same paths.
+      wanted: abstract.
+
+    Raises:
+      GShardError: names the entries that are missing, unknown, or of another shape.
+    """
+    states = entries(states)
+    if not isinstance(states, Sequence) or len(states) != len(wanted):
+        raise GShardError(
+            f"load_state_dict: {shown(states)} are not the states of {len(wanted)} groups."
+        )
+    found, missing, unknown, wrong = [], [], [], []
+    for g, (state, like) in enumerate(zip(states, wanted, strict=True)):
+        given = dict(zip(*flatten(state)[:2], strict=True))
+        paths, leaves, structure = flatten(like)
+        prefix = f"{g}: " if len(wanted) > 1 else ""
+        missing += [prefix + path for path in paths if path not in given]
+        unknown += [prefix + path for path in given if path not in paths]
+        for path, x in zip(paths, leaves, strict=True):
+            if path in given and np.shape(given[path]) != x.shape:
+                wrong.append(f"{prefix}{path} has shape {np.shape(given[path])}, not {x.shape}")
+        if not (missing or unknown or wrong):
+            found.append(jax.tree.unflatten(structure, [given[path] for path in paths]))
+    told = [("missing ", missing), ("unknown ", unknown), ("", wrong)]
+    if any(names for _, names in told):
+        what = "; ".join(words + some(names) for words, names in told if names)
+        raise GShardError(f"load_state_dict: {what}. Nothing was changed.")
+    return found
+
+
+def entries(given: Any) -> Any:
+    """A list, also where a file made a mapping from "0", "1", ... of it."""
+    if isinstance(given, Mapping):
+        return [given[str(i)] for i in range(len(given)) if str(i) in given]
+    return given
+
+
+def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
+    """Refuses parts of a state that was divided otherwise, or of another process.
+
+    Raises:
+      GShardError: names an entry that differs.
+    """
+
+    def described(of: Any) -> dict[str, Any]:
+        return {
+            f"{g}: {path} {place}": np.shape(x)
+            for g, group in enumerate(of)
+            for path, places in group.items()
+            for place, x in places.items()
+        }
+
+    given, own = described(parts), described(wanted)
+    differ = [name for name in {**given, **own} if given.get(name) != own.get(name)]
+    if differ:
+        raise GShardError(
+            "load_state_dict: these are parts of a state that was divided otherwise, or of another "
+            f"process: {some(differ, most=3)}. Nothing was changed. Whole values, state_dict(), go "
+            "to any number of devices."
+        )

@@ -1,0 +1,669 @@
+"""`ZeroRedundancyOptimizer`: the numbers of the plain optimizer; PyTorch's cases as behaviours."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+
+PARTITIONS = ["even", "greedy"]
+ZRO = gshard.ZeroRedundancyOptimizer
+SHAPES = {"first": {"kernel": (13, 6), "bias": (6,)}, "last": {"kernel": (6, 5), "scale": ()}}
+
+
+def tree(seed=0, dtype=jnp.float32):
+    shapes, structure = jax.tree.flatten(SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    found = [jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True)]
+    return jax.tree.unflatten(structure, found)
+
+
+def devices(n):
+    return gshard.new_group(range(n))
+
+
+@partial(jax.jit, static_argnums=0)
+def plain_step(factory, params, state, grads, hyper):
+    updates, state = factory(**hyper).update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def traced(factory, **given):
+    """All hyperparameters that are numbers: as constants XLA would round them otherwise."""
+    known = {n: p.default for n, p in inspect.signature(factory).parameters.items()} | given
+    return {n: x for n, x in known.items() if isinstance(x, float) and not isinstance(x, bool)}
+
+
+def plain(factory, params, grads, **given):
+    """The unsharded optimizer with traced hyperparameters."""
+    hyper = traced(factory, **given)
+    state = factory(**hyper).init(params)
+    for g in grads:
+        params, state = plain_step(factory, params, state, g, hyper)
+    return params, state
+
+
+def assert_equal(found, wanted, close=0.0):
+    """Bit for bit, or within `close`: a last bit or two of a parameter of size 1."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 4, 8])
+def test_the_numbers_of_the_plain_optimizer(partition, buckets, n):
+    """9, 17. Ten steps of AdamW; XLA may round otherwise where it compiles tensors apart."""
+    grads = [tree(seed) for seed in range(1, 11)]
+    wanted, state = plain(optax.adamw, tree(), grads, learning_rate=0.01, weight_decay=0.1)
+    opt = ZRO(
+        tree(),
+        optax.adamw,
+        devices(n),
+        parameters_as_bucket_view=buckets,
+        partition=partition,
+        lr=0.01,
+        weight_decay=0.1,
+    )
+    for g in grads:
+        params = opt.step(g)
+    assert_equal(params, wanted, close=0 if partition == "even" else 2.4e-7)
+    assert_equal(opt.state_dict()["state"][0], state)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_greedy_is_bit_equal_to_each_owners_tensors_alone(partition):
+    grads = [tree(seed) for seed in range(1, 11)]
+    opt = ZRO(tree(), optax.adamw, devices(3), partition="greedy", lr=0.01)
+    for g in grads:
+        params = opt.step(g)
+    leaves, given = jax.tree.leaves(tree()), [jax.tree.leaves(g) for g in grads]
+    hyper = opt.param_groups[0].live
+    for owner in range(3):
+        mine = [i for i, x in enumerate(opt._engine.owners) if x == owner]
+        alone, _ = plain(
+            optax.adamw, [leaves[i] for i in mine], [[g[i] for i in mine] for g in given], **hyper
+        )
+        assert_equal([jax.tree.leaves(params)[i] for i in mine], alone)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_one_parameter_by_hand_and_a_state_that_is_loaded(partition):
+    """1: momentum 1.0, then 1.9; the saved learning rate wins."""
+    one = {"x": jnp.ones(1)}
+    opt = ZRO([jnp.ones(1)], optax.sgd, partition=partition, lr=0.1, momentum=0.9)
+    (x,) = opt.step([one["x"]])
+    np.testing.assert_allclose(x, 0.9, rtol=1e-6)
+    saved = opt.state_dict()
+    assert saved["param_groups"][0]["learning_rate"] == 0.1
+    assert saved["param_groups"][0]["momentum"] == 0.9
+    np.testing.assert_allclose(jax.tree.leaves(saved["state"][0]), [np.ones(1)])
+    other = ZRO([x], optax.sgd, partition=partition, lr=0.01, momentum=0.9)
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 0.1
+    (y,) = other.step([one["x"]])
+    np.testing.assert_allclose(y, 0.71, rtol=1e-6)
+    np.testing.assert_allclose(jax.tree.leaves(other.state_dict()["state"][0]), [[1.9]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_schedule_that_writes_the_learning_rate(partition):
+    """2, 11: used from the next step on, and nothing is compiled anew."""
+    opt = ZRO(tree(), optax.sgd, devices(3), partition=partition, lr=0.01)
+    params, state = tree(), optax.sgd(0.01).init(tree())
+    for i in range(5):
+        g, lr = tree(i + 1), 0.01 * 0.1**i
+        opt.param_groups[0]["lr"] = lr if i % 2 else np.float32(lr)
+        params, state = plain_step(optax.sgd, params, state, g, {"learning_rate": lr})
+        found = opt.step(g)
+        assert_equal(found, params)
+        if i == 0:
+            before = _compiled(opt)
+    assert _compiled(opt) == before
+
+
+def _compiled(opt):
+    engine = opt._engine
+    if hasattr(engine, "_step"):
+        return engine._step._cache_size()
+    return [owner._update._cache_size() for owner in engine._own.values()]
+
+
+def test_hyperparameters_that_are_fixed_say_so():
+    opt = ZRO(tree(), optax.adamw, lr=0.01)
+    (group,) = opt.param_groups
+    assert {"lr", "learning_rate", "b1", "eps", "weight_decay", "nesterov"} - set(group) == {"lr"}
+    assert group["lr"] == 0.01 and "lr" in group
+    group["b1"] = 0.5
+    opt.step(tree(1))
+    with pytest.raises(gshard.GShardError, match="nesterov of adamw is fixed"):
+        group["nesterov"] = True
+    group["nesterov"] = False
+    with pytest.raises(gshard.GShardError, match="has no hyperparameter 'momentun'"):
+        group["momentun"] = 0.9
+    with pytest.raises(TypeError, match="must be a number"):
+        group["lr"] = "0.1"
+    factor = ZRO({"w": jnp.ones((4, 4))}, optax.adafactor, learning_rate=0.01)
+    assert "min_dim_size_to_factor" in factor.param_groups[0].fixed
+    with pytest.raises(gshard.GShardError, match="min_dim_size_to_factor of adafactor is fixed"):
+        factor.param_groups[0]["min_dim_size_to_factor"] = 2
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("later", [False, True])
+def test_groups_have_hyperparameters_of_their_own(partition, later):
+    """7, 14: upfront or added later, as plain optimizers, one a group."""
+    grads = [tree(seed) for seed in range(1, 4)]
+
+    def parted(t):
+        kernels = [t["first"]["kernel"], t["last"]["kernel"]]
+        return [kernels, {"bias": t["first"]["bias"], "scale": t["last"]["scale"]}]
+
+    kernels, rest = parted(tree())
+    groups = [{"params": kernels, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    given = {"learning_rate": 0.01, "b1": 0.8}
+    if later:
+        opt = ZRO(groups[:1], optax.adamw, devices(4), partition=partition, **given)
+        opt.add_param_group(groups[1])
+    else:
+        opt = ZRO(groups, optax.adamw, devices(4), partition=partition, **given)
+    assert [g["weight_decay"] for g in opt.param_groups] == [0.1, 0.0]
+    for g in grads:
+        params = opt.step(parted(g))
+    for i, decay in enumerate((0.1, 0.0)):
+        wanted, state = plain(
+            optax.adamw,
+            parted(tree())[i],
+            [parted(g)[i] for g in grads],
+            weight_decay=decay,
+            **given,
+        )
+        assert_equal(params[i], wanted, close=2.4e-7)
+        assert_equal(opt.state_dict()["state"][i], state)
+
+
+def test_sorted_greedy_gives_what_pytorch_gives():
+    """12, 13: 24 elements each; old tensors keep their owner; an owner may have none."""
+    sizes = [9, 7, 5, 3] * 4
+    opt = ZRO([jnp.ones((s, 1)) for s in sizes], optax.sgd, devices(4), partition="greedy", lr=1.0)
+    assert opt._engine.loads() == [24] * 4
+    opt = ZRO(
+        [jnp.ones((s, 1)) for s in sizes[:-1]], optax.sgd, devices(4), partition="greedy", lr=1.0
+    )
+    before = opt._engine.owners[:]
+    opt.add_param_group({"params": [jnp.ones((3, 1))]})
+    assert opt._engine.owners[:-1] == before and opt._engine.loads() == [24] * 4
+    assert len(opt.param_groups) == 2
+    odd = [jnp.ones((s, 1)) for s in (100, 3, 5, 2, 6, 4)]
+    opt = ZRO(odd, optax.sgd, devices(4), partition="greedy", lr=1.0)
+    owned = [
+        [x.shape[0] for g in groups for x in g["params"]] for groups in opt._partition_parameters()
+    ]
+    assert [sorted(x, reverse=True) for x in owned] == [[100], [6], [5, 2], [4, 3]]
+    assert all(set(g) == {"params"} for groups in opt._partition_parameters() for g in groups)
+    opt.add_param_group({"params": [jnp.ones((3, 1))]})
+    assert opt._engine.owners[-1] == 1  # 100, 6, 7, 7: the emptiest
+    one = ZRO([jnp.ones(3)], optax.adam, devices(4), partition="greedy", lr=0.1)
+    one.step([jnp.ones(3)])
+    assert [len(groups[0]["params"]) for groups in one._partition_parameters()] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_state_is_divided(partition):
+    """12: what each device holds, and greedy's on its owner alone."""
+    opt = ZRO(tree(), optax.adam, devices(4), partition=partition, lr=0.1)
+    if partition == "even":
+        held = opt.plan.bytes_per_device["opt_state"]
+        moments = (
+            2 * 4 * sum(-(-max(s) // 4) * (np.prod(s) // max(s)) for s in ((13, 6), (6,), (6, 5)))
+        )
+        assert held <= moments + 2 * 4 + 4 + 64
+        assert opt._engine.loads() == [held_elements(opt)] * 4
+    else:
+        for place, owner in opt._engine._own.items():
+            arrays = jax.tree.leaves(owner.states)
+            assert all(x.devices() == {owner.device} for x in arrays)
+            moments = sum(x.size for x in arrays if x.dtype == jnp.float32)
+            assert moments == 2 * opt._engine.loads()[place]
+
+
+def held_elements(opt):
+    return sum(np.prod(x.part_shape, dtype=int) for x in jax.tree.leaves(opt.plan.grads))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(optax.adamw, learning_rate=0.01),
+        partial(optax.sgd, learning_rate=0.1, momentum=0.9, nesterov=True),
+        partial(optax.lamb, learning_rate=0.01),
+        partial(optax.lion, learning_rate=0.01),
+        partial(optax.rmsprop, learning_rate=0.01),
+        partial(optax.adafactor, learning_rate=0.01),
+        partial(optax.adagrad, learning_rate=0.1),
+        partial(optax.radam, learning_rate=0.01),
+    ],
+    ids=lambda x: x.func.__name__,
+)
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_every_optimizer(partition, optimizer):
+    """17, 20: those that PyTorch's map lacks too."""
+    grads = [tree(seed) for seed in range(1, 4)]
+    params, state = tree(), optimizer().init(tree())
+    for g in grads:
+        updates, state = jax.jit(optimizer().update)(g, state, params)
+        params = optax.apply_updates(params, updates)
+    opt = ZRO(tree(), optimizer.func, devices(3), partition=partition, **optimizer.keywords)
+    for g in grads:
+        found = opt.step(g)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
+
+
+def test_greedy_refuses_what_couples_tensors_and_names_it():
+    def clipped(learning_rate):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+
+    with pytest.raises(gshard.GShardError, match=r"clipped.*in clip_by_global_norm"):
+        ZRO(tree(), clipped, devices(3), partition="greedy", learning_rate=0.1)
+    grads = [tree(seed) for seed in range(1, 4)]
+    wanted, _ = plain(clipped, tree(), grads, learning_rate=0.1)
+    opt = ZRO(tree(), clipped, devices(3), learning_rate=0.1)
+    for g in grads:
+        params = opt.step(g)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)
+
+    def every_other(learning_rate):
+        return optax.MultiSteps(optax.adam(learning_rate), 2).gradient_transformation()
+
+    opt = ZRO(tree(), every_other, devices(3), partition="greedy", learning_rate=0.1)
+    wanted, _ = plain(every_other, tree(), grads, learning_rate=0.1)
+    for g in grads:
+        params = opt.step(g)
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("path", [(4, 2, 3), (1, 8), (3, 1)])
+def test_state_dicts_go_from_any_number_of_devices_to_any(partition, path, tmp_path):
+    """15, elastic 4 to 2 to 3: through a file, with the input unchanged."""
+    grads = [tree(seed) for seed in range(1, 7)]
+    wanted, _ = plain(optax.adamw, tree(), grads[: 2 * len(path)], learning_rate=0.01)
+    params, saved = tree(), None
+    for i, n in enumerate(path):
+        opt = ZRO(params, optax.adamw, devices(n), partition=partition, lr=0.01)
+        if saved is not None:
+            before = jax.tree.map(np.array, saved["state"])
+            opt.load_state_dict(saved)
+            jax.tree.map(np.testing.assert_array_equal, before, saved["state"])
+        for g in grads[2 * i : 2 * i + 2]:
+            params = opt.step(g)
+        gshard.save(opt.state_dict(), tmp_path / str(n))
+        saved = gshard.load(tmp_path / str(n))
+    assert_equal(params, wanted, close=0 if partition == "even" else 2.4e-7)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_snapshot_is_not_torn(partition):
+    opt = ZRO(tree(), optax.adam, devices(3), partition=partition, lr=0.1)
+    opt.step(tree(1))
+    saved = opt.state_dict()
+    kept = jax.tree.map(np.array, saved["state"])
+    opt.step(tree(2))
+    assert_equal(saved["state"], kept)
+    assert int(saved["state"][0][0].count) == 1
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_states_of_plain_optimizers_go_in_and_out(partition):
+    """17: cross-load and one more step, both ways."""
+    grads = [tree(seed) for seed in range(1, 5)]
+    params, state = plain(optax.adamw, tree(), grads[:2], learning_rate=0.01)
+    opt = ZRO(params, optax.adamw, devices(3), partition=partition, lr=0.01)
+    opt.load_state_dict(state)
+    found = opt.step(grads[2])
+    hyper = traced(optax.adamw, learning_rate=0.01)
+    params, state = plain_step(optax.adamw, params, state, grads[2], hyper)
+    assert_equal(found, params, close=2.4e-7)
+    assert_equal(opt.state_dict()["state"][0], state)
+    params, _ = plain_step(optax.adamw, params, state, grads[3], hyper)
+    ours, _ = plain_step(optax.adamw, found, opt.state_dict()["state"][0], grads[3], hyper)
+    assert_equal(ours, params, close=2.4e-7)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("buckets", [False, True])
+def test_dtypes_may_be_mixed(partition, buckets):
+    """8, turned round: upstream refuses them."""
+    mixed = {"a": tree(0, jnp.bfloat16), "b": tree(1), "c": jnp.arange(3)}
+    trained = {k: mixed[k] for k in ("a", "b")}
+    grads = [{"a": tree(s, jnp.bfloat16), "b": tree(s + 9)} for s in range(2, 5)]
+    opt = ZRO(trained, optax.sgd, devices(3), buckets, partition=partition, lr=0.1, momentum=0.9)
+    wanted, _ = plain(optax.sgd, trained, grads, learning_rate=0.1, momentum=0.9)
+    for g in grads:
+        params = opt.step(g)
+    assert [x.dtype for x in jax.tree.leaves(params)] == [x.dtype for x in jax.tree.leaves(wanted)]
+    for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(wanted), strict=True):
+        atol = 2e-2 if x.dtype == jnp.bfloat16 else 1e-6
+        np.testing.assert_allclose(np.float32(x), np.float32(y), atol=atol, rtol=atol)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_parameters_without_a_gradient_stay_with_their_state(partition):
+    """17: trainability that toggles between steps."""
+    opt = ZRO(tree(), optax.adam, devices(3), partition=partition, lr=0.1)
+    opt.step(tree(1))
+    before, state = opt._target.result(), opt.state_dict()["state"][0][0]
+    g = tree(2)
+    g["first"]["kernel"] = None
+    after = opt.step(g)
+    np.testing.assert_array_equal(after["first"]["kernel"], before["first"]["kernel"])
+    now = opt.state_dict()["state"][0][0]
+    np.testing.assert_array_equal(now.mu["first"]["kernel"], state.mu["first"]["kernel"])
+    assert np.all(now.mu["last"]["kernel"] != state.mu["last"]["kernel"])
+    assert int(now.count) == 2
+    again = opt.step(tree(3))
+    assert np.all(np.asarray(again["first"]["kernel"]) != np.asarray(after["first"]["kernel"]))
+
+
+class Net(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.first = nnx.Linear(13, 6, rngs=rngs)
+        self.last = nnx.Linear(6, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.first(x)))
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def rows(n, seed):
+    rng = np.random.default_rng(seed)
+    return {"x": rng.normal(size=(n, 13)).astype("f4"), "y": rng.normal(size=(n, 5)).astype("f4")}
+
+
+def on_one_device(batches, **hyper):
+    net = Net()
+    graph, params = nnx.split(net, nnx.Param)
+    params = nnx.as_pure(params)
+    grads = jax.jit(jax.grad(lambda p, b: loss_fn(nnx.merge(graph, p), b)))
+    state = optax.adam(**hyper).init(params)
+    for batch in batches:
+        params, state = plain_step(optax.adam, params, state, grads(params, batch), hyper)
+    return params
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("given", ["model", "parameters", "groups"])
+@pytest.mark.parametrize("n", [3, 8])
+def test_data_parallel_gives_its_gradients(partition, given, n):
+    """The seed's example: backward, step."""
+    dp = gshard.DataParallel(Net(), group=devices(n))
+    params = {
+        "model": dp,
+        "parameters": dp.parameters(),
+        "groups": [{"params": [x]} for x in dp.parameters()],
+    }[given]
+    opt = ZRO(params, optax.adam, devices(n), partition=partition, lr=0.01)
+    batches = [rows(24, seed) for seed in range(4)]
+    for batch in batches[:3]:
+        dp.backward(loss_fn, batch)
+        assert opt.step() is dp
+        opt.zero_grad()
+    with dp.no_sync():
+        dp.backward(loss_fn, batches[3])
+    gshard.fused_allreduce_gradients(dp.parameters(), None)
+    opt.step()
+    wanted = on_one_device(batches, learning_rate=0.01)
+    for x, y in zip(jax.tree.leaves(nnx.state(dp)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    opt.zero_grad()
+    with pytest.raises(gshard.GShardError, match="no gradients"):
+        opt.step()
+
+
+@pytest.mark.parametrize("way", ["divided", "unreduced", "whole"])
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("kind", ["nnx", "tree"])
+def test_gradients_of_the_users_own_loop(way, partition, kind):
+    """9: Divided, Unreduced or whole ones, of a model in place or of a tree."""
+    net = Net()
+    graph, params = nnx.split(net, nnx.Param)
+    params = nnx.as_pure(params)
+    opt = ZRO(
+        net if kind == "nnx" else params, optax.adam, devices(4), partition=partition, lr=0.01
+    )
+
+    def of_tree(params, batch):
+        return loss_fn(nnx.merge(graph, params, copy=True), batch)
+
+    loss = loss_fn if kind == "nnx" else of_tree
+    jit = nnx.jit if kind == "nnx" else jax.jit
+    if way == "whole":
+        grad = jit(nnx.grad(loss) if kind == "nnx" else jax.grad(loss))
+    else:
+        run = gshard.value_and_grad(loss, opt.plan, sync=way == "divided")
+        grad = jit(lambda p, b: run(p, b)[1])
+    batches = [rows(24, seed) for seed in range(3)]
+    target = net if kind == "nnx" else params
+    for batch in batches:
+        target = opt.step(grad(target, batch))
+    wanted = on_one_device(batches, learning_rate=0.01)
+    found = nnx.state(net) if kind == "nnx" else target
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_closure_gives_loss_and_gradients(partition):
+    """10."""
+    params = {"w": jnp.ones((1, 1)), "b": jnp.full((1,), 2.0)}
+    opt = ZRO(params, optax.sgd, devices(2), partition=partition, lr=0.1)
+    x = jnp.ones((1, 1))
+
+    def closure():
+        return jax.value_and_grad(lambda p: jnp.mean(jnp.abs(x @ p["w"] + p["b"] - 4.0)))(params)
+
+    loss, new = opt.step(closure=closure)
+    assert float(loss) == 1.0
+    np.testing.assert_allclose(new["w"], 1.1, rtol=1e-6)
+    np.testing.assert_allclose(new["b"], 2.1, rtol=1e-6)
+
+
+def elements(lowered):
+    program = gshard.hlo.read_program(lowered.compile().as_text())
+    return [(c.kind, c) for c in program.collectives]
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_two_psi_on_the_wire_with_data_parallel(n):
+    """Upstream pays 3: an all-reduce, and broadcasts."""
+    net = nnx.Sequential(*[nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)])
+    size = sum(x.size for x in jax.tree.leaves(nnx.state(net, nnx.Param)))
+    dp = gshard.DataParallel(net, group=devices(n))
+    opt = ZRO(dp.parameters(), optax.adam, devices(n), parameters_as_bucket_view=True, lr=0.01)
+    batch = {"x": np.ones((16, 16), "f4"), "y": np.ones((16, 16), "f4")}
+    backward = gshard.audit(dp.backward, loss_fn, batch)
+    dp.backward(loss_fn, batch)
+    step = gshard.audit(opt.step)
+    wires = [
+        sum(c.wire_bytes for c in a.collectives if c.wire_bytes > 64) for a in (backward, step)
+    ]
+    assert wires[0] == pytest.approx(4 * size * (n - 1) / n, rel=0.01)
+    assert wires[1] == pytest.approx(4 * size * (n - 1) / n, rel=0.01)
+
+
+def test_buckets_are_fewer_collectives():
+    counts = {}
+    for buckets in (False, True):
+        opt = ZRO(tree(), optax.sgd, devices(4), buckets, lr=0.1)
+        counts[buckets] = sum(c.count for c in gshard.audit(opt.step, tree(1)).collectives)
+    assert counts == {False: 3, True: 1}
+
+
+def adam(**given):
+    return ZRO(tree(), optax.adam, lr=0.1, **given)
+
+
+ONE = [jnp.ones(3)]
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "says"),
+    [
+        (lambda: ZRO([], optax.sgd, lr=0.1), ValueError, "empty"),
+        (lambda: ZRO(jnp.ones(3), optax.sgd, lr=0.1), TypeError, "no parameters"),
+        (lambda: ZRO(1.2, optax.sgd, lr=0.1), TypeError, "1.2"),
+        (lambda: ZRO("abc", optax.sgd, lr=0.1), TypeError, "abc"),
+        (lambda: ZRO([*ONE, 42], optax.sgd, lr=0.1), TypeError, "42"),
+        (lambda: ZRO([{"params": ONE}, 42], optax.sgd, lr=0.1), TypeError, "42"),
+        (lambda: ZRO([{"params": ONE}, {"lr": 1.0}], optax.sgd), ValueError, "without 'params'"),
+        (lambda: ZRO([{"params": 3}], optax.sgd), TypeError, "no parameters"),
+        (lambda: ZRO(tree(), optax.sgd(0.1)), TypeError, "Pass the factory"),
+        (lambda: ZRO(tree(), "adam", lr=0.1), TypeError, "no optax factory"),
+        (lambda: ZRO(tree(), dict, lr=0.1), TypeError, "no signature"),
+        (lambda: ZRO(tree(), lambda lr: lr, lr=0.1), TypeError, "no optax transformation"),
+        (lambda: adam(betas=(0.9, 0.99)), TypeError, "no hyperparameter 'betas'"),
+        (lambda: ZRO(tree(), optax.adam), TypeError, "needs learning_rate"),
+        (lambda: adam(partition="gredy"), ValueError, "Did you mean 'greedy'"),
+        (lambda: adam(parameters_as_bucket_view=1), ValueError, "True or False"),
+        (lambda: adam(overlap_with_ddp="yes"), ValueError, "True or False"),
+        (lambda: adam(process_group=[0, 1]), ValueError, "process_group"),
+        (lambda: adam()._partition_parameters(), ValueError, "divides every tensor"),
+        (lambda: adam().step(), ValueError, "needs gradients"),
+        (lambda: adam().step({"first": ONE[0]}), ValueError, "not those"),
+        (lambda: adam().step(tree(1), closure=lambda: 1), ValueError, "not both"),
+        (lambda: adam().step(closure=lambda: 1), ValueError, r"\(loss, grads\)"),
+        (lambda: adam().add_param_group([1]), TypeError, "'params'"),
+        (
+            lambda: adam().load_state_dict(optax.sgd(0.1).init(tree())),
+            ValueError,
+            "missing 0/count",
+        ),
+        (
+            lambda: adam().load_state_dict(optax.adam(0.1).init({"other": ONE[0]})),
+            ValueError,
+            "unknown 0/mu/other",
+        ),
+    ],
+)
+def test_bad_input(act, kind, says):
+    with pytest.raises(kind, match=says) as error:
+        act()
+    assert isinstance(error.value, gshard.GShardError)
+
+
+def test_the_same_leaf_in_two_groups():
+    x = jnp.ones(3)
+    with pytest.raises(gshard.GShardError, match="same leaf twice"):
+        ZRO([{"params": [x]}, {"params": [x]}], optax.sgd, lr=0.1)
+    opt = ZRO([{"params": [x]}], optax.sgd, lr=0.1)
+    with pytest.raises(gshard.GShardError, match="twice"):
+        opt.add_param_group({"params": opt.param_groups[0]["params"]})
+    assert len(opt.param_groups) == 1
+    opt.step([jnp.ones(3)])
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_what_does_not_fit_changes_nothing(partition):
+    opt = ZRO(tree(), optax.adam, devices(3), partition=partition, lr=0.1)
+    opt.step(tree(1))
+    before = opt.state_dict()
+    wrong = jax.tree.map(np.array, before["state"])
+    wrong[0][0].mu["first"]["kernel"] = np.zeros((3, 3))
+    with pytest.raises(gshard.GShardError, match=r"0/mu/first/kernel has shape \(3, 3\)"):
+        opt.load_state_dict({"state": wrong, "param_groups": before["param_groups"]})
+    assert_equal(opt.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize("n", [3, 8])
+@pytest.mark.parametrize("groups", [False, True])
+def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
+    """20, turned round: no warm-up steps, several groups, any optimizer."""
+    batches = [rows(24, seed) for seed in range(5)]
+    found = []
+    for overlap in (False, True):
+        dp = gshard.DataParallel(Net(), group=devices(n))
+        params = [{"params": [x]} for x in dp.parameters()] if groups else dp.parameters()
+        opt = ZRO(params, optax.radam, devices(n), overlap_with_ddp=overlap, lr=0.01)
+        seen = []
+        for i, batch in enumerate(batches):
+            if i == 3:
+                with dp.no_sync():
+                    dp.backward(loss_fn, batch)
+                continue
+            opt.param_groups[0]["lr"] = 0.01 / (i + 1)
+            before = np.asarray(dp.first.kernel[...])
+            dp.backward(loss_fn, batch)
+            assert np.any(np.asarray(dp.first.kernel[...]) != before) == overlap
+            opt.step()
+            seen.append([np.asarray(x) for x in jax.tree.leaves(nnx.state(dp))])
+            opt.zero_grad()
+        found.append(seen)
+    for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        opt.step()
+    with dp.no_sync():
+        dp.backward(loss_fn, batches[0])
+    with pytest.raises(gshard.GShardError, match="not been reduced"):
+        opt.step()
+
+
+def test_the_overlapped_program_reduces_and_publishes():
+    dp = gshard.DataParallel(Net(), group=devices(4))
+    ZRO(dp, optax.adam, devices(4), overlap_with_ddp=True, lr=0.01)
+    kinds = [c.kind for c in gshard.audit(dp.backward, loss_fn, rows(8, 0)).collectives]
+    assert {"reduce-scatter", "all-gather"} <= set(kinds)
+
+
+def test_what_is_ignored_is_reported():
+    with pytest.warns(gshard.GShardWarning, match="overlap_with_ddp changes nothing"):
+        ZRO(tree(), optax.adam, overlap_with_ddp=True, lr=0.1)
+    with pytest.warns(gshard.GShardWarning, match="bucket_view is ignored"):
+        dp = gshard.DataParallel(Net())
+        ZRO(dp, optax.adam, None, True, True, lr=0.1)
+    with pytest.warns(gshard.GShardWarning, match="greedy"):
+        ZRO(gshard.DataParallel(Net()), optax.adam, overlap_with_ddp=True, partition="greedy", lr=1)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_this_processs_part_and_a_consolidated_state(partition, tmp_path):
+    opt = ZRO(tree(), optax.adamw, devices(3), partition=partition, lr=0.01)
+    opt.step(tree(1))
+    part, whole = opt.state_dict(whole=False), opt.state_dict()["state"]
+    opt.consolidate_state_dict(to=0)
+    assert_equal(opt.state_dict()["state"], whole)
+    gshard.save({"parts": part["parts"]}, tmp_path)
+    opt.step(tree(2))
+    assert int(opt.state_dict()["state"][0][0].count) == 2
+    opt.load_state_dict(gshard.load(tmp_path))
+    assert_equal(opt.state_dict()["state"], whole)
+    other = ZRO(tree(), optax.adamw, devices(2), partition=partition, lr=0.01)
+    with pytest.raises(gshard.GShardError, match="divided otherwise"):
+        other.load_state_dict(part)
+    with pytest.raises(gshard.GShardError, match="to=1"):
+        opt.consolidate_state_dict(to=1)
+
+
+def test_greedy_refuses_random_numbers():
+    def noisy(learning_rate):
+        return optax.noisy_sgd(learning_rate, key=0)
+
+    with pytest.raises(gshard.GShardError, match="draws random numbers.*add_noise"):
+        ZRO(tree(), noisy, devices(3), partition="greedy", learning_rate=0.1)
