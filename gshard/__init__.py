@@ -16,6 +16,7 @@ from gshard.errors import DonatedStateError as DonatedStateError
 from gshard.errors import GShardError as GShardError
 from gshard.errors import GShardWarning as GShardWarning
 from gshard.errors import NonFiniteError as NonFiniteError
+from gshard.errors import UnevenInputsError as UnevenInputsError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.host import full_params as full_params
 from gshard.loss import Reduced as Reduced
@@ -34,6 +35,7 @@ from gshard.plan import Plan as Plan
 from gshard.precision import Precision as Precision
 from gshard.promise import Promise as Promise
 from gshard.promise import promise as promise
+from gshard.pytorch.join import Join as Join
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from gshard.rules import Choice as Choice
 from gshard.rules import Leaf as Leaf

@@ -45,7 +45,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
         return batch
     whole = NamedSharding(mesh, jax.P())
     if not any(placed):
-        check_rows(batch, _local_places(mesh, plan), 1)
+        check_rows(batch, local_places(plan), 1)
 
     def place(x: Any) -> jax.Array:
         if _is_global(x, rows):
@@ -58,10 +58,10 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     return jax.tree.map(place, batch)
 
 
-def _local_places(mesh: Mesh, plan: Plan) -> int:
+def local_places(plan: Plan) -> int:
     """Places of the data group that this process has a device of: each takes its own rows."""
-    at = NamedSharding(mesh, plan.batch_spec).devices_indices_map((plan.group.devices,))
-    return len({str(at[device]) for device in mesh.local_devices})
+    at = NamedSharding(plan.mesh, plan.batch_spec).devices_indices_map((plan.group.devices,))
+    return len({str(at[device]) for device in plan.mesh.local_devices})
 
 
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:

@@ -28,6 +28,10 @@ class ArgumentTypeError(GShardError, TypeError):
     """An argument of a type that cannot be meant."""
 
 
+class UnevenInputsError(GShardError, RuntimeError):
+    """Some devices ran out of data before others."""
+
+
 class CallOrderError(GShardError, RuntimeError):
     """A call that has no place here: before another one, or twice."""
 

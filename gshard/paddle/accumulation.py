@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import core
 
@@ -20,8 +20,8 @@ from gshard.arguments import shown
 from gshard.batch import shard_batch
 from gshard.errors import GShardError, some, warn
 from gshard.fit import refuse_donated
-from gshard.loss import Weighted
 from gshard.paddle import phases
+from gshard.paddle.losses import Joined, Scaled
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Phases
 from gshard.paddle.reached import check_closure, unreached
@@ -51,22 +51,6 @@ class Updating(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """A loss that is multiplied by the scale of a scaler; its batch is `(batch, scale)`."""
-
-    loss_fn: Callable[..., Any]
-    scaler: Any
-
-    def __call__(self, model: nnx.Module, batch: Any) -> Any:
-        """The loss of a batch times its scale."""
-        batch, scale = batch
-        loss = self.loss_fn(model, batch)
-        if isinstance(loss, Weighted):
-            return Weighted(loss.sum * scale, loss.weight)
-        return loss * scale if hasattr(loss, "dtype") else loss  # what is no loss is refused later
-
-
 class Accumulation:
     """The gradients of a wrapped model, and its compiled phases.
 
@@ -78,6 +62,8 @@ class Accumulation:
         `backward` since they were cleared. Or None.
       scaler: whose scale they are multiplied by; None where they are not.
       forward: the output of the model or a copy, compiled.
+      joined: 1 or 0 for each device of this process, whether it has data left, and whether the
+        mean is over all devices anyway; or None.
       updating: updates the model within `backward`, which then keeps no gradients; or None.
       finite: whether every entry is, once they were divided by the scale; else None.
     """
@@ -97,6 +83,7 @@ class Accumulation:
         self.grads: nnx.State | None = None
         self.scaler: Any = None
         self.finite: jax.Array | None = None
+        self.joined: tuple[np.ndarray, bool] | None = None
         self.updating: Updating | None = None
         self._find_unused = find_unused
         self._pending: Unreduced | None = None
@@ -150,7 +137,7 @@ class Accumulation:
                 "backward: gradients that are multiplied by a scale and others would be added up. "
                 "Use scaler.scale(loss_fn) every time, or optimizer.clear_grad() first."
             )
-        given = self._given(loss_fn, batch)
+        loss_fn, given = self._given(loss_fn, batch)
         run = self._compiled(loss_fn, given)
         if self._depth:
             loss, self._pending, self._buffers = run(
@@ -166,7 +153,7 @@ class Accumulation:
             loss, self.grads = run(self.model, given, self._pending, self.grads)
             self._pending = None
         self.scaler = scaler
-        return loss if scaler is None else loss / given[1]
+        return loss if scaler is None else loss / scaler.loss_scaling
 
     def reduce(self) -> None:
         """Ends what `no_sync` left on each device; nothing where there is none."""
@@ -239,15 +226,27 @@ class Accumulation:
 
     def lower(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """The next `backward`, lowered, for `gshard.audit`."""
-        batch = self._given(loss_fn, batch)
+        loss_fn, batch = self._given(loss_fn, batch)
         held = (self._pending, self._buffers if self._depth else self.grads)
         more = self.updating.arguments() if self.updating and not self._depth else ()
         return self._compiled(loss_fn, batch).lower(self.model, batch, *held, *more)
 
-    def _given(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """A batch on its devices, as the loss takes it."""
-        batch = shard_batch(batch, self.plan)
-        return (batch, loss_fn.scaler.loss_scaling) if isinstance(loss_fn, Scaled) else batch
+    def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
+        """The loss as it is compiled, and its batch on the devices."""
+        given = shard_batch(batch, self.plan)
+        rows = [x.shape[0] // self.plan.group.devices for x in jax.tree.leaves(given) if x.ndim]
+        if isinstance(loss_fn, Scaled):
+            given = (given, loss_fn.scaler.loss_scaling)
+        if self.joined is None:
+            return loss_fn, given
+        if self._depth:
+            raise GShardError(
+                "no_sync within Join: devices that have no data left weigh nothing, and what all "
+                "weigh is known when gradients are reduced. Call backward outside no_sync."
+            )
+        shares, initial = self.joined
+        of_rows = np.repeat(shares, rows[0] if rows else 1)
+        return Joined(loss_fn, initial), (given, shard_batch(of_rows, self.plan))
 
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         key = (loss_fn, self._depth > 0)

@@ -21,7 +21,9 @@ def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
     Raises:
       GShardError: it reads the wrapped model itself so, which has no gradient then.
     """
-    function = getattr(loss_fn, "loss_fn", loss_fn)
+    function: Any = loss_fn
+    while hasattr(function, "loss_fn"):
+        function = function.loss_fn
     found: dict[str, Any] = {"its self": getattr(function, "__self__", None)}
     try:
         variables = inspect.getclosurevars(inspect.unwrap(function))

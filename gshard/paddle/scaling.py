@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from gshard.arguments import shown
 from gshard.errors import CallOrderError, GShardError
-from gshard.paddle.accumulation import Accumulation, Scaled
+from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.losses import Scaled
 from gshard.paddle.wrapped import kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.scaler import GradScaler, ScalerState

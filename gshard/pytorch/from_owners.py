@@ -52,7 +52,7 @@ class FromOwners:
         self._one = jax.jit(self._from_one, static_argnums=0)
 
     def pack(self, new: Mapping[int, jax.Array]) -> list[jax.Array]:
-        """An owner's new tensors, by position, as one row `(1, length)` a dtype; none without rows."""
+        """An owner's new tensors, by position, as a row `(1, length)` a dtype, if in rows."""
         rows = []
         for dtype, length in self._lengths.items():
             own = [jnp.zeros(0, dtype), *(x.ravel() for x in new.values() if x.dtype == dtype)]

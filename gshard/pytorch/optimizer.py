@@ -202,6 +202,9 @@ class ZeroRedundancyOptimizer:
         mine = jax.process_index() == to
         self._consolidated = (self._engine.mark(), states) if mine else (None, [])
 
+    def join_hook(self, **kwargs: Any) -> None:
+        """Nothing: under `gshard.Join` every device takes part in every step."""
+
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Of each device its groups of whole parameters, as PyTorch's."""
         owners = getattr(self._engine, "owners", None)

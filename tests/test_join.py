@@ -1,0 +1,149 @@
+"""`Join`: uneven inputs, against one device that sees the rows of all that have some."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+from tests.test_zero_redundancy import Net, devices, loss_fn, rows, traced
+
+ZRO = gshard.ZeroRedundancyOptimizer
+
+
+def weighted_loss(model, batch):
+    losses = ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return gshard.Weighted(losses.sum(), losses.size)
+
+
+def inputs_of(n):
+    """3 + i batches on device i."""
+    return [[rows(4, 100 * i + j) for j in range(3 + i)] for i in range(n)]
+
+
+def on_one_device(steps, n, initial):
+    """Plain training on the rows of all that have data left."""
+    graph, params = nnx.split(Net(), nnx.Param)
+    params = nnx.as_pure(params)
+    grad = jax.jit(jax.value_and_grad(lambda p, b: loss_fn(nnx.merge(graph, p, copy=True), b)))
+    tx = optax.adam(**traced(optax.adam, learning_rate=0.01))
+    state, losses = tx.init(params), []
+    for batches in steps:
+        batch = jax.tree.map(lambda *x: np.concatenate(x), *batches)
+        loss, grads = grad(params, batch)
+        share = len(batches) / n if initial else 1
+        grads = jax.tree.map(partial(jnp.multiply, share), grads)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss * share)
+    return params, losses
+
+
+@pytest.mark.parametrize("partition", ["even", "greedy"])
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("n", [3, 8])
+def test_uneven_inputs_are_one_device_that_sees_all(partition, initial, n):
+    """18: 3 + rank inputs."""
+    inputs = inputs_of(n)
+    steps = [[x[j] for x in inputs if j < len(x)] for j in range(2 + n)]
+    wanted, losses = on_one_device(steps, n, initial)
+    dp = gshard.DataParallel(Net(), group=devices(n))
+    opt = ZRO(dp.parameters(), optax.adam, devices(n), partition=partition, lr=0.01)
+    seen = []
+    with gshard.Join([dp, opt], divide_by_initial_world_size=initial) as join:
+        for batch in join(*inputs):
+            seen.append(dp.backward(loss_fn, batch))
+            opt.step()
+            opt.zero_grad()
+    np.testing.assert_allclose(seen, losses, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(nnx.state(dp)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*stay whole")
+@pytest.mark.parametrize("way", ["weighted", "scaled", "overlap"])
+def test_other_losses_and_ways(way):
+    n = 3
+    inputs = inputs_of(n)
+    steps = [[x[j] for x in inputs if j < len(x)] for j in range(2 + n)]
+    wanted, _ = on_one_device(steps, n, False)
+    settings = gshard.GradScaler(init_loss_scaling=8.0)
+    net, tx = Net(), optax.adam(0.01)
+    if way == "scaled":
+        dp, opt, scaler = gshard.group_sharded_parallel(
+            net, tx, "os_g", scaler=settings, group=devices(n)
+        )
+        joined = [dp]
+    else:
+        dp = gshard.DataParallel(net, group=devices(n))
+        opt = ZRO(dp, optax.adam, devices(n), overlap_with_ddp=way == "overlap", lr=0.01)
+        joined = [dp, opt]
+    loss = weighted_loss if way == "weighted" else loss_fn
+    with gshard.Join(joined, divide_by_initial_world_size=False) as join:
+        for batch in join(*inputs):
+            dp.backward(scaler.scale(loss) if way == "scaled" else loss, batch)
+            if way == "scaled":
+                scaler.step(opt)
+                scaler.update()
+                opt.clear_grad()
+            else:
+                opt.step()
+                opt.zero_grad()
+    values = gshard.state_dict(dp)
+    for (path, y), x in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), values.values(), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=str(path))
+
+
+def test_one_input_for_all_devices_of_the_process():
+    dp = gshard.DataParallel(Net(), group=devices(4))
+    with gshard.Join([dp]) as join:
+        found = [np.asarray(b["x"]) for b in join(rows(8, seed) for seed in range(3))]
+    for seed, x in enumerate(found):
+        np.testing.assert_array_equal(x, rows(8, seed)["x"])
+    assert len(found) == 3 and dp._gshard.joined is None
+
+
+def test_early_termination_is_an_error_where_asked_for():
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    for given in ({"throw_on_early_termination": True}, {"enable": False}):
+        seen = 0
+        with (
+            pytest.raises(RuntimeError, match="process 0 has no data left"),
+            gshard.Join([dp], **given) as join,
+        ):
+            for _ in join([rows(4, 0)], [rows(4, 1), rows(4, 2)]):
+                seen += 1
+        assert seen == 1 and dp._gshard.joined is None
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "says"),
+    [
+        (lambda dp: gshard.Join([]), ValueError, "at least one"),
+        (lambda dp: gshard.Join([3]), TypeError, "neither"),
+        (lambda dp: gshard.Join([dp, gshard.DataParallel(Net())]), ValueError, "different devices"),
+        (lambda dp: gshard.Join([dp], enable=1), ValueError, "True or False"),
+        (lambda dp: list(gshard.Join([dp])([], [], [])), ValueError, "3 inputs"),
+        (lambda dp: list(gshard.Join([dp])(3)), TypeError, "not an iterable"),
+        (lambda dp: list(gshard.Join([dp])([rows(4, 0), rows(2, 0)])), ValueError, "smaller last"),
+    ],
+)
+def test_bad_input(act, kind, says):
+    with pytest.raises(kind, match=says):
+        act(gshard.DataParallel(Net(), group=devices(2)))
+
+
+def test_no_sync_within_join_is_refused():
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    with gshard.Join([dp]) as join, dp.no_sync():
+        for batch in join([rows(4, 0)]):
+            with pytest.raises(gshard.GShardError, match="no_sync within Join"):
+                dp.backward(loss_fn, batch)

@@ -1,0 +1,39 @@
+"""`ZeroRedundancyOptimizer` over two real processes: the numbers of one device, on each of them."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from tests.test_two_processes import run_workers
+from tests.test_zero_redundancy import on_one_device, rows
+from tests.zero_worker import PARTITIONS, ROWS, STEPS, UNEVEN
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("zero"), "zero_worker")
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_two_processes_are_one_device(found, partition):
+    """Trained, a step undone from this process's part or from whole values, and another step."""
+    wanted = on_one_device([rows(ROWS, seed) for seed in range(STEPS)], learning_rate=0.01)
+    for process in found:
+        for i, y in enumerate(jax.tree.leaves(wanted)):
+            x = process[f"{partition}/params/{i}"]
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    names = [name for name in found[0] if name.startswith(f"{partition}/state")]
+    assert len(names) == 9
+    for name in names:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+
+
+def test_uneven_inputs_of_processes(found):
+    """One batch on the first process, three on the second."""
+    first = jax.tree.map(lambda *x: np.concatenate(x), rows(UNEVEN, 0), rows(UNEVEN, 10))
+    wanted = on_one_device([first, rows(UNEVEN, 11), rows(UNEVEN, 12)], learning_rate=0.01)
+    for process in found:
+        for i, y in enumerate(jax.tree.leaves(wanted)):
+            np.testing.assert_allclose(process[f"join/{i}"], y, rtol=1e-5, atol=1e-6)

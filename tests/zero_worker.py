@@ -1,0 +1,76 @@
+"""One of several processes with a `ZeroRedundancyOptimizer`, of `test_zero_processes.py`.
+
+    python -m tests.zero_worker COORDINATOR PROCESSES RANK FILE
+
+Every process passes its own rows. What it saw goes to FILE.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import gshard
+
+PARTITIONS, STEPS, ROWS, UNEVEN = ("even", "greedy"), 3, 24, 8
+
+
+def main(coordinator: str, processes: int, rank: int, file: str) -> None:
+    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from tests.test_zero_redundancy import Net, loss_fn, rows
+
+    def own(seed):
+        each = ROWS // processes
+        return {name: x[rank * each : (rank + 1) * each] for name, x in rows(ROWS, seed).items()}
+
+    found = {}
+    for partition in PARTITIONS:
+        dp = gshard.DataParallel(Net())
+        opt = gshard.ZeroRedundancyOptimizer(
+            dp.parameters(),
+            optax.adam,
+            parameters_as_bucket_view=partition == "greedy",
+            partition=partition,
+            lr=0.01,
+        )
+        for seed in range(STEPS - 1):
+            dp.backward(loss_fn, own(seed))
+            opt.step()
+            opt.zero_grad()
+        saved, before = opt.state_dict(), dp.state_dict()
+        opt.consolidate_state_dict(to=1)
+        if rank == 1:  # alone: nothing may be sent
+            again = opt.state_dict()["state"]
+            assert jax.tree.all(jax.tree.map(np.array_equal, again, saved["state"]))
+        part = opt.state_dict(whole=False)
+        dp.backward(loss_fn, own(STEPS))  # a step that is undone
+        opt.step()
+        opt.zero_grad()
+        dp.set_state_dict(before)
+        opt.load_state_dict(part if partition == "even" else saved)
+        dp.backward(loss_fn, own(STEPS - 1))
+        opt.step()
+        params = jax.tree.leaves(nnx.state(dp, nnx.Param))
+        for i, x in enumerate(params):
+            found[f"{partition}/params/{i}"] = np.asarray(x.addressable_data(0))
+        for i, x in enumerate(jax.tree.leaves(opt.state_dict()["state"])):
+            found[f"{partition}/state/{i}"] = x
+    dp = gshard.DataParallel(Net())
+    opt = gshard.ZeroRedundancyOptimizer(dp, optax.adam, lr=0.01)
+    with gshard.Join([dp, opt], divide_by_initial_world_size=False) as join:
+        for batch in join(rows(UNEVEN, 10 * rank + i) for i in range(1 + 2 * rank)):
+            dp.backward(loss_fn, batch)
+            opt.step()
+            opt.zero_grad()
+    for i, x in enumerate(jax.tree.leaves(nnx.state(dp, nnx.Param))):
+        found[f"join/{i}"] = np.asarray(x.addressable_data(0))
+    np.savez(file, **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
