@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
@@ -61,7 +61,8 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
 def local_places(plan: Plan) -> int:
     """Places of the data group that this process has a device of: each takes its own rows."""
     at = NamedSharding(plan.mesh, plan.batch_spec).devices_indices_map((plan.group.devices,))
-    return len({str(at[device]) for device in plan.mesh.local_devices})
+    mine = [d for d in at if d.process_index == jax.process_index()]
+    return len({str(at[device]) for device in mine})
 
 
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
