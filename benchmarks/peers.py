@@ -29,11 +29,13 @@ from rich.table import Table
 from benchmarks.groups import Group
 from benchmarks.machine import versions, write_cells
 from benchmarks.models import gpt
+from benchmarks.peers_gshard import PARTITIONS
 from benchmarks.timing import Ratio, in_turn, ratio
 
 TORCH = ("DDP", "DDP + ZeRO", "FSDP2")
-LEVELS = ("dp", "os", "os_g", "p_g_os")
+LEVELS = ("dp", "os", "os_g", "p_g_os", *PARTITIONS)
 PEER = {"dp": "DDP", "os": "DDP + ZeRO", "os_g": "DDP + ZeRO", "p_g_os": "FSDP2"}
+PEER |= dict.fromkeys(PARTITIONS, "DDP + ZeRO")
 HEADS, CLOSE = 4, 1e-4
 
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 from flax.traverse_util import unflatten_dict
 
 import gshard
@@ -16,6 +18,8 @@ from benchmarks.models import Problem
 from benchmarks.processes import connect
 from benchmarks.programs import by_gshard
 from examples.gpt import GPT, next_byte_loss
+
+PARTITIONS = {"ZRO even": "even", "ZRO greedy": "greedy"}
 
 
 def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -30,8 +34,33 @@ def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Calla
     model = GPT(width, layers, heads=heads, scan=False)
     loss_fn = partial(next_byte_loss, model)
     given = Problem(loss_fn, unflatten_dict(flat, sep="/"), lambda rows: batch[:rows])
+    if level in PARTITIONS:
+        return _by_optimizer(given, batch, PARTITIONS[level]), lambda: memory() - before
     made = by_gshard(given, len(batch), level, gshard.make_mesh())
     return made.run, lambda: memory() - before
+
+
+def _by_optimizer(problem: Problem, batch: np.ndarray, partition: str) -> Callable[[], float]:
+    """PyTorch's class: each device's gradients, which `step` reduces."""
+    opt = gshard.ZeroRedundancyOptimizer(
+        problem.params,
+        optax.adamw,
+        parameters_as_bucket_view=True,
+        partition=partition,
+        lr=1e-3,
+    )
+    run = gshard.value_and_grad(problem.loss_fn, opt.plan, sync=False, accumulate="local")
+    gradient, mean = jax.jit(run), jax.jit(jax.numpy.mean)
+    rows = gshard.shard_batch(np.array_split(batch, size())[jax.process_index()], opt.plan)
+    params = problem.params
+
+    def step() -> float:
+        nonlocal params
+        losses, grads = gradient(params, rows)
+        params = jax.block_until_ready(opt.step(grads))
+        return float(mean(losses))
+
+    return step
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     Args:
       state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings
         by name. Lists and tuples are written as dictionaries, by number or by field, without what
-        is empty.
+        is empty; a number as a key becomes a string.
       path: of the directory; it is made.
 
     Raises:
@@ -96,6 +96,8 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{inside}{name}"
+        if type(name) is int and str(name) not in tree:  # layers of a list, in NNX
+            name = str(name)
         if not isinstance(name, str):
             raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
         if isinstance(value, (list, tuple)):

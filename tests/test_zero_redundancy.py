@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
 import jax
@@ -13,6 +12,7 @@ import pytest
 from flax import nnx
 
 import gshard
+from examples import pytorch_zero
 
 PARTITIONS = ["even", "greedy"]
 ZRO = gshard.ZeroRedundancyOptimizer
@@ -31,24 +31,23 @@ def devices(n):
 
 
 @partial(jax.jit, static_argnums=0)
-def plain_step(factory, params, state, grads, hyper):
-    updates, state = factory(**hyper).update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+def plain_step(factory, params, state, grads, traced):
+    """The unsharded optimizer with hyperparameters that are traced."""
+    return update(factory(**traced), params, state, grads)
 
 
-def traced(factory, **given):
-    """All hyperparameters that are numbers: as constants XLA would round them otherwise."""
-    known = {n: p.default for n, p in inspect.signature(factory).parameters.items()} | given
-    return {n: x for n, x in known.items() if isinstance(x, float) and not isinstance(x, bool)}
-
-
-def plain(factory, params, grads, **given):
-    """The unsharded optimizer with traced hyperparameters."""
-    hyper = traced(factory, **given)
+def plain(factory, params, grads, **hyper):
+    """The unsharded optimizer."""
+    step = jax.jit(lambda p, s, g: update(factory(**hyper), p, s, g))
     state = factory(**hyper).init(params)
     for g in grads:
-        params, state = plain_step(factory, params, state, g, hyper)
+        params, state = step(params, state, g)
     return params, state
+
+
+def update(tx, params, state, grads):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
 
 
 def assert_equal(found, wanted, close=0.0):
@@ -88,11 +87,13 @@ def test_greedy_is_bit_equal_to_each_owners_tensors_alone(partition):
     for g in grads:
         params = opt.step(g)
     leaves, given = jax.tree.leaves(tree()), [jax.tree.leaves(g) for g in grads]
-    hyper = opt.param_groups[0].live
     for owner in range(3):
         mine = [i for i, x in enumerate(opt._engine.owners) if x == owner]
         alone, _ = plain(
-            optax.adamw, [leaves[i] for i in mine], [[g[i] for i in mine] for g in given], **hyper
+            optax.adamw,
+            [leaves[i] for i in mine],
+            [[g[i] for i in mine] for g in given],
+            learning_rate=0.01,
         )
         assert_equal([jax.tree.leaves(params)[i] for i in mine], alone)
 
@@ -144,8 +145,13 @@ def test_hyperparameters_that_are_fixed_say_so():
     (group,) = opt.param_groups
     assert {"lr", "learning_rate", "b1", "eps", "weight_decay", "nesterov"} - set(group) == {"lr"}
     assert group["lr"] == 0.01 and "lr" in group
-    group["b1"] = 0.5
     opt.step(tree(1))
+    assert _compiled(opt) == 1
+    for i in range(3):  # a constant, until it changes
+        group["b1"] = 0.5 + i / 10
+        group["lr"] = 0.1 / (i + 1)
+        opt.step(tree(1))
+    assert _compiled(opt) == 2
     with pytest.raises(gshard.GShardError, match="nesterov of adamw is fixed"):
         group["nesterov"] = True
     group["nesterov"] = False
@@ -190,6 +196,16 @@ def test_groups_have_hyperparameters_of_their_own(partition, later):
         )
         assert_equal(params[i], wanted, close=2.4e-7)
         assert_equal(opt.state_dict()["state"][i], state)
+
+
+def test_the_recipe_says_what_a_device_holds():
+    """PyTorch's own: the same parameters, and half of the state on each of two devices."""
+    given = (16, 4, 2, 2)
+    plain, divided = (pytorch_zero.train(*given, divided=way) for way in (False, True))
+    assert divided["parameters"] == plain["parameters"] == 4 * 4 * (16 * 16 + 16)
+    assert plain["optimizer state"] == 2 * plain["parameters"] + 8
+    assert divided["optimizer state"] == plain["parameters"] + 4
+    assert divided["sum of the parameters"] == plain["sum of the parameters"]
 
 
 def test_sorted_greedy_gives_what_pytorch_gives():
@@ -334,7 +350,7 @@ def test_states_of_plain_optimizers_go_in_and_out(partition):
     opt = ZRO(params, optax.adamw, devices(3), partition=partition, lr=0.01)
     opt.load_state_dict(state)
     found = opt.step(grads[2])
-    hyper = traced(optax.adamw, learning_rate=0.01)
+    hyper = {"learning_rate": 0.01}
     params, state = plain_step(optax.adamw, params, state, grads[2], hyper)
     assert_equal(found, params, close=2.4e-7)
     assert_equal(opt.state_dict()["state"][0], state)

@@ -173,4 +173,7 @@ def _place(index: tuple[slice, ...]) -> str:
 
 
 def _on(mesh: Any, x: Any) -> bool:
-    return isinstance(x, jax.Array) and getattr(x.sharding, "mesh", None) == mesh
+    return (
+        isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
+        and getattr(x.sharding, "mesh", None) == mesh
+    )

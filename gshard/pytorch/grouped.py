@@ -18,7 +18,7 @@ def grouped(groups: Sequence[ParamGroup], labels: Labels) -> optax.GradientTrans
     """The groups' optimizers together, of a tree whose leaves have these labels.
 
     Its state is that of the optimizer where there is one group of all leaves, else that of
-    `optax.multi_transform`. `update` takes `hyperparameters`, one mapping per group.
+    `optax.multi_transform`. `update` takes `hyperparameters`: of each group those that are traced.
     """
 
     def together(values: Sequence[Any]) -> optax.GradientTransformationExtraArgs:
@@ -37,12 +37,12 @@ def grouped(groups: Sequence[ParamGroup], labels: Labels) -> optax.GradientTrans
         return found
 
     def init(params: Any) -> Any:
-        return together([group.live for group in groups]).init(params)
+        return together([{} for _ in groups]).init(params)
 
     def update(
         updates: Any, state: Any, params: Any = None, *, hyperparameters: Any = None, **extra: Any
     ) -> Any:
-        values = hyperparameters or [group.live for group in groups]
+        values = hyperparameters or [{} for _ in groups]
         return together(values).update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)

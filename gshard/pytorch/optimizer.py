@@ -240,7 +240,7 @@ class ZeroRedundancyOptimizer:
         return made
 
     def _values(self) -> list[dict[str, Any]]:
-        return [dict(group.live) for group in self.param_groups]
+        return [group.traced() for group in self.param_groups]
 
     def _tree(self, i: int) -> Any:
         values = jax.tree.map(

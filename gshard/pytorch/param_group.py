@@ -20,8 +20,10 @@ _ALIASES = {"lr": "learning_rate"}
 class ParamGroup(MutableMapping[str, Any]):
     """The parameters and hyperparameters of one group, as in `torch.optim`.
 
-    `group["lr"] = 1e-4` holds from the next step on, and nothing is compiled anew: numbers that the
-    factory lets be traced are arguments of the compiled step. Others are fixed, and say so.
+    `group["lr"] = 1e-4` holds from the next step on, and nothing is compiled anew. Other numbers
+    that the factory lets be traced are constants of the compiled step (XLA rounds as in the plain
+    optimizer) until they change; then it is compiled once more. What cannot be traced is fixed, and
+    says so.
 
     Attributes:
       name: of the factory.
@@ -79,10 +81,15 @@ class ParamGroup(MutableMapping[str, Any]):
                     traced.append(name)
         self.live = {name: numbers[name] for name in traced}
         self.fixed = {name: x for name, x in every.items() if name not in self.live}
+        self._traced = {"learning_rate"} & set(self.live)
 
     def tx(self, values: Mapping[str, Any] | None = None) -> optax.GradientTransformationExtraArgs:
-        """The group's optimizer, with the hyperparameters of now or with these (traced) ones."""
-        return self._make(**(self.live if values is None else values))
+        """The group's optimizer, with the hyperparameters of now, of which some may be traced."""
+        return self._make(**{**self.live, **(values or {})})
+
+    def traced(self) -> dict[str, Any]:
+        """What is an argument of the compiled step: the learning rate, and what has changed."""
+        return {name: self.live[name] for name in sorted(self._traced)}
 
     def hyperparameters(self) -> dict[str, Any]:
         """All, by the factory's own names."""
@@ -103,7 +110,10 @@ class ParamGroup(MutableMapping[str, Any]):
         if own in self.live:
             if not _is_number(value):
                 raise ArgumentTypeError(f"{name}={shown(value)} must be a number.")
-            self.live[own] = _python(value)
+            value = _python(value)
+            if value != self.live[own]:
+                self._traced.add(own)
+            self.live[own] = value
         elif name == "params":
             raise GShardError("the parameters of a group are fixed. Use add_param_group.")
         elif own not in self.fixed:

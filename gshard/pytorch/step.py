@@ -51,7 +51,14 @@ class Step:
         return result if closure is None else (loss, result)
 
     def lower(self, grads: Any = None) -> jax.stages.Lowered:
-        """The next step, lowered; nothing runs. `gshard.audit(opt.step, grads)`."""
+        """The next step, lowered; nothing runs. `gshard.audit(opt.step)`.
+
+        Args:
+          grads: as given to a call; by default as the plan divides them.
+        """
+        if grads is None:
+            divided = jax.tree.leaves(jax.tree.map(self.plan.abstract, self.plan.grads))
+            return self._engine.lower(divided, self._values(), ())
         return self._engine.lower(*self._taken(grads))
 
     def _taken(self, grads: Any) -> tuple[Any, Any, tuple[int, ...]]:
