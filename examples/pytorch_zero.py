@@ -61,8 +61,7 @@ def train(width: int, layers: int, devices: int, steps: int, divided: bool) -> d
     first = jax.devices()[0]
     found = {"parameters": held(nnx.state(ddp, nnx.Param), first)}
     if divided:
-        parts = opt.state_dict(whole=False)["parts"][0].values()
-        found["optimizer state"] = sum(x.nbytes for of in parts for x in of.values()) // devices
+        found["optimizer state"] = opt.plan.bytes_per_device["opt_state"]
     else:
         found["optimizer state"] = held(nnx.state(plain), first)
     total = sum(float(jnp.sum(x)) for x in jax.tree.leaves(nnx.state(ddp, nnx.Param)))
