@@ -363,8 +363,7 @@ def test_states_of_plain_optimizers_go_in_and_out(partition):
 @pytest.mark.parametrize("buckets", [False, True])
 def test_dtypes_may_be_mixed(partition, buckets):
     """8, turned round: upstream refuses them."""
-    mixed = {"a": tree(0, jnp.bfloat16), "b": tree(1), "c": jnp.arange(3)}
-    trained = {k: mixed[k] for k in ("a", "b")}
+    trained = {"a": tree(0, jnp.bfloat16), "b": tree(1)}
     grads = [{"a": tree(s, jnp.bfloat16), "b": tree(s + 9)} for s in range(2, 5)]
     opt = ZRO(trained, optax.sgd, devices(3), buckets, partition=partition, lr=0.1, momentum=0.9)
     wanted, _ = plain(optax.sgd, trained, grads, learning_rate=0.1, momentum=0.9)
@@ -392,6 +391,41 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
     assert int(now.count) == 2
     again = opt.step(tree(3))
     assert np.all(np.asarray(again["first"]["kernel"]) != np.asarray(after["first"]["kernel"]))
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_whole_numbers_come_back_as_they_went_in(partition):
+    params = {"table": jnp.arange(3), "w": jnp.ones((5, 2))}
+
+    def loss(p):
+        return jnp.sum(p["w"] ** 2) * p["table"].sum()
+
+    opt = ZRO(params, optax.sgd, devices(3), partition=partition, lr=0.1)
+    for grads in (jax.grad(loss, allow_int=True)(params), {"table": None, "w": 6 * params["w"]}):
+        new = opt.step(grads)
+    assert new["table"] is params["table"]
+    np.testing.assert_allclose(new["w"], 1 - 0.1 * 12, rtol=1e-6)
+    with pytest.raises(gshard.GShardError, match="no floating numbers"):
+        ZRO([jnp.arange(3)], optax.sgd, lr=0.1)
+
+
+def test_a_data_parallel_says_which_devices():
+    dp = gshard.DataParallel(Net(), group=devices(3))
+    assert ZRO(dp, optax.adam, lr=0.1).plan.group.devices == 3
+    with pytest.raises(gshard.GShardError, match="process_group= names other devices"):
+        ZRO(dp, optax.adam, devices(4), lr=0.1)
+    mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
+    batches = [rows(24, seed) for seed in range(3)]
+    for partition in PARTITIONS:
+        dp = gshard.DataParallel(Net(), group=mesh)
+        opt = ZRO(dp, optax.adam, partition=partition, lr=0.01)
+        for batch in batches:
+            dp.backward(loss_fn, batch)
+            opt.step()
+            opt.zero_grad()
+        wanted = jax.tree.leaves(on_one_device(batches, learning_rate=0.01))
+        for x, y in zip(jax.tree.leaves(nnx.state(dp)), wanted, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 class Net(nnx.Module):

@@ -50,7 +50,8 @@ class ZeroRedundancyOptimizer:
           params: an NNX module, a `gshard.DataParallel` or its `parameters()`, a tree or an
             iterable of arrays, or a list of groups: dictionaries of `"params"` and hyperparameters.
           optimizer_class: an optax factory, such as `optax.adamw`.
-          process_group: devices of `gshard.new_group`, or a mesh; by default all devices.
+          process_group: devices of `gshard.new_group`, or a mesh; by default all devices. A
+            `DataParallel` has its own.
           parameters_as_bucket_view: parameters are sent in buckets, not one by one.
           overlap_with_ddp: with a `DataParallel`, `backward` updates too, in one compiled program;
             then `parameters_as_bucket_view` makes no difference.
@@ -71,9 +72,9 @@ class ZeroRedundancyOptimizer:
         flag("overlap_with_ddp", overlap_with_ddp)
         self._factory, self._defaults = factory_of(optimizer_class), defaults
         self._make = _PARTITIONS[partition]
-        self._mesh = mesh_of(process_group, argument="process_group")
         self._buckets = parameters_as_bucket_view
         self._target, self._labels, own = parameters(params)
+        self._mesh = self._mesh_of(process_group)
         self.param_groups: list[ParamGroup] = []
         for i, options in enumerate(own):
             self.param_groups.append(self._group(i, options))
@@ -91,6 +92,20 @@ class ZeroRedundancyOptimizer:
     def step(self) -> Step:
         """`opt.step(grads)` updates the parameters and returns them; see `Step`."""
         return Step(self._engine, self._target, self._values)
+
+    def _mesh_of(self, process_group: Any) -> tuple[Any, Any]:
+        ddp = self._target.accumulation
+        if ddp is None:
+            return mesh_of(process_group, argument="process_group")
+        mesh: Any = ddp.plan.mesh
+        if process_group is not None:
+            given, _ = mesh_of(process_group, argument="process_group")
+            if given.devices.tolist() != mesh.devices.tolist():
+                raise GShardError(
+                    "process_group= names other devices than those of the DataParallel, whose "
+                    "group= decides. Leave it out."
+                )
+        return mesh, ddp.plan.group.replica or None
 
     def _warn_of_useless(self) -> None:
         ddp = self._target.accumulation is not None

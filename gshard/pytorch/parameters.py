@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, traverse_util
@@ -13,6 +14,7 @@ from flax import nnx, traverse_util
 from gshard.arguments import shown
 from gshard.errors import ArgumentTypeError, GShardError, some
 from gshard.paddle.accumulation import Accumulation
+from gshard.paddle.data_parallel import DataParallel
 from gshard.paddle.wrapped import Wrapped, follow, kept, wrapped_models
 from gshard.plan import Plan
 from gshard.tree import flatten
@@ -29,7 +31,9 @@ class Tree:
     accumulation: Accumulation | None = None
 
     def __init__(self, tree: Any):
-        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        self._fixed = {i: x for i, x in enumerate(leaves) if not is_trained(x)}
+        self.tree = structure.unflatten([x if is_trained(x) else None for x in leaves])
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
         """What `shard_train_state` takes."""
@@ -54,7 +58,7 @@ class Tree:
     ) -> tuple[Tree, list[int | None]]:
         """With one more group: a new target, and the labels."""
         groups = sorted({label for label in labels if label is not None})
-        trees = [self.group_tree(self.tree, labels, g) for g in groups]
+        trees = [self.group_tree(self.result(), labels, g) for g in groups]
         return _target([*trees, tree_of(group)])
 
     def write(self, new: Any) -> None:
@@ -62,12 +66,20 @@ class Tree:
         self.tree = new
 
     def result(self) -> Any:
-        """What `step` returns."""
-        return self.tree
+        """What `step` returns; numbers that are not floating are as they came."""
+        leaves, structure = jax.tree.flatten(self.tree, is_leaf=lambda x: x is None)
+        return structure.unflatten([self._fixed.get(i, x) for i, x in enumerate(leaves)])
 
 
 class Variables(Tree):
     """Variables of NNX that came without their model; they are set in place."""
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+
+    def result(self) -> Any:
+        """What `step` returns."""
+        return self.tree
 
     def values(self) -> Any:
         """The arrays as they are now."""
@@ -88,7 +100,7 @@ class Model(Tree):
         if isinstance(model, Wrapped):
             self.accumulation = kept(model)
             self._wrt = self.accumulation.forward.wrt
-            if self.accumulation.plan.level.divides_state:
+            if not isinstance(model, DataParallel):
                 raise GShardError(
                     "this model came from group_sharded_parallel, with an optimizer that is "
                     "divided already. Use that, or wrap the model by gshard.DataParallel."
@@ -97,6 +109,10 @@ class Model(Tree):
     def pair(self, tx: optax.GradientTransformation) -> Any:
         """What `shard_train_state` takes."""
         return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)
+
+    def result(self) -> Any:
+        """What `step` returns."""
+        return self.tree
 
     def start(self, state: Any, plan: Plan) -> Any:
         """Takes a divided state over; returns its parts."""
@@ -175,7 +191,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 def _target(trees: list[Any]) -> tuple[Tree, list[int | None]]:
     leaves = [jax.tree.leaves(tree, is_leaf=_is_variable) for tree in trees]
     every = _checked([x for group in leaves for x in group])
-    labels: list[int | None] = [i for i, group in enumerate(leaves) for _ in group]
+    for i, of in enumerate(leaves):
+        if not any(map(is_trained, of)):
+            where = f"params[{i}]" if len(trees) > 1 else "params"
+            raise GShardError(f"{where} holds no floating numbers: there is nothing to optimize.")
+    labels: list[int | None] = [i for i, of in enumerate(leaves) for x in of if is_trained(x)]
     tree = trees[0] if len(trees) == 1 else trees
     if not _is_variable(every[0]):
         return Tree(nnx.as_pure(tree)), labels
@@ -229,4 +249,9 @@ def _is_variable(x: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def is_trained(x: Any) -> bool:
+    """Whether an array, or a Variable, can have a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -87,7 +87,7 @@ class Step:
         values = self._target.values()
         names, like, _ = flatten(values)
         paths, leaves, _ = flatten(grads)
-        given = dict(zip(paths, leaves, strict=True))
+        given = {p: x for p, x in zip(paths, leaves, strict=True) if not _is_nothing(x)}
         if not given.keys() <= set(names):
             raise GShardError(
                 f"step: the gradients are not those of the parameters: {differences(paths, names)}."
@@ -99,3 +99,8 @@ class Step:
                 raise GShardError(f"step: the gradient of {name} has shape {shape}, not {x.shape}.")
         skipped = tuple(i for i, name in enumerate(names) if name not in given)
         return [given[name] for name in names if name in given], self._values(), skipped
+
+
+def _is_nothing(x: Any) -> bool:
+    """What `jax.grad(allow_int=True)` gives for a whole number."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
