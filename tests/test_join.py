@@ -141,6 +141,40 @@ def test_bad_input(act, kind, says):
         act(gshard.DataParallel(Net(), group=devices(2)))
 
 
+def test_an_optimizer_brings_its_model_and_others_are_refused():
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    opt = ZRO(dp, optax.adam, lr=0.01)
+    with gshard.Join([opt]) as join:
+        for batch in join([rows(4, 0)], [rows(4, 1), rows(4, 2)]):
+            dp.backward(loss_fn, batch)
+            with pytest.raises(gshard.GShardError, match="within Join gradients are those"):
+                opt.step(dp.grads)
+            opt.step()
+    alone = ZRO(Net(), optax.adam, devices(2), lr=0.01)
+    with pytest.raises(gshard.GShardError, match="has no DataParallel"):
+        gshard.Join([alone])
+
+
+def test_rows_of_a_device_without_data_are_those_of_another():
+    """A loss that is not finite on old rows changes nothing."""
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    bad, good = rows(4, 0), rows(4, 1)
+    bad["x"][:] = np.nan
+    seen = []
+    with gshard.Join([dp], divide_by_initial_world_size=False) as join:
+        for batch in join([bad], [good, good]):
+            dp.clear_gradients()
+            seen.append(float(dp.backward(loss_fn, batch)))
+    assert np.isnan(seen[0]) and np.isfinite(seen[1])
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(dp.grads))
+
+
+def test_inputs_of_other_rows_are_refused():
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    with gshard.Join([dp]) as join, pytest.raises(gshard.GShardError, match="different shapes"):
+        list(join([rows(4, 0)], [rows(2, 0)]))
+
+
 def test_no_sync_within_join_is_refused():
     dp = gshard.DataParallel(Net(), group=devices(2))
     with gshard.Join([dp]) as join, dp.no_sync():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import jax
@@ -600,6 +602,12 @@ ONE = [jnp.ones(3)]
         (lambda: adam().step(tree(1), closure=lambda: 1), ValueError, "not both"),
         (lambda: adam().step(closure=lambda: 1), ValueError, r"\(loss, grads\)"),
         (lambda: adam().add_param_group([1]), TypeError, "'params'"),
+        (lambda: adam().step(3), TypeError, "no tree like"),
+        (lambda: adam().step(closure=3), TypeError, "not a function"),
+        (lambda: jax.jit(adam().step)(tree(1)), ValueError, "inside a jitted"),
+        (lambda: ZRO(tree(), optax.lbfgs), ValueError, "from their gradients alone"),
+        (lambda: ZRO(tree(), optax.sgd, lr="0.1"), ValueError, "gradients alone"),
+        (lambda: gshard.state_dict(adam()), ValueError, "target.state_dict"),
         (
             lambda: adam().load_state_dict(optax.sgd(0.1).init(tree())),
             ValueError,
@@ -717,3 +725,182 @@ def test_greedy_refuses_random_numbers():
 
     with pytest.raises(gshard.GShardError, match="draws random numbers.*add_noise"):
         ZRO(tree(), noisy, devices(3), partition="greedy", learning_rate=0.1)
+
+
+def two_groups(partition, n=3, **given):
+    params = tree()
+    groups = [
+        {"params": params["first"], "lr": 0.05},
+        {"params": [params["last"]["kernel"], params["last"]["scale"]]},
+    ]
+    return ZRO(groups, optax.adam, devices(n), partition=partition, lr=0.01, **given)
+
+
+def grads_of_two(seed):
+    g = tree(seed)
+    return [g["first"], [g["last"]["kernel"], g["last"]["scale"]]]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_states_of_several_groups_are_plain_and_load_again(partition, tmp_path):
+    opt = two_groups(partition)
+    for seed in range(1, 3):
+        params = opt.step(grads_of_two(seed))
+    saved = opt.state_dict()
+    for i, lr in enumerate((0.05, 0.01)):
+        assert jax.tree.structure(saved["state"][i]) == jax.tree.structure(
+            optax.adam(lr).init(params[i])
+        )
+        optax.adam(lr).update(params[i], saved["state"][i], params[i])
+    gshard.save(saved, tmp_path)
+    opt.step(grads_of_two(3))
+    opt.load_state_dict(gshard.load(tmp_path))
+    assert_equal(opt.state_dict()["state"], saved["state"])
+    other = two_groups(partition, 2)
+    other.load_state_dict(saved)
+    assert_equal(other.state_dict()["state"], saved["state"])
+
+
+class Deep(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(13, 13, rngs=rngs) for _ in range(11)])
+        self.last = nnx.Linear(13, 5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = x + 0.1 * layer(x)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_groups_of_more_than_ten_layers(partition):
+    """Names in a file sort otherwise than numbers."""
+    dp = gshard.DataParallel(Deep(), group=devices(3))
+    kernels, biases = ([x for x in dp.parameters() if x.ndim == ndim] for ndim in (2, 1))
+    opt = ZRO([{"params": kernels}], optax.adam, partition=partition, lr=0.01)
+    dp.backward(loss_fn, rows(12, 0))
+    with pytest.raises(gshard.GShardError, match="no step has used"):
+        opt.add_param_group({"params": biases, "lr": 0.02})
+    opt.step()
+    opt.zero_grad()
+    opt.add_param_group({"params": biases, "lr": 0.02})
+    with pytest.raises(gshard.GShardError, match="twice"):
+        opt.add_param_group({"params": biases[:1]})
+    with pytest.raises(gshard.GShardError, match="not parameters of"):
+        opt.add_param_group({"params": gshard.DataParallel(Net()).parameters()})
+    dp.backward(loss_fn, rows(12, 1))
+    opt.step()
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    assert_equal(opt.state_dict()["state"], saved["state"])
+    assert len(jax.tree.leaves(saved["state"][1])) == 1 + 2 * 12
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_parameter_may_be_called_count(partition):
+    params = {"count": jnp.ones(2), "w": jnp.ones(3)}
+    opt = ZRO(params, optax.adam, devices(2), partition=partition, lr=0.1)
+    for _ in range(3):
+        new = opt.step({"count": None, "w": jnp.full(3, 2.0)})
+    wanted, _ = plain(
+        optax.adam, {"w": params["w"]}, [{"w": jnp.full(3, 2.0)}] * 3, learning_rate=0.1
+    )
+    np.testing.assert_allclose(new["w"], wanted["w"], rtol=1e-6)
+    np.testing.assert_array_equal(new["count"], 1)
+    assert int(opt.state_dict()["state"][0][0].count) == 3
+
+
+def test_empty_groups_and_names_given_twice_are_refused():
+    with pytest.raises(gshard.GShardError, match=r"params\[1\] holds no floating"):
+        ZRO([{"params": ONE}, {"params": []}], optax.sgd, lr=0.1)
+    with pytest.raises(gshard.GShardError, match="are the same hyperparameter"):
+        ZRO(tree(), optax.sgd, lr=0.1, learning_rate=0.2)
+    own = ZRO([{"params": ONE, "learning_rate": 0.1}], optax.sgd, devices(2), lr=0.5)
+    np.testing.assert_allclose(own.step([[jnp.ones(3)]][0]), [np.full(3, 0.9)], rtol=1e-6)
+
+
+def test_what_is_loaded_is_copied():
+    opt = ZRO(tree(), optax.sgd, devices(2), partition="greedy", lr=1.0, momentum=0.9)
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    for x in jax.tree.leaves(saved["state"]):
+        x[...] = 7
+    assert all(np.all(x == 0) for x in jax.tree.leaves(opt.state_dict()["state"]))
+
+
+def test_a_number_that_the_optimizer_keeps_in_its_state_is_fixed():
+    opt = ZRO(tree(), optax.inject_hyperparams(optax.sgd), devices(2), learning_rate=0.1)
+    with pytest.raises(gshard.GShardError, match="is fixed"):
+        opt.param_groups[0]["lr"] = 0.0
+
+
+def test_whole_numbers_stay_whole_where_they_must():
+    def deep(lr, depth):
+        return optax.chain(*[optax.clip(1.0)] * depth, optax.sgd(lr))
+
+    opt = ZRO(tree(), deep, devices(2), lr=1, depth=2)
+    assert opt.param_groups[0]["depth"] == 2 and "depth" in opt.param_groups[0].fixed
+    opt.step(tree(1))
+    opt.param_groups[0]["lr"] = 4
+    opt.step(tree(1))
+    assert _compiled(opt) == 1
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_one_optimizer_of_a_data_parallel_at_a_time(partition):
+    dp = gshard.DataParallel(Net(), group=devices(3))
+    first = ZRO([dp.parameters()[0]], optax.adam, partition=partition, lr=0.1)
+    second = ZRO([dp.parameters()[1]], optax.adam, partition="even", lr=0.1)
+    dp.backward(loss_fn, rows(12, 0))
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        first.step()
+    second.step()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    opt = ZRO(dp, optax.adam, partition=partition, lr=0.1)
+    dp.backward(loss_fn, rows(12, 0))
+    opt.step()
+    gone = weakref.ref(opt), weakref.ref(opt._engine), weakref.ref(dp._gshard)
+    del dp, opt
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_closure_may_call_backward(overlap):
+    dp = gshard.DataParallel(Net(), group=devices(2))
+    opt = ZRO(dp, optax.adam, overlap_with_ddp=overlap, lr=0.01)
+    loss, model = opt.step(lambda: dp.backward(loss_fn, rows(12, 0)))
+    assert model is dp and loss.shape == ()
+    assert int(opt.state_dict()["state"][0][0].count) == 1
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_an_optimizer_without_state_is_saved_too(partition, tmp_path):
+    opt = ZRO(tree(), optax.sgd, devices(2), partition=partition, lr=0.1)
+    gshard.save(opt.state_dict(), tmp_path)
+    other = ZRO(tree(), optax.sgd, devices(3), partition=partition, lr=0.2)
+    other.load_state_dict(gshard.load(tmp_path))
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_a_state_of_another_optimizer_changes_nothing():
+    opt = ZRO(tree(), optax.sgd, devices(2), lr=0.1, momentum=0.9, nesterov=True)
+    opt.step(tree(1))
+    other = ZRO(tree(), optax.sgd, devices(2), lr=0.2, momentum=0.9)
+    before = other.state_dict()
+    for saved, says in (
+        (opt.state_dict(), "nesterov=True"),
+        ({**before, "param_groups": [{"learning_rate": "x"}]}, "is not a number"),
+        ({**before, "param_groups": 3}, "are not those of 1 groups"),
+        ({"parts": 3}, "not what state_dict"),
+        (3, "missing"),
+    ):
+        with pytest.raises(gshard.GShardError, match=says):
+            other.load_state_dict(saved)
+    assert_equal(other.state_dict()["state"], before["state"])
+    assert other.param_groups[0]["lr"] == 0.2

@@ -64,6 +64,7 @@ class Accumulation:
       forward: the output of the model or a copy, compiled.
       joined: 1 or 0 for each device of this process, whether it has data left, and whether the
         mean is over all devices anyway; or None.
+      stepped_by: the one that an optimizer which is not wrapped belongs to; or None.
       updating: updates the model within `backward`, which then keeps no gradients; or None.
       finite: whether every entry is, once they were divided by the scale; else None.
     """
@@ -83,6 +84,7 @@ class Accumulation:
         self.grads: nnx.State | None = None
         self.scaler: Any = None
         self.finite: jax.Array | None = None
+        self.stepped_by: Any = None
         self.joined: tuple[np.ndarray, bool] | None = None
         self.updating: Updating | None = None
         self._find_unused = find_unused
@@ -131,8 +133,7 @@ class Accumulation:
                 "backward: the loss is multiplied by a scale, and the optimizer updates at once "
                 "(overlap_with_ddp=True). Make the optimizer without overlap_with_ddp."
             )
-        there = self.grads is not None or self._pending is not None
-        if there and scaler is not self.scaler:
+        if self.holds and scaler is not self.scaler:
             raise GShardError(
                 "backward: gradients that are multiplied by a scale and others would be added up. "
                 "Use scaler.scale(loss_fn) every time, or optimizer.clear_grad() first."
@@ -159,6 +160,11 @@ class Accumulation:
         """Ends what `no_sync` left on each device; nothing where there is none."""
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are gradients."""
+        return self.grads is not None or self._pending is not None
 
     def settle(self) -> None:
         """Writes the buffers that `no_sync` left on each device into the model."""

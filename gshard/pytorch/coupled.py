@@ -36,7 +36,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
     each = [frozenset({i}) for i in range(len(names))]
 
     def of_state(tree: Any) -> list[_Of]:
-        found = parameter_of(tree, names)
+        found = parameter_of(tree, params)
         return [_NOBODY if i is None else frozenset({i}) for i in found]
 
     drawn = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]
@@ -47,7 +47,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
         )
     inputs = [*each, *of_state(state), *each]
     blame: list[str] = []
-    found = _depend(closed.jaxpr, inputs, blame)
+    found = dependence(closed.jaxpr, inputs, blame)
     allowed = [*each, *of_state(out[1])]
     wrong = [
         flatten(out)[0][i]
@@ -64,8 +64,8 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
         )
 
 
-def _depend(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
-    """Of which parameters each output is made; `blame` takes who first brought two together."""
+def dependence(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
+    """What each output is made of; `blame` takes the name of who first brought two together."""
     of: dict[Any, _Of] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def read(var: Any) -> _Of:
@@ -80,13 +80,13 @@ def _depend(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
 
 def _through(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
     if eqn.primitive.name == "cond":
-        branches = [_depend(b.jaxpr, given[1:], blame) for b in eqn.params["branches"]]
+        branches = [dependence(b.jaxpr, given[1:], blame) for b in eqn.params["branches"]]
         return [given[0].union(*of) for of in zip(*branches, strict=True)]
     if eqn.primitive.name == "scan":
         return _through_scan(eqn, given, blame)
     inner = called(eqn)
     if inner is not None:
-        return _depend(inner[0], given, blame)
+        return dependence(inner[0], given, blame)
     together = _NOBODY.union(*given)
     if len(together) > 1 and all(len(of) < 2 for of in given) and not blame:
         blame.append(_transform_of(eqn))
@@ -96,7 +96,7 @@ def _through(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
 def _through_scan(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
     consts, carries, _ = scan_sizes(eqn)
     while True:
-        found = _depend(body_of(eqn)[0], given, blame)
+        found = dependence(body_of(eqn)[0], given, blame)
         carried = given[consts : consts + carries]
         wider = [x | y for x, y in zip(carried, found[:carries], strict=True)]
         if wider == carried:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from gshard.buckets import BUFFER_MAX_SIZE
@@ -21,7 +22,7 @@ from gshard.gradients import Options, end_reduction
 from gshard.host import to_host
 from gshard.optimizer import GShardState, update_and_publish
 from gshard.pytorch.grouped import Labels, group_states, grouped
-from gshard.pytorch.own_state import keep_of
+from gshard.pytorch.own_state import keep_of, parameter_of
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
@@ -57,6 +58,13 @@ class Even:
         )
         self._state: GShardState = target.start(state, self.plan).opt_state
         self._size = BUFFER_MAX_SIZE if buckets else 0
+        self._of = self._parameter_of()
+        values = jax.tree.map(_abstract, target.values())
+        trees = [target.group_tree(values, labels, g) for g in range(len(groups))]
+        self._structures = [  # of the plain optimizer's states: the same leaves, nothing left out
+            jax.tree.structure(jax.eval_shape(group.tx().init, tree))
+            for group, tree in zip(groups, trees, strict=True)
+        ]
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
@@ -93,7 +101,11 @@ class Even:
     def states(self) -> list[Any]:
         """The state of each group, whole, in host memory."""
         whole = to_host(self._state.inner, self.plan.opt_state)
-        return group_states(whole, self._groups, self._labels)
+        found = group_states(whole, self._groups, self._labels)
+        return [
+            jax.tree.unflatten(structure, jax.tree.leaves(state))
+            for structure, state in zip(self._structures, found, strict=True)
+        ]
 
     def load(self, states: Sequence[Any]) -> None:
         """Sets the state of each group from whole arrays, in the trees of `states`."""
@@ -134,6 +146,19 @@ class Even:
         parts = jax.tree.leaves(self.plan.grads)
         return [sum(math.prod(x.part_shape) for x in parts)] * self.plan.group.size
 
+    def _parameter_of(self) -> list[int | None]:
+        """Of every leaf of the optimizer's state the position of its parameter, if it has one."""
+        params, structure = jax.tree.flatten(self.plan.params)
+        found: dict[int, int | None] = {}
+        states = group_states(self.plan.opt_state, self._groups, self._labels)
+        for g, tree in enumerate(states):
+            own = [i for i, label in enumerate(self._labels) if label == g]
+            masked = [x if i in own else optax.MaskedNode() for i, x in enumerate(params)]
+            of = parameter_of(tree, jax.tree.unflatten(structure, masked))
+            for layout, i in zip(jax.tree.leaves(tree), of, strict=True):
+                found[id(layout)] = None if i is None else own[i]
+        return [found.get(id(layout)) for layout in jax.tree.leaves(self.plan.opt_state)]
+
     def _given(self, grads: Any) -> Any:
         """Gradients as they are compiled for: on the mesh."""
         if isinstance(grads, Unreduced):
@@ -152,11 +177,15 @@ class Even:
                 grads.insert(i, jnp.zeros(like[i].shape, like[i].dtype))
         new, after = self.updated(params, grads, state, values)
         if skipped:
-            names = flatten(params)[0]
-            stay = [names[i] for i in skipped]
-            new = keep_of(names, stay, new, params)
-            after = after._replace(inner=keep_of(names, stay, after.inner, state.inner))
+            leaves, old = jax.tree.leaves(new), jax.tree.leaves(params)
+            leaves = [old[i] if i in skipped else x for i, x in enumerate(leaves)]
+            new = jax.tree.unflatten(jax.tree.structure(new), leaves)
+            after = after._replace(inner=keep_of(self._of, skipped, after.inner, state.inner))
         return new, after
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _by_place(x: jax.Array) -> dict[str, np.ndarray]:

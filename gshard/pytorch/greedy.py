@@ -121,11 +121,8 @@ class Greedy:
 
     def load(self, states: Sequence[Any]) -> None:
         """Sets the state of each group from whole arrays, in the trees of `states`."""
-        self._mark = object()
-        for g, tree in enumerate(states):
-            values = dict(zip(*flatten(tree)[:2], strict=True))
-            for owner in self._own.values():
-                owner.load(g, values)
+        values = [dict(zip(*flatten(tree)[:2], strict=True)) for tree in states]
+        self._set({place: values for place in self._own})
 
     def parts(self) -> list[dict[str, dict[str, np.ndarray]]]:
         """Of each group, by path and owner, what lies on this process's devices."""
@@ -139,12 +136,25 @@ class Greedy:
     def load_parts(self, parts: Sequence[Any]) -> None:
         """Sets what `parts` returned of the same division."""
         refuse_other_parts(parts, self.parts())
+        self._set(
+            {
+                place: [
+                    {path: of[str(place)] for path, of in group.items() if str(place) in of}
+                    for group in parts
+                ]
+                for place in self._own
+            }
+        )
+
+    def _set(self, values: dict[int, list[dict[str, Any]]]) -> None:
+        """Sets the state of every owner, or of none."""
+        new = {
+            place: [owner.placed(g, of) for g, of in enumerate(values[place])]
+            for place, owner in self._own.items()
+        }
         self._mark = object()
-        for place, owner in self._own.items():
-            for g, group in enumerate(parts):
-                owner.load(
-                    g, {path: of[str(place)] for path, of in group.items() if str(place) in of}
-                )
+        for place, states in new.items():
+            self._own[place].states = states
 
     def loads(self) -> list[int]:
         """Elements of parameters that each device updates."""
@@ -191,7 +201,7 @@ class Greedy:
         places, numbers = jax.tree.leaves(self.plan.params), jax.tree.leaves(self._trees[g])
         tree = jax.tree.map(lambda i: _abstract(places[i]), self._trees[g])
         paths, leaves, structure = flatten(jax.eval_shape(self._groups[g].tx().init, tree))
-        of = parameter_of(structure.unflatten(leaves), flatten(tree)[0])
+        of = parameter_of(structure.unflatten(leaves), tree)
         first = min(self.owners[i] or 0 for i in numbers)
         owners = [first if i is None else self.owners[numbers[i]] or 0 for i in of]
         found = []

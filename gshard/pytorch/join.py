@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 from gshard.arguments import flag, shown
 from gshard.batch import local_places
-from gshard.errors import ArgumentTypeError, GShardError, UnevenInputsError, warn
+from gshard.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer
@@ -29,8 +29,8 @@ class Join:
                 opt.step()
 
     Every device runs every step, so that collectives meet; the gradient is the mean over devices
-    that have data. A model whose layers look across rows (BatchNorm) sees the last batch of a
-    device again.
+    that have data. Without data of its own a device runs on rows of another one, or on its last:
+    the statistics of a model that looks across rows (BatchNorm) have these too.
     """
 
     def __init__(
@@ -68,11 +68,18 @@ class Join:
                 f"Join: {shown(strange[0])} is neither a DataParallel nor a "
                 "ZeroRedundancyOptimizer."
             )
+        models = [x if isinstance(x, Wrapped) else x.ddp for x in joinables]
+        if None in models:
+            raise GShardError(
+                "Join: this ZeroRedundancyOptimizer has no DataParallel, whose backward weighs "
+                "devices without data. With gradients of your own return "
+                "gshard.Weighted(sum, weight) from the loss."
+            )
         plans = [x.plan for x in joinables]
         if any(list(p.mesh.devices.flat) != list(plans[0].mesh.devices.flat) for p in plans):
             raise GShardError("Join: these lie on different devices. Give all the same group.")
         self._plan = plans[0]
-        self._models: list[Accumulation] = [kept(x) for x in joinables if isinstance(x, Wrapped)]
+        self._models: list[Accumulation] = [kept(x) for x in models]
         self._enable, self._throw = enable, throw_on_early_termination
         self._initial = divide_by_initial_world_size
 
@@ -103,13 +110,20 @@ class Join:
         sources = [_Source(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
         try:
             while self._some_left(sources):
-                like = next((s.last for s in sources if s.last is not None), None)
+                known = [s.last for s in sources if s.last is not None]
+                # Rows that some device trains on: old ones may have no finite gradient by now.
+                like = next((s.last for s in sources if s.left), known[0] if known else None)
                 if like is None:
                     raise GShardError(
                         "join: this process has no batch at all, and cannot know what others have. "
                         "Give each process at least one."
                     )
-                rows = [s.last if s.last is not None else like for s in sources]
+                rows = [s.last if s.left else like for s in sources]
+                if len({str(_shapes(x)) for x in rows}) > 1:
+                    raise GShardError(
+                        f"join: batches have different shapes: {some(map(_shapes, rows))}. Every "
+                        "input has the same number of rows in each batch."
+                    )
                 has = np.array([s.left for s in sources for _ in range(share)], np.float32)
                 self._weigh(has)
                 yield jax.tree.map(_joined, *rows) if len(rows) > 1 else rows[0]

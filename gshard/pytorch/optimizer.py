@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,9 +76,8 @@ class ZeroRedundancyOptimizer:
         self._buckets = parameters_as_bucket_view
         self._target, self._labels, own = parameters(params)
         self._mesh = self._mesh_of(process_group)
-        self.param_groups: list[ParamGroup] = []
-        for i, options in enumerate(own):
-            self.param_groups.append(self._group(i, options))
+        self.param_groups: tuple[ParamGroup, ...] = ()
+        self.param_groups = tuple(self._group(i, options) for i, options in enumerate(own))
         self._overlaps = overlap_with_ddp
         self._consolidated: tuple[Any, list[Any]] = (None, [])
         self._warn_of_useless()
@@ -89,9 +89,19 @@ class ZeroRedundancyOptimizer:
         return self._engine.plan
 
     @property
+    def ddp(self) -> Any:
+        """The `DataParallel` whose gradients it takes, or None."""
+        keep = self._target.accumulation
+        return None if keep is None else keep.model
+
+    @property
     def step(self) -> Step:
         """`opt.step(grads)` updates the parameters and returns them; see `Step`."""
-        return Step(self._engine, self._target, self._values)
+        return Step(self._now)
+
+    def _now(self) -> tuple[Any, Any, Any]:
+        """What a step goes by."""
+        return self._engine, self._target, self._values()
 
     def _mesh_of(self, process_group: Any) -> tuple[Any, Any]:
         ddp = self._target.accumulation
@@ -137,10 +147,11 @@ class ZeroRedundancyOptimizer:
                 f"add_param_group({shown(param_group)}): pass a dictionary with 'params'."
             )
         states = self._engine.states()
-        before = (self._target, self._labels, list(self.param_groups))
+        before = (self._target, self._labels, self.param_groups)
         try:
             self._target, self._labels = self._target.with_group(self._labels, param_group)
-            self.param_groups.append(self._group(len(states), options_of(param_group)))
+            group = self._group(len(states), options_of(param_group))
+            self.param_groups = (*self.param_groups, group)
             engine = self._divided()
         except BaseException:
             self._target, self._labels, self.param_groups = before
@@ -183,22 +194,36 @@ class ZeroRedundancyOptimizer:
           GShardError: names the entries that are missing, unknown or of another shape; nothing is
             changed.
         """
-        given = state_dict if isinstance(state_dict, Mapping) else {}
-        if "parts" in given:
-            self._engine.load_parts(entries(given["parts"]))
+        given: Any = state_dict if isinstance(state_dict, Mapping) else {}
+        ours = bool(given) and {*given} <= {"state", "parts", "param_groups"}
+        values = self._saved_values(given["param_groups"]) if "param_groups" in given else []
+        if ours and "parts" in given:
+            self._engine.load_parts(entries(given["parts"], len(self.param_groups)))
         else:
             wanted = [
                 jax.eval_shape(group.tx().init, self._tree(i))
                 for i, group in enumerate(self.param_groups)
             ]
             plain = [state_dict] if len(wanted) == 1 else state_dict
-            self._engine.load(matched(given.get("state", plain), wanted))
-        for group, saved in zip(
-            self.param_groups, entries(given.get("param_groups", [])), strict=False
-        ):
+            self._engine.load(matched(given.get("state", {}) if ours else plain, wanted))
+        for group, saved in zip(self.param_groups, values, strict=bool(values)):
             for name, value in saved.items():
-                if name in group.live:
-                    group[name] = value
+                group[name] = value
+
+    def _saved_values(self, given: Any) -> list[dict[str, Any]]:
+        """What a state dict says of the groups' live hyperparameters, once it fits them."""
+        saved = entries(given, len(self.param_groups))
+        count = len(saved) if isinstance(saved, Sequence) else 0
+        if count != len(self.param_groups) or not all(isinstance(x, Mapping) for x in saved):
+            raise GShardError(
+                f"load_state_dict: param_groups={shown(given)} are not those of "
+                f"{len(self.param_groups)} groups. Nothing was changed."
+            )
+        found = []
+        for i, (group, of) in enumerate(zip(self.param_groups, saved, strict=True)):
+            group.check(of, f"load_state_dict: group {i}")
+            found.append({name: x for name, x in of.items() if name in group.live})
+        return found
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the state for one process, leaf by leaf; all processes call it.
@@ -251,6 +276,7 @@ class ZeroRedundancyOptimizer:
         made = self._make(self._target, self.param_groups, self._labels, *self._mesh, buckets)
         ddp = self._target.accumulation
         if ddp is not None:
+            ddp.stepped_by = made
             ddp.updating = Overlapped(made, self._values) if self._overlaps else None
         return made
 
@@ -264,11 +290,12 @@ class ZeroRedundancyOptimizer:
         return self._target.group_tree(values, self._labels, i)
 
     def _group(self, i: int, options: Mapping[str, Any]) -> ParamGroup:
-        return ParamGroup(
-            self._factory,
-            {**self._defaults, **options},
-            self._tree(i),
-            lambda: jax.tree.leaves(
-                self._target.group_tree(self._target.values(), self._labels, i)
-            ),
-        )
+        me = weakref.ref(self)  # a plan holds its groups, and a class of models its plan
+
+        def params() -> list[Any]:
+            opt = me()
+            if opt is None:
+                return []
+            return jax.tree.leaves(opt._target.group_tree(opt._target.values(), opt._labels, i))
+
+        return ParamGroup(self._factory, self._defaults, options, self._tree(i), params)

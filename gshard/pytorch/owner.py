@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from gshard.pytorch.own_state import keep_of
+from gshard.pytorch.own_state import keep_of, parameter_of
 from gshard.pytorch.param_group import ParamGroup
 from gshard.tree import flatten
 
@@ -83,14 +83,11 @@ class Owner:
         """Of a group by path."""
         return dict(zip(*flatten(self.states[g])[:2], strict=True))
 
-    def load(self, g: int, values: Mapping[str, Any]) -> None:
-        """Sets the state of a group, by path."""
+    def placed(self, g: int, values: Mapping[str, Any]) -> Any:
+        """The state of a group of copies of these values, by path."""
         paths, leaves, structure = flatten(self.states[g])
-        placed = [
-            jax.device_put(np.asarray(values[path], x.dtype), self.device)
-            for path, x in zip(paths, leaves, strict=True)
-        ]
-        self.states[g] = jax.tree.unflatten(structure, placed)
+        copies = [np.array(values[p], x.dtype) for p, x in zip(paths, leaves, strict=True)]
+        return jax.tree.unflatten(structure, [jax.device_put(x, self.device) for x in copies])
 
     def _own(self, g: int, own: Mapping[int, Any]) -> Any:
         """A group's tree with these leaves, the others left out."""
@@ -115,8 +112,7 @@ class Owner:
             moved = optax.apply_updates(before, updates)
             places = [i for i in jax.tree.leaves(self._trees[g]) if i in own]
             new |= dict(zip(places, jax.tree.leaves(moved), strict=True))
-            names = flatten(before)[0]
-            stay = [name for i, name in zip(places, names, strict=True) if i in skipped]
-            after[g] = keep_of(names, stay, after[g], states[g])
+            of_leaf = [None if i is None else places[i] for i in parameter_of(after[g], before)]
+            after[g] = keep_of(of_leaf, skipped, after[g], states[g])
         new |= {i: own[i] for i in skipped if i in own}
         return [new[i] for i in self.mine], after, self._pack(new)

@@ -13,6 +13,7 @@ import optax
 
 from gshard.arguments import shown
 from gshard.errors import ArgumentTypeError, GShardError, did_you_mean
+from gshard.pytorch.coupled import dependence
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -34,7 +35,8 @@ class ParamGroup(MutableMapping[str, Any]):
     def __init__(
         self,
         factory: Callable[..., Any],
-        given: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        own: Mapping[str, Any],
         tree: Any,
         params: Callable[[], list[Any]],
     ):
@@ -42,18 +44,17 @@ class ParamGroup(MutableMapping[str, Any]):
 
         Args:
           factory: makes an optax transformation.
-          given: its arguments.
+          defaults: its arguments, but for those that
+          own: the group names itself.
           tree: of the group's arrays, abstract.
           params: returns them as they are now.
         """
         self._factory, self._params = factory, params
         self.name = getattr(factory, "__name__", repr(factory))
-        known, given = _defaults(factory, self.name), dict(given)
-        for alias, name in _ALIASES.items():
-            if alias in given and alias not in known and name in known:
-                given[name] = given.pop(alias)
+        known, takes_any = _defaults(factory, self.name)
+        given = {**_named(defaults, known, takes_any), **_named(own, known, takes_any)}
         for name in given:
-            if known and name not in known:
+            if not takes_any and name not in known:
                 raise ArgumentTypeError(
                     f"{self.name} has no hyperparameter {name!r}.{did_you_mean(name, known)} It "
                     f"takes {', '.join(known)}."
@@ -64,14 +65,9 @@ class ParamGroup(MutableMapping[str, Any]):
             raise ArgumentTypeError(
                 f"{self.name} needs {', '.join(lacking)}. Pass it by name, such as lr=1e-3."
             )
-        # A whole number where a float may follow: it would be compiled anew for that.
-        given = {
-            name: float(x) if type(x) is int and not isinstance(known.get(name), int) else x
-            for name, x in given.items()
-        }
         every = {name: _python(x) for name, x in {**known, **given}.items()}
         self.live, self.fixed = {}, every
-        wanted = _state_of(self._make(), tree)
+        wanted = self._state_of(tree)
         numbers = {name: x for name, x in every.items() if _is_number(x)}
         traced = list(numbers)
         if not self._traces(traced, every, tree, wanted):
@@ -79,9 +75,12 @@ class ParamGroup(MutableMapping[str, Any]):
             for name in numbers:
                 if self._traces([*traced, name], every, tree, wanted):
                     traced.append(name)
-        self.live = {name: numbers[name] for name in traced}
+        self.live = {  # a float may follow a whole number, and would be compiled anew
+            name: numbers[name] if isinstance(known.get(name), int) else float(numbers[name])
+            for name in traced
+        }
         self.fixed = {name: x for name, x in every.items() if name not in self.live}
-        self._traced = {"learning_rate"} & set(self.live)
+        self._traced = {*_ALIASES, *_ALIASES.values()} & set(self.live)
 
     def tx(self, values: Mapping[str, Any] | None = None) -> optax.GradientTransformationExtraArgs:
         """The group's optimizer, with the hyperparameters of now, of which some may be traced."""
@@ -100,6 +99,21 @@ class ParamGroup(MutableMapping[str, Any]):
         every = self.hyperparameters()
         return {name: x for name, x in every.items() if isinstance(x, (bool, int, float, str))}
 
+    def check(self, saved: Mapping[str, Any], where: str) -> None:
+        """Refuses saved hyperparameters that this group cannot take.
+
+        Raises:
+          GShardError: names one.
+        """
+        for name, value in saved.items():
+            if name in self.live and not _is_number(value):
+                raise ArgumentTypeError(f"{where}: {name}={shown(value)} is not a number.")
+            if name in self.saved() and name in self.fixed and not _equal(self.fixed[name], value):
+                raise GShardError(
+                    f"{where} has {name}={shown(value)}, and this optimizer was built with "
+                    f"{shown(self.fixed[name])}. Build it alike. Nothing was changed."
+                )
+
     def __getitem__(self, name: str) -> Any:
         if name == "params":
             return self._params()
@@ -111,6 +125,7 @@ class ParamGroup(MutableMapping[str, Any]):
             if not _is_number(value):
                 raise ArgumentTypeError(f"{name}={shown(value)} must be a number.")
             value = _python(value)
+            value = float(value) if isinstance(self.live[own], float) else value
             if value != self.live[own]:
                 self._traced.add(own)
             self.live[own] = value
@@ -150,24 +165,46 @@ class ParamGroup(MutableMapping[str, Any]):
     def _make(self, **values: Any) -> optax.GradientTransformationExtraArgs:
         made = self._factory(**{**self.fixed, **values})
         if not isinstance(made, optax.GradientTransformation):
+            inner = hasattr(made, "gradient_transformation")
             raise ArgumentTypeError(
                 f"optimizer_class={self.name} returned {shown(made)}, which is no optax "
-                "transformation. Pass a factory such as optax.adamw."
+                "transformation. "
+                + (
+                    "Return its .gradient_transformation()."
+                    if inner
+                    else "Pass a factory such as optax.adamw."
+                )
             )
         return optax.with_extra_args_support(made)
 
     def _traces(self, names: list[str], every: dict[str, Any], tree: Any, wanted: Any) -> bool:
         """Whether these can be traced, and the optimizer's state is the same then."""
 
-        def run(values: dict[str, Any], params: Any) -> Any:
-            tx = self._make(**values)
-            return tx.update(params, tx.init(params), params)[1]
+        def run(values: dict[str, Any], state: Any, params: Any) -> Any:
+            return self._make(**values).update(params, state, params)
 
+        values = {name: every[name] for name in names}
         try:
-            found = jax.eval_shape(run, {name: every[name] for name in names}, tree)
+            state = jax.eval_shape(self._make().init, tree)
+            closed, found = jax.make_jaxpr(run, return_shape=True)(values, state, tree)
         except Exception:  # whatever a factory does with what is no number yet
             return False
-        return _described(found) == wanted
+        rest = len(closed.jaxpr.invars) - len(names)
+        inputs = [frozenset({i}) for i in range(len(names))] + [frozenset()] * rest
+        # What an update does not read is in its state: optax.inject_hyperparams keeps it there.
+        read = frozenset().union(*dependence(closed.jaxpr, inputs, []))
+        return len(read) == len(names) and _described(found[1]) == wanted
+
+    def _state_of(self, tree: Any) -> Any:
+        """The optimizer's state after an update, described."""
+        tx = self._make()
+        try:
+            state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], tree)
+        except Exception as error:
+            raise GShardError(
+                f"{self.name} does not update these parameters from their gradients alone: {error}"
+            ) from error
+        return _described(state)
 
 
 def factory_of(optimizer_class: Any) -> Callable[..., Any]:
@@ -185,20 +222,26 @@ def factory_of(optimizer_class: Any) -> Callable[..., Any]:
     return optimizer_class
 
 
-def _defaults(factory: Callable[..., Any], name: str) -> dict[str, Any]:
-    """Arguments by name with their defaults; none where the factory takes any."""
+def _defaults(factory: Callable[..., Any], name: str) -> tuple[dict[str, Any], bool]:
+    """Arguments by name with their defaults, and whether the factory takes any others."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError) as error:
         raise ArgumentTypeError(f"optimizer_class={name}: {error}.") from error
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return {}
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return {p.name: p.default for p in named}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return {p.name: p.default for p in named}, takes_any
 
 
-def _state_of(tx: optax.GradientTransformation, tree: Any) -> Any:
-    return _described(jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], tree))
+def _named(given: Mapping[str, Any], known: Mapping[str, Any], takes_any: bool) -> dict[str, Any]:
+    """The arguments by the factory's own names."""
+    found = dict(given)
+    for alias, name in _ALIASES.items():
+        if alias in found and alias not in known and (takes_any or name in known):
+            if name in found:
+                raise GShardError(f"{alias}= and {name}= are the same hyperparameter. Pass one.")
+            found[name] = found.pop(alias)
+    return found
 
 
 def _described(state: Any) -> Any:
@@ -216,7 +259,15 @@ def _is_number(x: Any) -> bool:
 
 def _python(x: Any) -> Any:
     """A number as Python's: an array would bring its own dtype into the update."""
-    return x.item() if _is_number(x) and hasattr(x, "item") else x
+    if not _is_number(x):
+        return x
+    x = x.item() if hasattr(x, "item") else x
+    return x if isinstance(x, int) else float(x)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """As a file gives it back."""
+    return bool(np.all(x == y))
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -17,7 +17,6 @@ from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.data_parallel import DataParallel
 from gshard.paddle.wrapped import Wrapped, follow, kept, wrapped_models
 from gshard.plan import Plan
-from gshard.tree import flatten
 
 _HINT = (
     "Pass an nnx.Module, a gshard.DataParallel or its parameters(), a tree or an iterable of "
@@ -30,7 +29,9 @@ class Tree:
 
     accumulation: Accumulation | None = None
 
-    def __init__(self, tree: Any):
+    def __init__(self, tree: Any, several: bool = False):
+        """`several`: the tree is a list, of one tree a group."""
+        self._several = several
         leaves, structure = jax.tree.flatten(tree)
         self._fixed = {i: x for i, x in enumerate(leaves) if not is_trained(x)}
         self.tree = structure.unflatten([x if is_trained(x) else None for x in leaves])
@@ -51,14 +52,13 @@ class Tree:
 
     def group_tree(self, values: Any, labels: Sequence[int | None], group: int) -> Any:
         """The part of a tree like these values that is one group's."""
-        return values[group] if len(set(labels)) > 1 else values
+        return values[group] if self._several else values
 
     def with_group(
         self, labels: Sequence[int | None], group: Mapping[str, Any]
     ) -> tuple[Tree, list[int | None]]:
         """With one more group: a new target, and the labels."""
-        groups = sorted({label for label in labels if label is not None})
-        trees = [self.group_tree(self.result(), labels, g) for g in groups]
+        trees = self.result() if self._several else [self.result()]
         return _target([*trees, tree_of(group)])
 
     def write(self, new: Any) -> None:
@@ -74,8 +74,9 @@ class Tree:
 class Variables(Tree):
     """Variables of NNX that came without their model; they are set in place."""
 
-    def __init__(self, tree: Any):
-        self.tree = tree
+    def __init__(self, tree: Any, several: bool = False):
+        """`several`: the tree is a list, of one tree a group."""
+        self.tree, self._several = tree, several
 
     def result(self) -> Any:
         """What `step` returns."""
@@ -129,13 +130,35 @@ class Model(Tree):
         """The part of a tree like these values that is one group's."""
         if set(labels) == {group}:
             return values
-        paths, leaves, _ = flatten(values)
+        pairs = jax.tree_util.tree_leaves_with_path(values)
         own = {
-            tuple(path.split("/")): x
-            for path, x, label in zip(paths, leaves, labels, strict=True)
+            tuple(key.key for key in keys): x
+            for (keys, x), label in zip(pairs, labels, strict=True)
             if label == group
         }
         return traverse_util.unflatten_dict(own)
+
+    def with_group(
+        self, labels: Sequence[int | None], group: Mapping[str, Any]
+    ) -> tuple[Tree, list[int | None]]:
+        """The same model, and the labels with one more."""
+        keep, ids = self.accumulation, _ids(self.tree) if self.accumulation else []
+        added = jax.tree.leaves(tree_of(group), is_leaf=_is_variable)
+        where = [ids.index(id(x)) if id(x) in ids else None for x in added]
+        if not added or None in where:
+            raise GShardError(
+                "add_param_group: these are not parameters of the optimizer's DataParallel. Pass "
+                "Variables of it, or make another optimizer."
+            )
+        if any(i is not None and labels[i] is not None for i in where):
+            raise GShardError("add_param_group: the same leaf would be in two groups, twice.")
+        if keep is not None and keep.holds:
+            raise GShardError(
+                "add_param_group: there are gradients of backward that no step has used. Call "
+                "step() or zero_grad() before."
+            )
+        new = max(label for label in labels if label is not None) + 1
+        return self, [new if i in where else label for i, label in enumerate(labels)]
 
     def write(self, new: Any) -> None:
         """Sets them."""
@@ -153,6 +176,9 @@ def parameters(params: Any) -> tuple[Tree, list[int | None], list[dict[str, Any]
       GShardError: nothing to optimize, or something twice.
     """
     if isinstance(params, nnx.Module):
+        variables = jax.tree.leaves(nnx.state(params, nnx.Param), is_leaf=_is_variable)
+        if not isinstance(params, Wrapped) and _wrapped_with(variables):
+            return *_target([variables]), [{}]
         model = Model(params)
         return model, [0] * len(_checked(jax.tree.leaves(model.values()))), [{}]
     if isinstance(params, (str, bytes)) or _is_array(params) or not _is_container(params):
@@ -198,14 +224,22 @@ def _target(trees: list[Any]) -> tuple[Tree, list[int | None]]:
     labels: list[int | None] = [i for i, of in enumerate(leaves) for x in of if is_trained(x)]
     tree = trees[0] if len(trees) == 1 else trees
     if not _is_variable(every[0]):
-        return Tree(nnx.as_pure(tree)), labels
-    models = [model for model in wrapped_models() if set(map(id, every)) & set(_ids(model))]
+        return Tree(nnx.as_pure(tree), len(trees) > 1), labels
+    if len(labels) < len(every):
+        raise GShardError("params hold Variables of whole numbers, which have no gradient.")
+    models = _wrapped_with(every)
     if not models:
-        return Variables(tree), labels
+        return Variables(tree, len(trees) > 1), labels
     if len(models) > 1 or not set(map(id, every)) <= set(_ids(models[0])):
         raise GShardError("params are not all of one wrapped model. Make one optimizer for each.")
     of = dict(zip(map(id, every), labels, strict=True))
     return Model(models[0]), [of.get(i) for i in _ids(models[0])]
+
+
+def _wrapped_with(variables: list[Any]) -> list[Any]:
+    """The wrapped models that some of the Variables belong to."""
+    ids = set(map(id, variables))
+    return [model for model in wrapped_models() if not ids.isdisjoint(_ids(model))]
 
 
 def _ids(model: Any) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard.arguments import shown
@@ -24,10 +25,11 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
     Raises:
       GShardError: names the entries that are missing, unknown, or of another shape.
     """
-    states = entries(states)
+    states = entries(states, len(wanted))
     if not isinstance(states, Sequence) or len(states) != len(wanted):
         raise GShardError(
-            f"load_state_dict: {shown(states)} are not the states of {len(wanted)} groups."
+            f"load_state_dict: {shown(states)} are not the states of {len(wanted)} groups. Pass "
+            "what state_dict() returned, or the state of a plain optimizer. Nothing was changed."
         )
     found, missing, unknown, wrong = [], [], [], []
     for g, (state, like) in enumerate(zip(states, wanted, strict=True)):
@@ -37,8 +39,8 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
         missing += [prefix + path for path in paths if path not in given]
         unknown += [prefix + path for path in given if path not in paths]
         for path, x in zip(paths, leaves, strict=True):
-            if path in given and np.shape(given[path]) != x.shape:
-                wrong.append(f"{prefix}{path} has shape {np.shape(given[path])}, not {x.shape}")
+            if path in given and (says := _wrong(given[path], x)):
+                wrong.append(f"{prefix}{path} {says}")
         if not (missing or unknown or wrong):
             found.append(jax.tree.unflatten(structure, [given[path] for path in paths]))
     told = [("missing ", missing), ("unknown ", unknown), ("", wrong)]
@@ -48,10 +50,25 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
     return found
 
 
-def entries(given: Any) -> Any:
-    """A list, also where a file made a mapping from "0", "1", ... of it."""
-    if isinstance(given, Mapping):
-        return [given[str(i)] for i in range(len(given)) if str(i) in given]
+def _wrong(value: Any, like: Any) -> str:
+    """What is wrong with a value, in words; empty where nothing is."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        same = getattr(value, "dtype", None) == like.dtype and value.shape == like.shape
+        return "" if same else "is not a key of the same kind"
+    x = np.asarray(value)
+    if x.shape != like.shape:
+        return f"has shape {x.shape}, not {like.shape}"
+    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
+        return "is no array of numbers"
+    if np.iscomplexobj(x) and not jnp.issubdtype(like.dtype, jnp.complexfloating):
+        return "is complex"
+    return ""
+
+
+def entries(given: Any, count: int) -> Any:
+    """A list, also where a file made a mapping from "0", "1", ... of it, without what is empty."""
+    if isinstance(given, Mapping) and {*given} <= {str(i) for i in range(count)}:
+        return [given.get(str(i), {}) for i in range(count)]
     return given
 
 
@@ -61,6 +78,14 @@ def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
     Raises:
       GShardError: names an entry that differs.
     """
+    sound = isinstance(parts, Sequence) and all(
+        isinstance(group, Mapping) and all(isinstance(x, Mapping) for x in group.values())
+        for group in parts
+    )
+    if not sound:
+        raise GShardError(
+            f"load_state_dict: parts={shown(parts)} are not what state_dict(whole=False) returned."
+        )
 
     def described(of: Any) -> dict[str, Any]:
         return {
