@@ -184,3 +184,23 @@ NOT_OPTIMIZERS = {
     "measure_with_ema": "no update: it watches",
     "snapshot": "no update: it watches",
 }
+
+# One of each kind, in two groups, each with its level: moments factored, by dimension or by leaf;
+# norms of a unit, a leaf or all; signs, products, projections; numbers of the whole tree; the loss;
+# copies of the parameters; keys; wrappers that mask, label, flatten, count or choose.
+KINDS = [
+    (
+        (
+            "sm3", "factored adafactor", "galore", "polyak_sgd", "sam", "schedule_free_adamw",
+            "add_noise", "multi_transform", "apply_if_finite(MultiSteps(lamb))",
+        ),
+        "os",
+    ),
+    (
+        (
+            "lion", "clip, adamw, warm-up, mask", "novograd", "adaptive_grad_clip", "muon",
+            "prodigy", "momo", "lookahead", "mechanize", "flatten", "freeze", "centralize",
+        ),
+        "p_g_os",
+    ),
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """One of several processes that train in Paddle's rhythm; `test_paddle_processes.py` starts them.
 
-    python -m tests.paddle_worker COORDINATOR PROCESSES RANK FILE
+    python -m tests.paddle_worker COORDINATOR PROCESSES RANK FILE LEVEL
 
 Every process passes its own rows. What it saw goes to FILE, checkpoints beside it.
 """
@@ -16,7 +16,7 @@ import gshard
 LEVELS, STEPS, ROWS = ("os", "p_g_os"), 3, 16
 
 
-def main(coordinator: str, processes: int, rank: int, file: str) -> None:
+def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
     gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
 
@@ -28,21 +28,19 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
         each = ROWS // processes
         return {name: x[rank * each : (rank + 1) * each] for name, x in rows(ROWS, seed).items()}
 
-    found = {}
-    for level in LEVELS:
-        model, optimizer, _ = wrap(level)
-        found[f"{level}/losses"] = np.array(train(model, optimizer, map(own, range(STEPS - 1))))
-        folder = Path(file).with_name(level)
-        gshard.save_group_sharded_model(model, folder, optimizer)
-        other, its, _ = wrap("os_g", Net(7))
-        gshard.load_group_sharded_model(other, folder, its)
-        with other.no_sync():
-            other.backward(loss_fn, own(STEPS - 1))
-        gshard.fused_allreduce_gradients(other.parameters(), None)
-        its.step()
-        found |= {f"{level}/params/{name}": x for name, x in other.state_dict().items()}
-    np.savez(file, **found)
+    model, optimizer, _ = wrap(level)
+    losses = np.array(train(model, optimizer, map(own, range(STEPS - 1))))
+    folder = Path(file).with_name(level)
+    gshard.save_group_sharded_model(model, folder, optimizer)
+    other, its, _ = wrap("os_g", Net(7))
+    gshard.load_group_sharded_model(other, folder, its)
+    with other.no_sync():
+        other.backward(loss_fn, own(STEPS - 1))
+    gshard.fused_allreduce_gradients(other.parameters(), None)
+    its.step()
+    params = {f"params/{name}": x for name, x in other.state_dict().items()}
+    np.savez(file, losses=losses, **params)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

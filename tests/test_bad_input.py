@@ -472,7 +472,15 @@ def test_an_array_of_the_state_in_the_batch():
     step(state, {**batch(), "step": 1})
 
 
-@pytest.mark.parametrize("step", ["a", 1.5, np.float32(1), np.arange(3)])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "a",
+        pytest.param(1.5, marks=pytest.mark.slow),
+        pytest.param(np.float32(1), marks=pytest.mark.slow),
+        np.arange(3),
+    ],
+)
 def test_a_step_count_that_cannot_be(step):
     state, plan = divided()
     with refused("step is"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard import fit
+from tests.tiers import quick
 from tests.zoo import ZOO, feature_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
@@ -74,8 +76,21 @@ def assert_untouched(tree: Any, before: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), want)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    ("source", "level"),
+    quick(
+        itertools.product(SOURCES, LEVELS),
+        [
+            ("numpy", "os"),
+            ("uncommitted", "p_g_os"),
+            ("committed", "dp"),
+            ("another device", "os_g"),
+            *(("on the mesh", level) for level in LEVELS),
+            ("divided", "os"),
+            ("divided", "p_g_os"),
+        ],
+    ),
+)
 def test_the_callers_arrays_live_on(source, level):
     state = SOURCES[source](MODEL.state(optax.adam(1e-2)))
     before, theirs = host_copy(state), buffers(state)
@@ -103,7 +118,7 @@ def test_params_and_tx_live_on(level):
     assert_untouched(params, before)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_an_nnx_model_and_its_clones_live_on(level):
     model, optimizer = NNX_MODEL.state(optax.adam(1e-2))
     clone, held = nnx.clone(model), nnx.state(model)
@@ -124,7 +139,7 @@ def test_an_nnx_model_and_its_clones_live_on(level):
     optimizer.update(model, grads)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_without_donation_every_state_lives_on(level):
     state, plan = gshard.shard_train_state(
         MODEL.state(optax.adam(1e-2)), gshard.make_mesh(), level, **MODEL.options()
@@ -201,9 +216,22 @@ def bytes_on_one_device(tree: Any) -> int:
     )
 
 
-@pytest.mark.parametrize("devices", [4, 5])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "level", "devices"),
+    quick(
+        itertools.product(OPTIMIZERS, LEVELS, [4, 5]),
+        [
+            ("adamw", "dp", 4),
+            ("adamw", "os", 5),
+            ("adamw", "os_g", 4),
+            ("adamw", "p_g_os", 5),
+            ("adafactor", "os", 5),
+            ("adafactor", "p_g_os", 4),
+            ("sgd", "os_g", 5),
+            ("clip", "os_g", 5),
+        ],
+    ),
+)
 def test_every_byte_is_aliased(name, level, devices):
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     state, plan = gshard.shard_train_state(
@@ -215,7 +243,7 @@ def test_every_byte_is_aliased(name, level, devices):
     assert memory.alias_size_in_bytes == expected
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_every_byte_is_aliased_nnx(level):
     pair, plan = gshard.shard_train_state(
         NNX_MODEL.state(optax.adamw(1e-3)), gshard.make_mesh(), level, **NNX_MODEL.options()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 
@@ -49,7 +51,7 @@ def loss_fn(p, b):
     return cross_entropy(Net().apply({"params": p}, b["x"]), b["y"]).mean()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_eval_step_full_params_and_unwrap(level):
     start = params(Net())["params"]
     tx = optax.adam(1e-2)
@@ -143,8 +145,10 @@ class WithStats(TrainState):
     seen: Any
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("micro_batches", "level"),
+    quick(itertools.product([1, 3], LEVELS), [(1, "dp"), (3, "os"), (3, "os_g"), (1, "p_g_os")]),
+)
 def test_batch_stats_come_back_as_one_value(level, micro_batches):
     net = Net(norm=True)
     start = params(net)
@@ -181,7 +185,7 @@ def test_batch_stats_come_back_as_one_value(level, micro_batches):
     np.testing.assert_allclose(mean, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["p_g_os"]))
 def test_with_sync_buffers_those_of_the_first_device_count(level):
     class State(TrainState):
         seen: Any
@@ -214,7 +218,7 @@ def test_with_sync_buffers_those_of_the_first_device_count(level):
         gshard.make_train_step(loss, plan, sync_buffers=1)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_batch_norm_over_the_data_axes_is_one_device(level):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     net, synced = Net(norm=True), Net(norm=True, axes=("shard",))

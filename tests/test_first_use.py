@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from flax import nnx
 import gshard
 from gshard.equations import all_equations
 from gshard.hlo import read_program
+from tests.tiers import quick
 
 D, LAYERS, ROWS = 16, 6, 8
 
@@ -182,13 +185,21 @@ def assert_gradients(loss, level, tolerance=2e-6, **options):
         assert error <= tolerance * largest, (name, error / largest)
 
 
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
-@pytest.mark.parametrize("name", LOSSES)
+QUICK_OS_G = ("unrolled", "scan", "scan, checkpoint", "conditional and loop")
+
+
+@pytest.mark.parametrize(
+    ("name", "level"),
+    quick(
+        itertools.product(LOSSES, ["os_g", "p_g_os"]),
+        [*((name, "os_g") for name in QUICK_OS_G), *((name, "p_g_os") for name in LOSSES)],
+    ),
+)
 def test_gradients_are_those_of_one_device(name, level):
     assert_gradients(LOSSES[name], level)
 
 
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))
 def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
     assert_gradients(LOSSES["scan"], level, n=2, rules=lambda leaf: None)
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
@@ -259,8 +270,12 @@ def test_a_cast_is_applied_to_the_part_so_that_the_compute_dtype_travels():
     assert types and all("bf16" in line.rsplit("->", 1)[1] for line in types)
 
 
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(
+    ("remat", "level"),
+    quick(
+        itertools.product([False, True], ["os_g", "p_g_os"]), [(False, "os_g"), (True, "p_g_os")]
+    ),
+)
 def test_the_gradients_of_a_scan_are_stacked_in_the_dtype_that_they_move_in(remat, level):
     """Half of the memory; they become float32 after the loop, the same numbers."""
 
@@ -323,7 +338,7 @@ class Hazards(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))
 def test_nnx_views_and_weight_norm(level):
     def loss(model, batch):
         return cross_entropy(model(batch["ids"]), batch["labels"])
@@ -353,7 +368,7 @@ class Normed(nn.Module):
         return nn.Dense(24)(nn.Dense(D, name="twice")(jnp.tanh(x)))
 
 
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["os_g"]))
 def test_linen_weight_norm(level):
     model = Normed()
     start = model.init(jax.random.key(0), rows()["ids"])["params"]

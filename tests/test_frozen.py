@@ -15,6 +15,7 @@ from flax import nnx, traverse_util
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 OPTIONS: dict[str, Any] = {"segment_size": 8, "scan_axes": {"Lora_1/": 0}}
@@ -103,9 +104,7 @@ def assert_trained_alone(state, expected):
             assert x.dtype == FLAT[path].dtype
 
 
-@pytest.mark.parametrize(
-    "level", [x if x == "p_g_os" else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
-)
+@pytest.mark.parametrize("level", quick(LEVELS, ["p_g_os"]))
 def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_device(level, expected):
     state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
     step = gshard.make_train_step(loss_fn, plan, donate=False)
@@ -126,7 +125,7 @@ def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_device(level, expe
     assert jax.tree.map(lambda x: x.sharding, mine) == jax.tree.map(lambda x: x.sharding, state)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
     moments = [p for p, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
@@ -265,7 +264,7 @@ def nnx_loss(model, b):
     return ((model(b["x"]) - b["y"]) ** 2).mean()
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["p_g_os"]))
 def test_an_nnx_filter_says_what_is_trained(level):
     def pair():
         model = NnxNet(nnx.Rngs(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import gshard
 from gshard.buckets import layers
 from gshard.equations import all_equations
 from gshard.hlo import read_program
+from tests.tiers import quick
 
 WIDTH, LAYERS, ROWS = 12, 3, 16
 
@@ -95,15 +98,20 @@ MESHES = [{"a": 4}, {"a": 3}, {"a": 7}, {"a": 2, "b": 4}]
 
 
 @pytest.mark.parametrize(
-    "shape, name",
-    [
-        pytest.param(shape, name, marks=[pytest.mark.slow] if i > 1 and name != "scan" else [])
-        for i, shape in enumerate(MESHES)
-        for name in LOSSES
-    ],
+    "level, shape, name",
+    quick(
+        itertools.product(["os_g", "p_g_os"], MESHES, LOSSES),
+        [
+            ("os_g", {"a": 4}, "unrolled"),
+            ("p_g_os", {"a": 3}, "unrolled"),
+            ("os_g", {"a": 3}, "checkpoint"),
+            ("p_g_os", {"a": 4}, "checkpoint"),
+            ("os_g", {"a": 2, "b": 4}, "scan"),
+            ("p_g_os", {"a": 3}, "scan"),
+        ],
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
 def test_they_change_no_bit(name, level, shape):
     """Those of one device, to rounding; and those of leaf by leaf exactly."""
     found = []

@@ -1,7 +1,7 @@
 """Every level gives the numbers of one device, for every model of the zoo.
 
-The quick tier takes a set of cases in which every pair of (model, level, devices, micro-batches,
-check) occurs; the full product is `slow`.
+The quick tier takes a set of cases in which every pair of (MLP, level, devices, micro-batches,
+check) occurs, and a smaller one for GPTs, which take long to compile; the full product is `slow`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from flax import nnx
 
 import gshard
 from tests import reference
+from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
 # leaves of at most SEGMENT_SIZE elements stay whole, on purpose
@@ -124,18 +125,32 @@ def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         yield best
 
 
+MLPS = ("linen_mlp", "nnx_mlp")
+GPTS = ("linen_gpt", "nnx_gpt_scan_remat")
+# Each level is there, and every pair of (model, devices, micro-batches).
+QUICK_GPTS = [
+    Case("linen_gpt", "p_g_os", 3, 1, "adamw"),
+    Case("linen_gpt", "os_g", 8, 1, "gradient"),
+    Case("linen_gpt", "dp", 8, 2, "gradient"),
+    Case("nnx_gpt_scan_remat", "p_g_os", 8, 2, "gradient"),
+    Case("nnx_gpt_scan_remat", "os_g", 3, 2, "gradient"),
+    Case("nnx_gpt_scan_remat", "os", 3, 1, "gradient"),
+]
+QUICK = [
+    *(Case(*row) for row in pairwise(MLPS, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
+    *QUICK_GPTS,
+    Case("nnx_conv", "p_g_os", 5, 1, "gradient"),
+]
 # The other variants of the GPT differ from these where parameters are gathered, at p_g_os. More of
 # them, and their NNX twins, are in the full product.
-MAIN = ("linen_mlp", "nnx_mlp", "linen_gpt", "nnx_gpt_scan_remat")
-QUICK = [
-    *(Case(*row) for row in pairwise(MAIN, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
+MORE = [
+    *(Case(*row) for row in pairwise(MLPS + GPTS, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
     *(
         Case(name, "p_g_os", 4, 2, "gradient")
         for name in ("linen_gpt_scan_remat", "linen_gpt_tied")
     ),
     Case("nnx_gpt_tied", "p_g_os", 3, 1, "adamw"),
     Case("linen_conv", "os_g", 3, 2, "sgd"),
-    Case("nnx_conv", "p_g_os", 5, 1, "gradient"),
 ]
 FULL = [
     Case(model, level, devices, MICRO_BATCHES[(i + i // 3) % 3], check)  # they take turns
@@ -149,7 +164,7 @@ def name_of(case: Case) -> str:
     return "-".join(map(str, case))
 
 
-@pytest.mark.parametrize("case", QUICK, ids=name_of)
+@pytest.mark.parametrize("case", quick(dict.fromkeys(QUICK + MORE), QUICK), ids=name_of)
 def test_numbers_are_those_of_one_device(case):
     CHECKS[case.check](case, mesh_of(case.devices))
 
@@ -161,9 +176,14 @@ def test_numbers_of_the_full_product(case):
 
 
 def test_the_quick_tier_has_every_pair():
-    factors = (MAIN, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))
-    for (i, a), (j, b) in itertools.combinations(enumerate(factors), 2):
-        assert {(x, y) for x in a for y in b} <= {(case[i], case[j]) for case in QUICK}
+    of_gpts = [(case.model, case.devices, case.micro_batches) for case in QUICK_GPTS]
+    for rows, factors in (
+        (QUICK, (MLPS, LEVELS, DEVICES, MICRO_BATCHES, tuple(CHECKS))),
+        (of_gpts, (GPTS, (3, 8), (1, 2))),
+    ):
+        for (i, a), (j, b) in itertools.combinations(enumerate(factors), 2):
+            assert {(x, y) for x in a for y in b} <= {(row[i], row[j]) for row in rows}
+    assert {case.level for case in QUICK_GPTS} == set(LEVELS)
 
 
 @pytest.mark.parametrize("name", ["linen_mlp", "nnx_conv", "linen_gpt", "nnx_gpt_scan_remat"])
@@ -188,8 +208,16 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "level"),
+    quick(
+        itertools.product(MESHES, LEVELS),
+        [
+            *itertools.product(["4x2", "replica"], ["dp", "p_g_os"]),
+            *itertools.product(["2x4", "replica-2x2"], ["os", "os_g"]),
+        ],
+    ),
+)
 def test_gradients_on_several_axes(mesh, level):
     micro_batches = 2 if level == "os_g" else 1
     check_gradient(Case("linen_mlp", level, 8, micro_batches, "gradient"), MESHES[mesh]())
@@ -197,18 +225,33 @@ def test_gradients_on_several_axes(mesh, level):
 
 @pytest.mark.parametrize(
     ("name", "mesh", "level"),
-    [
-        *itertools.product(["linen_mlp"], ["2x4", "replica-2x2"], LEVELS[1:]),
-        pytest.param("nnx_gpt_scan", "2x4", "p_g_os", marks=pytest.mark.slow),
-    ],
+    quick(
+        [
+            *itertools.product(["linen_mlp"], ["2x4", "replica-2x2"], LEVELS[1:]),
+            ("nnx_gpt_scan", "2x4", "p_g_os"),
+        ],
+        [
+            ("linen_mlp", "2x4", "os"),
+            ("linen_mlp", "2x4", "p_g_os"),
+            ("linen_mlp", "replica-2x2", "os_g"),
+        ],
+    ),
 )
 def test_training_on_several_axes(name, mesh, level):
     check_training(Case(name, level, 8, 2, "adamw"), MESHES[mesh]())
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("shape", [(16, 3), (3, 16), (13, 3)], ids=str)
+SHAPES = ((16, 3), (3, 16), (13, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "level"),
+    quick(
+        itertools.product(SHAPES, MESHES, LEVELS),
+        list(pairwise(SHAPES, tuple(MESHES), LEVELS)),
+    ),
+    ids=str,
+)
 def test_axis_order_by_value(mesh, level, shape):
     """The gradient of `mean(sum(w * x))` is the mean of x, whose entries all differ."""
     weights = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
@@ -233,7 +276,13 @@ def test_axis_order_by_value(mesh, level, shape):
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("name", [name for name in ZOO if ZOO[name].stacked])
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        [name for name in ZOO if ZOO[name].stacked],
+        ["linen_gpt_scan", "linen_gpt_scan_boxed", "nnx_gpt_scan_remat"],
+    ),
+)
 def test_the_axis_of_layers_is_never_divided(name, devices):
     model = ZOO[name]
     abstract = jax.sharding.AbstractMesh(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 
@@ -14,6 +15,7 @@ from flax.training.train_state import TrainState
 import gshard
 from benchmarks.models import PROBLEMS
 from gshard.hlo import read_program
+from tests.tiers import quick
 
 # What costs something: the guard adds comparisons, selections and sums, which are fused.
 HEAVY = ("dot", "convolution", "while", "conditional", "scatter", "gather", "sort", "transpose")
@@ -49,8 +51,13 @@ def by_jit(problem, guarded):
     return compiled(jax.jit(step, donate_argnums=(0, 1, 2)), *state, problem.batch(ROWS))
 
 
-@pytest.mark.parametrize("level", ["dp", "p_g_os"])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    quick(
+        itertools.product(PROBLEMS, ["dp", "p_g_os"]),
+        [("mlp", "dp"), ("mlp", "p_g_os"), ("gpt-scan", "p_g_os")],
+    ),
+)
 def test_one_device_costs_what_jit_costs(name, level):
     problem = PROBLEMS[name]()
     plain, memory = by_jit(problem, guarded=False)

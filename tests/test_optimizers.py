@@ -1,13 +1,14 @@
 """Every optimizer of optax trains as on one device: the same parameters after five steps.
 
-The quick tier takes one gradient for all of a group, along the way of plain SGD, in the user's own
-loop; the full product trains with each alone, by `make_train_step`.
+The quick tier takes one of each kind, and one gradient for all of a group, along the way of plain
+SGD, in the user's own loop. The slow one takes all of them so, and each alone by `make_train_step`.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ import optax
 import pytest
 
 import gshard
-from tests.optimizers import NOT_OPTIMIZERS, OPTIMIZERS, RATE, UNSUPPORTED, fast_alone
+from tests.optimizers import KINDS, NOT_OPTIMIZERS, OPTIMIZERS, RATE, UNSUPPORTED, fast_alone
+from tests.tiers import quick
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 STEPS = 5
@@ -174,12 +176,10 @@ def parts_of(names: Any, size: int = 12) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     ("names", "level"),
-    [
-        # In the quick tier the two levels take turns.
-        pytest.param(names, level, marks=[] if i % 2 == j else pytest.mark.slow)
-        for i, names in enumerate(parts_of(OPTIMIZERS))
-        for j, level in enumerate(["os", "p_g_os"])
-    ],
+    quick(
+        [*KINDS, *itertools.product(parts_of(OPTIMIZERS), ["os", "p_g_os"])],
+        KINDS,
+    ),
     ids=lambda x: x if isinstance(x, str) else x[0],
 )
 def test_every_optimizer_updates_as_on_one_device(names, level):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 import gshard
 from examples import paddle_custom_operator, paddle_words
 from gshard.hlo import read_program
+from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
 LEVELS = ("os", "os_g", "p_g_os")
@@ -94,8 +96,13 @@ def assert_same(found, wanted, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(found[name], wanted[name], rtol=rtol, atol=atol, err_msg=name)
 
 
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
-@pytest.mark.parametrize("devices", [1, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("devices", "level"),
+    quick(
+        itertools.product([1, 3, 5, 8], ["dp", *LEVELS]),
+        [(1, "dp"), *((3, level) for level in LEVELS), (5, "os"), (8, "os_g"), (8, "p_g_os")],
+    ),
+)
 def test_the_numbers_of_one_device(level, devices):
     batches = [rows(120, seed) for seed in range(4)]
     model, optimizer, scaler = wrap(level, **groups(devices))
@@ -107,7 +114,7 @@ def test_the_numbers_of_one_device(level, devices):
     assert int(optimizer.step) == 4
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_micro_batches_add_up_to_one_large(level):
     """T2, T16: k calls of `backward`, each of a loss divided by k."""
     batch = rows(80, 0)
@@ -124,7 +131,7 @@ def test_micro_batches_add_up_to_one_large(level):
     assert_same(model.state_dict(), on_one_device([batch] * 3)[1])
 
 
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
+@pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["dp", "os_g", "p_g_os"]))
 def test_no_sync_adds_up_and_moves_no_gradient(level):
     """D1, D5: two calls that stay local and one that reduces are three that reduce."""
     batches = [rows(16, seed) for seed in range(3)]
@@ -184,8 +191,13 @@ def test_no_buckets_is_bit_equal(level):
     assert_same(*found, rtol=0, atol=0 if exact else 2e-7)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("way", ["groups", "mesh"])
+@pytest.mark.parametrize(
+    ("way", "level"),
+    quick(
+        itertools.product(["groups", "mesh"], LEVELS),
+        [("mesh", "os"), ("groups", "os_g"), ("groups", "p_g_os")],
+    ),
+)
 def test_copies_of_the_divided_state(level, way):
     """T13, T14: 2 x 2 is 4 devices, and one."""
     batches = [rows(16, seed) for seed in range(3)]
@@ -265,8 +277,13 @@ def in_dtype(model, dtype):
     return model
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("level", "offload"),
+    quick(
+        itertools.product(LEVELS, [False, True]),
+        [("os", True), ("os_g", False), ("p_g_os", True), ("p_g_os", False)],
+    ),
+)
 def test_bfloat16_at_every_level(level, offload):
     """T10, T19, T26, T28: models in bfloat16 alone, offloaded too; no scaler."""
     batches = [rows(16, seed) for seed in range(2)]
@@ -302,7 +319,7 @@ def test_a_layer_may_return_numbers(level):
     assert model(batches[0]["x"])[1:2] == (3,) and model(batches[0]["x"])[3] is None
 
 
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
+@pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["dp", "p_g_os"]))
 def test_float16_with_a_scaler(level):
     """T8, T17: scaled gradients train as on one device, a bad step changes nothing."""
 
@@ -424,7 +441,7 @@ def test_training_and_evaluation_and_arguments_that_are_no_arrays():
     np.testing.assert_allclose(model(x, 2.0, mode="other"), plain(x, 2.0), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_in_your_own_loop(level):
     batches = [rows(16, seed) for seed in range(4)]
     model, optimizer, _ = wrap(level)
@@ -442,7 +459,7 @@ def test_in_your_own_loop(level):
     assert_same(model.state_dict(), on_one_device(batches)[1])
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_a_model_is_called_with_any_rows(level):
     model, _, _ = wrap(level, **groups(3))
     plain = Net()
@@ -452,7 +469,7 @@ def test_a_model_is_called_with_any_rows(level):
     assert isinstance(model, Net) and model.first.in_features == 13
 
 
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
+@pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["os", "p_g_os"]))
 def test_state_dicts_go_anywhere(level, tmp_path):
     """T4, T22, T33: whole values, also into another level on another number of devices."""
     batches = [rows(120, seed) for seed in range(5)]
@@ -581,9 +598,18 @@ class Noisy(Normed):
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm")
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
-@pytest.mark.parametrize("devices", [1, 3, 8])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(
+    ("first", "devices", "level"),
+    quick(
+        itertools.product([False, True], [1, 3, 8], ["dp", *LEVELS]),
+        [
+            (False, 3, "dp"),
+            (True, 8, "os"),
+            (True, 3, "os_g"),
+            (False, 3, "p_g_os"),
+        ],
+    ),
+)
 def test_no_sync_leaves_buffers_on_their_devices(level, devices, first):
     """Nothing is sent inside, and what comes out is what comes of averaging every time."""
     batches = [rows(48, seed) for seed in range(4)]
@@ -638,7 +664,7 @@ def test_buffers_of_no_sync_are_there_when_they_are_asked_for(act):
 
 
 @pytest.mark.filterwarnings("ignore:.*BatchNorm")
-@pytest.mark.parametrize("level", ["dp", *LEVELS])
+@pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["os_g", "p_g_os"]))
 def test_state_dicts_before_and_after_wrapping(level, tmp_path):
     """What was never wrapped has the same names and values, takes them and gives them."""
     tx = optax.adamw(1e-2)
@@ -963,7 +989,7 @@ def test_what_is_in_the_way_or_damaged(tmp_path):
         gshard.load(tmp_path / "good")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g"]))
 def test_the_example_learns_words(level, capsys):
     """Real text: better than guessing among 1000 words by far, and as on one device."""
     losses, model = paddle_words.train(level, 25)

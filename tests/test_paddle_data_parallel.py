@@ -12,6 +12,7 @@ from flax import nnx
 import gshard
 from gshard.hlo import read_program
 from tests.test_paddle import WIDTH, Net, assert_same, loss_fn, on_one_device, rows, whole
+from tests.tiers import quick
 
 
 def step(model, optimizer):
@@ -19,7 +20,7 @@ def step(model, optimizer):
     model.clear_gradients()
 
 
-@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("devices", quick([1, 3, 8], [3, 8]))
 def test_every_third_step_reduces(devices):
     """D1: two of three calls stay local; losses and parameters are those of a local run."""
     model = gshard.DataParallel(Net(), group=gshard.new_group(list(range(devices))))

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 DEVICES, ROWS = 3, 12
@@ -82,7 +83,7 @@ def moved(state) -> float:
     return float(max(jax.tree.leaves(changes)))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_the_numbers_of_one_device_and_both_loops_agree(level):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     state, plan = divided(level, tx)
@@ -118,7 +119,7 @@ def test_the_numbers_of_one_device_and_both_loops_agree(level):
             np.testing.assert_array_equal(low, x.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["dp", "os_g", "p_g_os"]))
 def test_what_lies_and_moves_in_which_dtype(level):
     state, plan = divided(level, optax.adam(1e-3))
     step = gshard.make_train_step(loss_fn, plan, donate=False, micro_batches=2)
@@ -218,7 +219,7 @@ def test_exceptions_stay_and_need_no_copy():
         np.testing.assert_allclose(x, want, rtol=0, atol=BF16 * far)
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["p_g_os"]))
 def test_parameters_that_are_replaced_count(level):
     """Loaded weights, a clipped norm: not undone by the copy."""
     state, plan = divided(level)

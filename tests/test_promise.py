@@ -13,6 +13,7 @@ import pytest
 
 import gshard
 from gshard.shard import lower_init
+from tests.tiers import quick
 
 D, LAYERS, ROWS = 32, 8, 64
 
@@ -85,15 +86,19 @@ def mesh_of(name):
 
 
 CASES = list(itertools.product(["dp", "os", "os_g", "p_g_os"], MESHES, [True, False], [1, 4]))
-QUICK = {
-    (level, mesh, mesh in ("8", "2x4"), 4 if mesh != "2x4" else 1) for level, mesh, _, _ in CASES
-}
+QUICK = [
+    ("dp", "8", True, 4),
+    ("os", "3", False, 4),
+    ("os", "2x4", True, 1),
+    ("os_g", "8", True, 4),
+    ("os_g", "2 replicas", False, 4),
+    ("p_g_os", "1", False, 4),
+    ("p_g_os", "3", False, 4),
+    ("p_g_os", "2x4", True, 1),
+]
 
 
-@pytest.mark.parametrize(
-    "level, mesh, scan, k",
-    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES],
-)
+@pytest.mark.parametrize("level, mesh, scan, k", quick(CASES, QUICK))
 def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
     mesh = mesh_of(mesh)
     state, plan, step, _, _ = make(scan, scan, level, mesh, micro_batches=k)
@@ -163,7 +168,10 @@ def test_one_micro_batch_makes_os_and_os_g_the_same_program():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("scan, remat", list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize(
+    "scan, remat",
+    quick(itertools.product([True, False], repeat=2), [(True, False), (False, True)]),
+)
 def test_os_g_holds_a_divided_gradient(scan, remat):
     """Temporaries <= activations + gradient/N + 2 buckets, at four micro-batches."""
     mesh = gshard.make_mesh()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,12 @@ import gshard
 from gshard.hlo import read_program
 from tests.ahead_of_time import found_by
 from tests.test_first_use import LAYERS, LOSSES, D, cross_entropy, layer, one_device, params, rows
+from tests.tiers import quick
 
 MESHES = {"4": {"shard": 4}, "6": {"shard": 6}, "2x4": {"a": 2, "b": 4}, "4x2": {"a": 4, "b": 2}}
 # On 2x4 half of the last axis, all of it; on 4x2 the last axis and half of the one before it.
 SUB_GROUPS = [("4", 2), ("6", 3), ("6", 2), ("2x4", 2), ("2x4", 4), ("4x2", 2), ("4x2", 4)]
+QUICK_GROUPS = [("6", 3), ("2x4", 2), ("4x2", 4)]
 
 
 def divided(loss, shape, reshard, **options):
@@ -45,26 +49,18 @@ def assert_gradients(loss, shape, reshard, tolerance=3e-6, **options):
         assert error <= tolerance * largest, (name, error / largest)
 
 
-QUICK = ("unrolled", "scan", "scan, checkpoint", "tied")
+QUICK = {"unrolled": False, "scan": 2, "scan, checkpoint": False, "tied": 2}
 
 
 @pytest.mark.parametrize(
-    "name, reshard",
-    [
-        pytest.param(name, reshard, marks=[] if name in QUICK else pytest.mark.slow)
-        for reshard in (False, 2)
-        for name in LOSSES
-    ],
+    "name, reshard", quick(itertools.product(LOSSES, (False, 2)), list(QUICK.items()))
 )
 def test_the_gradients_of_one_device(name, reshard):
     assert_gradients(LOSSES[name], MESHES["4"], reshard)
 
 
-@pytest.mark.parametrize("mesh, n", SUB_GROUPS)
-@pytest.mark.parametrize(
-    "name",
-    ["unrolled", *(pytest.param(n, marks=pytest.mark.slow) for n in QUICK[1:])],
-)
+@pytest.mark.parametrize("mesh, n", quick(SUB_GROUPS, QUICK_GROUPS))
+@pytest.mark.parametrize("name", quick(QUICK, ["unrolled"]))
 def test_parts_of_any_sub_group_come_together_in_order(name, mesh, n):
     assert_gradients(LOSSES[name], MESHES[mesh], n)
 
@@ -235,8 +231,18 @@ HARD = {
 }
 
 
-@pytest.mark.parametrize("reshard", [True, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", HARD)
+# The others are close to one of these.
+QUICK_HARD = [
+    "a copy that is not differentiated",
+    "here, and a view in a checkpoint",
+    "casts of views",
+    "returned by a call",
+    "computed from it",
+]
+
+
+@pytest.mark.parametrize("reshard", quick([True, 2], [True]))
+@pytest.mark.parametrize("name", quick(HARD, QUICK_HARD))
 def test_unusual_uses_keep_their_gradient_and_the_promise(name, reshard):
     def loss(p, batch):
         x = HARD[name](p["embed"][batch["ids"]], p["stack"][0])

@@ -13,6 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
 CALLS = 3
@@ -83,10 +84,20 @@ def assert_divided(grads, expected, plan):
 
 @pytest.mark.parametrize(
     ("level", "accumulate", "mesh"),
-    [
-        *itertools.product(LEVELS, ["local", "scatter"], ["3"]),
-        *itertools.product(["os_g", "p_g_os"], ["local", "scatter"], ["replica 2x2"]),
-    ],
+    quick(
+        [
+            *itertools.product(LEVELS, ["local", "scatter"], ["3"]),
+            *itertools.product(["os_g", "p_g_os"], ["local", "scatter"], ["replica 2x2"]),
+        ],
+        [
+            ("dp", "scatter", "3"),
+            ("os", "local", "3"),
+            ("os_g", "scatter", "3"),
+            ("p_g_os", "local", "3"),
+            ("os_g", "local", "replica 2x2"),
+            ("p_g_os", "scatter", "replica 2x2"),
+        ],
+    ),
 )
 def test_several_calls_are_one_with_all_rows(level, accumulate, mesh):
     state, plan = divided(level, mesh)
@@ -187,7 +198,7 @@ QUICK = [("p_g_os", "replica 2x2")]
 
 @pytest.mark.parametrize(
     ("level", "mesh"),
-    [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow) for c in SYNCED],
+    quick(SYNCED, QUICK),
 )
 def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
     """Over shard group and replicas, padded and whole leaves too; nothing is left for the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 DEVICES, ROWS, STEPS = 3, 12, 3
 
@@ -88,8 +90,13 @@ def loss_of(model):
     return loss
 
 
-@pytest.mark.parametrize("level", ["os", pytest.param("os_g", marks=pytest.mark.slow), "p_g_os"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    quick(
+        itertools.product(MODELS, ["os", "os_g", "p_g_os"]),
+        [("mixed", "os"), *((name, "p_g_os") for name in MODELS)],
+    ),
+)
 def test_every_kind_of_tree_trains_as_on_one_device(name, level):
     model = MODELS[name]
     variables = model.init(jax.random.key(0), rows(0)["x"])

@@ -15,6 +15,7 @@ from gshard import buckets, collectives
 from gshard.hlo import read_program
 from gshard.places import by_first_use
 from tests.ahead_of_time import found_by
+from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
 
@@ -122,8 +123,13 @@ def test_sums_over_replicas_are_apart_too():
     assert sorted(of_parts) == sorted([960 // 4, 320 // 4, 384 // 4, 8 + 40 + 24])
 
 
-@pytest.mark.parametrize("level", ["dp", "os", "p_g_os"])
-@pytest.mark.parametrize(("devices", "replica"), [(3, 1), (5, 1), (8, 2)])
+@pytest.mark.parametrize(
+    ("devices", "replica", "level"),
+    quick(
+        [(*mesh, level) for mesh in ((3, 1), (5, 1), (8, 2)) for level in ("dp", "os", "p_g_os")],
+        [(3, 1, "os"), (5, 1, "p_g_os"), (8, 2, "dp")],
+    ),
+)
 def test_turns_change_no_number(devices, replica, level):
     states = []
     for size in (0, 100, 1000, 2**23):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 import gshard
 from tests import reference
+from tests.tiers import quick
 from tests.two_processes_worker import RUNS, train
 from tests.zoo import ZOO
 
@@ -24,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 PROCESSES, DEVICES_EACH, LIMIT = 2, 2, 300  # LIMIT: seconds for all of them together
 
 
-def run_workers(folder: Path, module: str = "two_processes_worker") -> list[dict[str, np.ndarray]]:
-    """What each process saved. No process is left behind, whatever happens."""
+def run_workers(folder: Path, module: str, what: str) -> list[dict[str, np.ndarray]]:
+    """What each process saved of `what`. No process is left behind, whatever happens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -37,7 +39,7 @@ def run_workers(folder: Path, module: str = "two_processes_worker") -> list[dict
     try:
         for rank in range(PROCESSES):
             command = [sys.executable, "-m", f"tests.{module}", coordinator]
-            command += [str(PROCESSES), str(rank), str(files[rank])]
+            command += [str(PROCESSES), str(rank), str(files[rank]), what]
             with logs[rank].open("w") as log:
                 workers.append(
                     subprocess.Popen(
@@ -66,10 +68,17 @@ def wait(workers: list[subprocess.Popen], deadline: float) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("processes"))
+    """`found(tier)`: what the processes saved of its runs."""
+
+    @functools.cache
+    def of(tier):
+        return run_workers(tmp_path_factory.mktemp(tier), "two_processes_worker", tier)
+
+    return of
 
 
 def test_ranks_and_devices(found):
+    found = found("quick")
     for rank, process in enumerate(found):
         assert process["ranks"].tolist() == [rank, PROCESSES]
         assert process["devices"].tolist() == [DEVICES_EACH, PROCESSES * DEVICES_EACH]
@@ -77,12 +86,17 @@ def test_ranks_and_devices(found):
     assert (found[0]["group"] == found[1]["group"]).all()
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.model}-{run.level}")
+@pytest.mark.parametrize(
+    "run",
+    quick([*RUNS["quick"], *RUNS["slow"]], RUNS["quick"]),
+    ids=lambda run: f"{run.model}-{run.level}",
+)
 def test_numbers_are_those_of_one_process(found, run):
     mesh = gshard.make_mesh(devices=jax.devices()[: PROCESSES * DEVICES_EACH])
     losses, params = train(run, mesh, rank=0, world_size=1)
-    i = RUNS.index(run)
-    for process in found:
+    tier = "quick" if run in RUNS["quick"] else "slow"
+    i = RUNS[tier].index(run)
+    for process in found(tier):
         reference.assert_same_values(process[f"{i}/losses"], losses, 1e-6)
         prefix = f"{i}/params/"
         theirs = {key.removeprefix(prefix): x for key, x in process.items() if prefix in key}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from tests import reference
+from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO, cross_entropy, feature_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
@@ -86,20 +88,13 @@ def run_step(name: str, level: str, micro_batches: int) -> tuple[list[Any], dict
     return losses, reference.flat(gshard.full_params(state))
 
 
-def cases(small: str, large: str) -> list[Any]:
-    """The small model at every level, the large one where it differs most; the rest is slow."""
-    return [
-        *((small, level) for level in LEVELS),
-        *(slow(large, level) for level in LEVELS[:-1]),
-        (large, LEVELS[-1]) if large == "linen_gpt_scan" else slow(large, LEVELS[-1]),
-    ]
-
-
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("name", "level"), cases("linen_mlp", "linen_gpt_scan"))
+@pytest.mark.parametrize(
+    ("name", "level"),
+    quick(
+        itertools.product(["linen_mlp", "linen_gpt_scan"], LEVELS),
+        [("linen_mlp", "dp"), ("linen_mlp", "os"), ("linen_mlp", "p_g_os")],
+    ),
+)
 def test_linen_loop(name, level):
     model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
     state, plan = gshard.shard_train_state(
@@ -123,7 +118,13 @@ def test_linen_loop(name, level):
     check_against_step(name, level, micro_batches, losses, state)
 
 
-@pytest.mark.parametrize(("name", "level"), cases("nnx_mlp", "nnx_gpt_scan"))
+@pytest.mark.parametrize(
+    ("name", "level"),
+    quick(
+        itertools.product(["nnx_mlp", "nnx_gpt_scan"], LEVELS),
+        [("nnx_mlp", "os_g"), ("nnx_mlp", "p_g_os")],
+    ),
+)
 def test_nnx_loop(name, level):
     model, micro_batches = ZOO[name], 2 if level == "os_g" else 1
     state, plan = gshard.shard_train_state(
@@ -226,7 +227,7 @@ def averaged(state: Averaged) -> Averaged:
     return state.replace(ema=ema)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_a_subclass_with_more_fields(level):
     state, plan = gshard.shard_train_state(
         averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
@@ -275,7 +276,7 @@ def test_a_subclass_with_more_fields(level):
     )
 
 
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["os"]))
 def test_an_average_of_the_parameters_in_the_loop(level):
     """It lies as the parameters do, divided or whole, and so does what the user computes."""
     state, plan = gshard.shard_train_state(
