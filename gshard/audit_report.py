@@ -51,8 +51,8 @@ def _collectives_table(rows: tuple[Row, ...]) -> Table:
             f"{row.asynchronous:,}",
             ("<= " if row.conditional else "") + _number(row.times),
             _number(row.elements),
-            _size(row.payload_bytes),
-            _size(row.wire_bytes),
+            size(row.payload_bytes),
+            size(row.wire_bytes),
         )
     return table
 
@@ -85,14 +85,14 @@ def _memory_table(found: Audit) -> Table:
         table.add_column(name, justify="right")
     resident = {} if found.promise is None else found.promise.resident
     for name, amount in resident.items():
-        table.add_row(f"promised: {name}", f"{amount:,}", _size(amount))
+        table.add_row(f"promised: {name}", f"{amount:,}", size(amount))
     on_host = {} if found.promise is None else found.promise.host
     for name, amount in on_host.items():
         if amount:
-            table.add_row(f"promised: {name} on host", f"{amount:,}", _size(amount))
+            table.add_row(f"promised: {name} on host", f"{amount:,}", size(amount))
     for name, amount in found.memory.items():
         if amount or not name.startswith("host_"):
-            table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))
+            table.add_row(name.replace("_", " "), f"{amount:,}", size(amount))
     return table
 
 
@@ -104,7 +104,7 @@ def _number(amount: int | None) -> str:
     return "?" if amount is None else f"{amount:,}"
 
 
-def _size(amount: int | None) -> str:
+def size(amount: int | None) -> str:
     """Bytes for people: `1.50 MiB`."""
     if amount is None:
         return "?"

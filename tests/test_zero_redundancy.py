@@ -255,6 +255,33 @@ def test_the_state_is_divided(partition):
             assert moments == 2 * opt._engine.loads()[place]
 
 
+@pytest.mark.parametrize(
+    ("partition", "buckets", "says"),
+    [
+        (
+            "even",
+            True,
+            "updates 37 elements, 1.00 of the mean, and keeps 300 B of state; padding: 33",
+        ),
+        (
+            "greedy",
+            True,
+            "updates 78 elements, 2.71 of the mean, and keeps 628 B of state; padding: 0",
+        ),
+        ("greedy", False, "padding: 0 elements; published: 115)"),
+    ],
+)
+def test_what_a_division_costs_is_said(partition, buckets, says):
+    """Load, memory and what is sent, as the compiled program has it."""
+    opt = ZRO(tree(), optax.adam, devices(4), buckets, partition=partition, lr=0.1)
+    assert says in repr(opt)
+    rows = gshard.audit(opt.step).collectives
+    assert sum(row.elements for row in rows) == opt._engine.published()
+    held = gshard.promise(opt.plan).resident["optimizer"]
+    if partition == "even":
+        assert held == opt.plan.bytes_per_device["opt_state"]
+
+
 def held_elements(opt):
     return sum(np.prod(x.part_shape, dtype=int) for x in jax.tree.leaves(opt.plan.grads))
 

@@ -143,8 +143,20 @@ class Even:
 
     def loads(self) -> list[int]:
         """Elements of parameters that each device updates, padding included."""
-        parts = jax.tree.leaves(self.plan.grads)
-        return [sum(math.prod(x.part_shape) for x in parts)] * self.plan.group.size
+        parts = [
+            math.prod(x.part_shape)
+            for x, label in zip(jax.tree.leaves(self.plan.grads), self._labels, strict=True)
+            if label is not None
+        ]
+        return [sum(parts)] * self.plan.group.size
+
+    def state_bytes(self) -> int:
+        """Of optimizer state on one device."""
+        return sum(x.bytes_per_device for x in jax.tree.leaves(self.plan.opt_state))
+
+    def published(self) -> int:
+        """Elements that are gathered on every device in a step, padding included."""
+        return sum(x.stored_size for x in jax.tree.leaves(self.plan.grads) if x.dim is not None)
 
     def _parameter_of(self) -> list[int | None]:
         """Of every leaf of the optimizer's state the position of its parameter, if it has one."""

@@ -25,6 +25,7 @@ class FromOwners:
     Attributes:
       devices: of the group, in the order of owners.
       local: those of this process.
+      elements: sent to every device; in rows with padding, else all-reduced, at twice the price.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class FromOwners:
         self._plan, self._owners, self.devices = plan, owners, list(devices)
         self.local = [d for d in self.devices if d.process_index == jax.process_index()]
         self._lengths = _row_lengths(leaves, owners) if rows else {}
+        sizes = [x.size for x, owner in zip(leaves, owners, strict=True) if owner is not None]
+        self.elements = len(self.devices) * sum(self._lengths.values()) if rows else sum(sizes)
         self._send = jax.jit(self._from_rows if rows else self._from_each)
         self._one = jax.jit(self._from_one, static_argnums=0)
 

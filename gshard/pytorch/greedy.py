@@ -163,6 +163,15 @@ class Greedy:
         places = range(len(self._publish.devices))
         return [sum(s for s, o in pairs if o == place) for place in places]
 
+    def state_bytes(self) -> int:
+        """Of optimizer state, on the device of this process that has most."""
+        owners = self._own.values()
+        return max(sum(x.nbytes for x in jax.tree.leaves(owner.states)) for owner in owners)
+
+    def published(self) -> int:
+        """Elements that are sent to every device in a step, padding of rows included."""
+        return self._publish.elements
+
     def _assign(self, sizes: Sequence[int], count: int) -> list[int | None]:
         """Owners, one group after the other: what is added later moves nothing."""
         owners: list[int | None] = [None] * len(sizes)

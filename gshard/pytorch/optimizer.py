@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from gshard.arguments import flag, shown, whole_number
+from gshard.audit_report import size
 from gshard.errors import ArgumentTypeError, GShardError, did_you_mean, warn
 from gshard.paddle.groups import mesh_of
 from gshard.pytorch.even import Even
@@ -264,12 +265,20 @@ class ZeroRedundancyOptimizer:
         ]
 
     def __repr__(self) -> str:
-        loads, name = self._engine.loads(), self._make.__name__.lower()
-        mean = sum(loads) / len(loads)
+        engine, places = self._engine, zip(self._labels, self._sizes(), strict=True)
+        loads, whole = engine.loads(), sum(n for label, n in places if label is not None)
+        padding = sum(loads) - whole
+        fullest = (max(loads) * len(loads) - padding) / whole
         return (
-            f"ZeroRedundancyOptimizer({name}, {len(self.param_groups)} groups, {len(loads)} "
-            f"devices: at most {max(loads)} elements on one, {max(loads) / mean:.2f} of the mean)"
+            f"ZeroRedundancyOptimizer({self._make.__name__.lower()}, groups: "
+            f"{len(self.param_groups)}, devices: {len(loads)}; the fullest updates "
+            f"{max(loads):,} elements, {fullest:.2f} of the mean, and keeps "
+            f"{size(engine.state_bytes())} of state; padding: {padding:,} elements; published: "
+            f"{engine.published():,})"
         )
+
+    def _sizes(self) -> list[int]:
+        return [x.size for x in jax.tree.leaves(self._target.values())]
 
     def _divided(self) -> Any:
         buckets = self._buckets or self._overlaps
