@@ -85,9 +85,9 @@ def assert_untouched(tree: Any, before: Any) -> None:
             ("uncommitted", "p_g_os"),
             ("committed", "dp"),
             ("another device", "os_g"),
-            *(("on the mesh", level) for level in LEVELS),
-            ("divided", "os"),
-            ("divided", "p_g_os"),
+            ("on the mesh", "dp"),
+            ("on the mesh", "p_g_os"),
+            ("divided", "os_g"),
         ],
     ),
 )

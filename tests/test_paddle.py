@@ -605,8 +605,7 @@ class Noisy(Normed):
         [
             (False, 3, "dp"),
             (True, 8, "os"),
-            (True, 3, "os_g"),
-            (False, 3, "p_g_os"),
+            (True, 3, "p_g_os"),
         ],
     ),
 )
