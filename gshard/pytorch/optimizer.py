@@ -100,37 +100,6 @@ class ZeroRedundancyOptimizer:
         """`opt.step(grads)` updates the parameters and returns them; see `Step`."""
         return Step(self._now)
 
-    def _now(self) -> tuple[Any, Any, Any]:
-        """What a step goes by."""
-        return self._engine, self._target, self._values()
-
-    def _mesh_of(self, process_group: Any) -> tuple[Any, Any]:
-        ddp = self._target.accumulation
-        if ddp is None:
-            return mesh_of(process_group, argument="process_group")
-        mesh: Any = ddp.plan.mesh
-        if process_group is not None:
-            given, _ = mesh_of(process_group, argument="process_group")
-            if given.devices.tolist() != mesh.devices.tolist():
-                raise GShardError(
-                    "process_group= names other devices than those of the DataParallel, whose "
-                    "group= decides. Leave it out."
-                )
-        return mesh, ddp.plan.group.replica or None
-
-    def _warn_of_useless(self) -> None:
-        ddp = self._target.accumulation is not None
-        if self._overlaps and (not ddp or self._make is not Even):
-            why = "updates on each owner's device" if ddp else "is for a gshard.DataParallel"
-            what = f"partition='greedy' {why}" if ddp else f"it {why}"
-            warn(f"overlap_with_ddp changes nothing: {what}. Leave it out.")
-            self._overlaps = False
-        elif self._overlaps and self._buckets:
-            warn(
-                "parameters_as_bucket_view is ignored with overlap_with_ddp, where parameters are "
-                "sent in buckets anyway. Leave it out."
-            )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of a `DataParallel`; others are the caller's."""
         del set_to_none
@@ -276,6 +245,37 @@ class ZeroRedundancyOptimizer:
             f"{size(engine.state_bytes())} of state; padding: {padding:,} elements; published: "
             f"{engine.published():,})"
         )
+
+    def _now(self) -> tuple[Any, Any, Any]:
+        """What a step goes by."""
+        return self._engine, self._target, self._values()
+
+    def _mesh_of(self, process_group: Any) -> tuple[Any, Any]:
+        ddp = self._target.accumulation
+        if ddp is None:
+            return mesh_of(process_group, argument="process_group")
+        mesh: Any = ddp.plan.mesh
+        if process_group is not None:
+            given, _ = mesh_of(process_group, argument="process_group")
+            if given.devices.tolist() != mesh.devices.tolist():
+                raise GShardError(
+                    "process_group= names other devices than those of the DataParallel, whose "
+                    "group= decides. Leave it out."
+                )
+        return mesh, ddp.plan.group.replica or None
+
+    def _warn_of_useless(self) -> None:
+        ddp = self._target.accumulation is not None
+        if self._overlaps and (not ddp or self._make is not Even):
+            why = "updates on each owner's device" if ddp else "is for a gshard.DataParallel"
+            what = f"partition='greedy' {why}" if ddp else f"it {why}"
+            warn(f"overlap_with_ddp changes nothing: {what}. Leave it out.")
+            self._overlaps = False
+        elif self._overlaps and self._buckets:
+            warn(
+                "parameters_as_bucket_view is ignored with overlap_with_ddp, where parameters are "
+                "sent in buckets anyway. Leave it out."
+            )
 
     def _sizes(self) -> list[int]:
         return [x.size for x in jax.tree.leaves(self._target.values())]
