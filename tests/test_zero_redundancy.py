@@ -15,6 +15,7 @@ from flax import nnx
 
 import gshard
 from examples import pytorch_zero
+from tests.ahead_of_time import found_by
 
 PARTITIONS = ["even", "greedy"]
 ZRO = gshard.ZeroRedundancyOptimizer
@@ -715,6 +716,17 @@ def test_the_overlapped_program_reduces_and_publishes():
     ZRO(dp, optax.adam, devices(4), overlap_with_ddp=True, lr=0.01)
     kinds = [c.kind for c in gshard.audit(dp.backward, loss_fn, rows(8, 0)).collectives]
     assert {"reduce-scatter", "all-gather"} <= set(kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h100:1x8", "tpu-v5e:2x4"])
+def test_updates_beside_what_is_sent(target):
+    """As scheduled by the compilers of GPU (which combines scatters) and TPU."""
+    found = found_by("overlap_ahead_of_time", target)
+    if target.startswith("tpu"):
+        assert found["scatters"] == 8 and found["between"] >= 8
+    else:
+        assert found["gathers_beside"] >= 4
 
 
 def test_what_is_ignored_is_reported():
