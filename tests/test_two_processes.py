@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[1]
 PROCESSES, DEVICES_EACH, LIMIT = 2, 2, 300  # LIMIT: seconds for all of them together
 
 
-def run_workers(folder: Path, module: str, what: str) -> list[dict[str, np.ndarray]]:
-    """What each process saved of `what`. No process is left behind, whatever happens."""
+def run_workers(folder: Path, module: str, *what: str) -> list[dict[str, np.ndarray]]:
+    """What each process saved; `what` are further arguments. No process is left behind, whatever happens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -39,7 +39,7 @@ def run_workers(folder: Path, module: str, what: str) -> list[dict[str, np.ndarr
     try:
         for rank in range(PROCESSES):
             command = [sys.executable, "-m", f"tests.{module}", coordinator]
-            command += [str(PROCESSES), str(rank), str(files[rank]), what]
+            command += [str(PROCESSES), str(rank), str(files[rank]), *what]
             with logs[rank].open("w") as log:
                 workers.append(
                     subprocess.Popen(
