@@ -27,7 +27,7 @@ PROCESSES, DEVICES_EACH, LIMIT = 2, 2, 300  # LIMIT: seconds for all of them tog
 
 
 def run_workers(folder: Path, module: str, *what: str) -> list[dict[str, np.ndarray]]:
-    """What each process saved; `what` are further arguments. No process is left behind, whatever happens."""
+    """What each process saved, given `what`. No process is left behind, whatever happens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
