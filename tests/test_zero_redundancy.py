@@ -423,6 +423,25 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
     assert np.all(np.asarray(again["first"]["kernel"]) != np.asarray(after["first"]["kernel"]))
 
 
+def test_beside_tensor_parallelism():
+    """19: parameters that lie over an axis of the user's own stay there."""
+    mesh = gshard.make_mesh(extra={"model": 2})
+    over = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
+    params = {"w": jax.device_put(tree()["last"]["kernel"].T, over), "b": jnp.ones(6)}
+    grads = [{"w": tree(s)["last"]["kernel"].T, "b": tree(s)["first"]["bias"]} for s in range(3)]
+    wanted, _ = plain(optax.adamw, jax.tree.map(np.asarray, params), grads, learning_rate=0.1)
+    opt = ZRO(params, optax.adamw, mesh, lr=0.1)
+    for g in grads:
+        new = opt.step(g)
+    assert_equal(new, wanted, close=2.4e-7)
+    assert new["w"].sharding.spec == over.spec
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)
+    assert_equal(opt.state_dict()["state"], saved["state"])
+    with pytest.raises(gshard.GShardError, match="this mesh has others: model"):
+        ZRO(params, optax.adamw, mesh, lr=0.1, partition="greedy")
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_whole_numbers_come_back_as_they_went_in(partition):
     params = {"table": jnp.arange(3), "w": jnp.ones((5, 2))}
