@@ -84,7 +84,21 @@ def test_the_numbers_of_the_plain_optimizer(partition, buckets, n):
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_greedy_is_bit_equal_to_each_owners_tensors_alone(partition):
+@pytest.mark.parametrize("buckets", [False, True])
+def test_traced_hyperparameters_are_those_of_a_traced_plain_optimizer(partition, buckets):
+    given = {"learning_rate": 0.02, "b1": 0.8, "weight_decay": 0.2, "eps": 1e-6}
+    params, state = tree(), optax.adamw(0.01).init(tree())
+    opt = ZRO(tree(), optax.adamw, devices(3), buckets, partition=partition, lr=0.01)
+    for name, value in given.items():
+        opt.param_groups[0][name] = value
+    for seed in range(1, 11):
+        found = opt.step(tree(seed))
+        params, state = plain_step(optax.adamw, params, state, tree(seed), given)
+    assert_equal(found, params, close=0 if partition == "even" else 2.4e-7)
+    assert_equal(opt.state_dict()["state"][0], state)
+
+
+def test_greedy_is_bit_equal_to_each_owners_tensors_alone():
     grads = [tree(seed) for seed in range(1, 11)]
     opt = ZRO(tree(), optax.adamw, devices(3), partition="greedy", lr=0.01)
     for g in grads:
