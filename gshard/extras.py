@@ -52,6 +52,14 @@ def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> d
     return stored
 
 
+def pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """Extras that the loss changed, where the plan wants them."""
+    return {
+        name: plan.pin(tree, plan.extras[name]) if name in plan.extras else tree
+        for name, tree in updates.items()
+    }
+
+
 def extra_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
     """One per leaf; None for a whole one. `reshard` as in `Use`."""
     found = jax.tree.leaves(layouts)

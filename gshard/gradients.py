@@ -20,7 +20,7 @@ from gshard.batch import check_rows
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
 from gshard.errors import GShardError, warn
-from gshard.extras import extra_layouts, in_storage
+from gshard.extras import extra_layouts, in_storage, pinned
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan, all_whole
@@ -159,51 +159,6 @@ def unreduced_gradients(
     return Unreduced(grads, value, weight, aux, how), updates
 
 
-def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
-    """What `gradients` returns, from sums over one call or several."""
-    targets = accumulating(plan, sums.accumulate)
-    structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
-    leaves = jax.tree.leaves(sums.grads)
-    for x, target in zip(leaves, targets, strict=True):
-        if x.shape != (plan.group.devices, *target.part_shape):
-            raise GShardError(
-                f"the Unreduced gradient of {target.path} has shape {x.shape}, and this plan makes "
-                f"{(plan.group.devices, *target.part_shape)}. Reduce it with the plan that it was "
-                "made with."
-            )
-
-    def on_device(own: Any) -> Any:
-        own, order = jax.tree.map(lambda x: x[0], own), list(range(len(leaves)))
-        return reduce(own, plan, sums.accumulate, options, order)
-
-    grads, value, aux, weight, norm = jax.shard_map(
-        on_device,
-        mesh=plan.mesh,
-        in_specs=(plan.batch_spec,),
-        out_specs=reduced_specs(plan),
-        axis_names=set(plan.data_axes),
-        check_vma=False,
-    )((leaves, sums.loss, sums.weight, sums.aux))
-    return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
-
-
-def end_extras(own: dict[str, Any], plan: Plan, options: Options) -> dict[str, Any]:
-    """One value for all devices of extras of which each has its own, in storage."""
-
-    def on_device(own: Any) -> Any:
-        return agree(jax.tree.map(lambda x: x[0], own), plan.group, options.sync_buffers)
-
-    updates = jax.shard_map(
-        on_device,
-        mesh=plan.mesh,
-        in_specs=(plan.batch_spec,),
-        out_specs=jax.P(),
-        axis_names=set(plan.data_axes),
-        check_vma=False,
-    )(own)
-    return _pinned(updates, plan)
-
-
 def _on_devices(
     end: Callable[[Any, list[int], Any], Any],
     out_specs: Any,
@@ -281,15 +236,7 @@ def _on_devices(
         typed_key(rng),
         scale,
     )
-    return found, _pinned(updates, plan) if own_extras is None else updates
-
-
-def _pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Extras where the plan wants them."""
-    return {
-        name: plan.pin(tree, plan.extras[name]) if name in plan.extras else tree
-        for name, tree in updates.items()
-    }
+    return found, pinned(updates, plan) if own_extras is None else updates
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:

@@ -67,17 +67,22 @@ def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
     for name, (x, place) in stored.items():
         if name not in values:
             continue
-        value = np.asarray(values[name])
         shape = jax.random.key_data(x).shape if _is_key(x) else place.shape
-        if not (jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
-            wrong.append(f"{name} is no array of numbers")
-        elif np.iscomplexobj(value) and not jnp.issubdtype(x.dtype, np.complexfloating):
-            wrong.append(f"{name} is complex")
-        elif value.shape != shape:
-            wrong.append(f"{name} has shape {value.shape}, and {shape} is wanted")
+        if says := misfit(values[name], shape, x.dtype):
+            wrong.append(f"{name} {says}")
     if wrong:
         raise GShardError(f"{what}: {some(wrong, most=3)}. Nothing was changed.")
     return [name for name in stored if name not in values], [n for n in values if n not in stored]
+
+
+def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    """Why a value cannot be set where an array of that shape and dtype is; empty where it can."""
+    value = np.asarray(value)
+    if not (jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
+        return "is no array of numbers"
+    if np.iscomplexobj(value) and not jnp.issubdtype(dtype, np.complexfloating):
+        return "is complex"
+    return "" if value.shape == shape else f"has shape {value.shape}, and {shape} is wanted"
 
 
 def differences(missing: list[str], unknown: list[str], whose: str) -> str:

@@ -13,10 +13,11 @@ import numpy as np
 from flax import nnx
 
 from gshard.errors import GShardError
-from gshard.gradients import Options, end_extras, unreduced_gradients
+from gshard.gradients import Options, unreduced_gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import Weighted
 from gshard.plan import Plan
+from gshard.separate_calls import end_extras
 from gshard.unreduced import Unreduced
 from gshard.user_loop import reduce_gradients, value_and_grad
 

@@ -216,9 +216,10 @@ def follow(model: Any, plan: Plan) -> None:
     type(model).plan, type(model)._gshard_forward = plan, keep.forward
 
 
-def wrapped_models() -> list[Any]:
-    """Those that are alive."""
-    return [keep.model for keep in _every]
+def keepers(variables: list[Any]) -> list[Accumulation | None]:
+    """For each Variable what the wrapped model keeps that it belongs to, if there is one."""
+    of = {id(x): keep for keep in _every for x in keep.model.parameters()}
+    return [of.get(id(x)) for x in variables]
 
 
 def owners(variables: list[Any]) -> list[Accumulation]:
@@ -227,14 +228,14 @@ def owners(variables: list[Any]) -> list[Accumulation]:
     Raises:
       GShardError: one belongs to none.
     """
-    of = {id(x): keep for keep in _every for x in keep.model.parameters()}
-    strange = [shown(x) for x in variables if id(x) not in of]
+    found = keepers(variables)
+    strange = [shown(x) for x, keep in zip(variables, found, strict=True) if keep is None]
     if strange or not variables:
         raise GShardError(
             f"{some(strange) or 'an empty list'}: these are not the parameters of a wrapped model. "
             "Pass model.parameters()."
         )
-    return list(dict.fromkeys(of[id(x)] for x in variables))
+    return list(dict.fromkeys(keep for keep in found if keep is not None))
 
 
 def kept(target: Any) -> Accumulation:

@@ -12,20 +12,19 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from gshard.buckets import BUFFER_MAX_SIZE
-from gshard.gradients import Options, end_reduction
+from gshard.gradients import Options
 from gshard.host import to_host
 from gshard.optimizer import GShardState, update_and_publish
 from gshard.pytorch.grouped import Labels, group_states, grouped
-from gshard.pytorch.own_state import keep_of, parameter_of
+from gshard.pytorch.own_state import keep_of, parameter_of, with_zeros
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
+from gshard.separate_calls import end_reduction
 from gshard.shard import place, shard_train_state
 from gshard.tree import flatten
 from gshard.unreduced import Unreduced
@@ -58,13 +57,10 @@ class Even:
         )
         self._state: GShardState = target.start(state, self.plan).opt_state
         self._size = BUFFER_MAX_SIZE if buckets else 0
+        structure = jax.tree.structure(self.plan.opt_state)
+        everywhere = structure.unflatten(range(structure.num_leaves))
+        self._places = [jax.tree.leaves(tree) for tree in group_states(everywhere, groups, labels)]
         self._of = self._parameter_of()
-        values = jax.tree.map(_abstract, target.values())
-        trees = [target.group_tree(values, labels, g) for g in range(len(groups))]
-        self._structures = [  # of the plain optimizer's states: the same leaves, nothing left out
-            jax.tree.structure(jax.eval_shape(group.tx().init, tree))
-            for group, tree in zip(groups, trees, strict=True)
-        ]
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
@@ -100,46 +96,51 @@ class Even:
 
     def states(self) -> list[Any]:
         """The state of each group, whole, in host memory."""
-        whole = to_host(self._state.inner, self.plan.opt_state)
-        found = group_states(whole, self._groups, self._labels)
+        whole = jax.tree.leaves(to_host(self._state.inner, self.plan.opt_state))
         return [
-            jax.tree.unflatten(structure, jax.tree.leaves(state))
-            for structure, state in zip(self._structures, found, strict=True)
+            jax.tree.unflatten(jax.tree.structure(group.state), [whole[i] for i in places])
+            for group, places in zip(self._groups, self._places, strict=True)
         ]
 
     def load(self, states: Sequence[Any]) -> None:
         """Sets the state of each group from whole arrays, in the trees of `states`."""
-        own = group_states(self.plan.opt_state, self._groups, self._labels)
-        new = {
-            id(layout): place(x, layout, self.plan)
-            for tree, layouts in zip(states, own, strict=True)
-            for x, layout in zip(jax.tree.leaves(tree), jax.tree.leaves(layouts), strict=True)
-        }
-        leaves, structure = jax.tree.flatten(self._state.inner)
         layouts = jax.tree.leaves(self.plan.opt_state)
-        leaves = [new.get(id(at), x) for x, at in zip(leaves, layouts, strict=True)]
-        self._state = self._state._replace(inner=jax.tree.unflatten(structure, leaves))
+        self._set(
+            {
+                i: place(x, layouts[i], self.plan)
+                for tree, places in zip(states, self._places, strict=True)
+                for x, i in zip(jax.tree.leaves(tree), places, strict=True)
+            }
+        )
 
     def parts(self) -> list[dict[str, dict[str, np.ndarray]]]:
         """Of each group, by path and place, what lies on this process's devices, with padding."""
-        found = []
-        for tree in group_states(self._state.inner, self._groups, self._labels):
-            paths, leaves, _ = flatten(tree)
-            found.append({path: _by_place(x) for path, x in zip(paths, leaves, strict=True)})
-        return found
+        leaves = jax.tree.leaves(self._state.inner)
+        return [
+            {path: _by_place(leaves[i]) for path, i in zip(paths, places, strict=True)}
+            for paths, places in self._named()
+        ]
 
     def load_parts(self, parts: Sequence[Any]) -> None:
         """Sets what `parts` returned of the same division."""
         refuse_other_parts(parts, self.parts())
-        new = {}
-        trees = group_states(self._state.inner, self._groups, self._labels)
-        for own, tree in zip(parts, trees, strict=True):
-            for path, x in zip(*flatten(tree)[:2], strict=True):
+        leaves, new = jax.tree.leaves(self._state.inner), {}
+        for own, (paths, places) in zip(parts, self._named(), strict=True):
+            for path, i in zip(paths, places, strict=True):
                 of: Any = partial(_at, own[path])
-                new[id(x)] = jax.make_array_from_callback(x.shape, x.sharding, of)
+                new[i] = jax.make_array_from_callback(leaves[i].shape, leaves[i].sharding, of)
+        self._set(new)
+
+    def _named(self) -> list[tuple[list[str], list[int]]]:
+        """Of each group the paths of its state, and where among all it is."""
+        names = (flatten(group.state)[0] for group in self._groups)
+        return list(zip(names, self._places, strict=True))
+
+    def _set(self, new: dict[int, jax.Array]) -> None:
+        """Sets leaves of the state by position."""
         leaves, structure = jax.tree.flatten(self._state.inner)
-        inner = jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
-        self._state = self._state._replace(inner=inner)
+        leaves = [new.get(i, x) for i, x in enumerate(leaves)]
+        self._state = self._state._replace(inner=jax.tree.unflatten(structure, leaves))
 
     def loads(self) -> list[int]:
         """Elements of parameters that each device updates, padding included."""
@@ -160,16 +161,13 @@ class Even:
 
     def _parameter_of(self) -> list[int | None]:
         """Of every leaf of the optimizer's state the position of its parameter, if it has one."""
-        params, structure = jax.tree.flatten(self.plan.params)
-        found: dict[int, int | None] = {}
-        states = group_states(self.plan.opt_state, self._groups, self._labels)
-        for g, tree in enumerate(states):
+        found: list[int | None] = [None] * len(jax.tree.leaves(self.plan.opt_state))
+        for g, (group, places) in enumerate(zip(self._groups, self._places, strict=True)):
             own = [i for i, label in enumerate(self._labels) if label == g]
-            masked = [x if i in own else optax.MaskedNode() for i, x in enumerate(params)]
-            of = parameter_of(tree, jax.tree.unflatten(structure, masked))
-            for layout, i in zip(jax.tree.leaves(tree), of, strict=True):
-                found[id(layout)] = None if i is None else own[i]
-        return [found.get(id(layout)) for layout in jax.tree.leaves(self.plan.opt_state)]
+            of = parameter_of(group.state, group.tree)
+            for i, at in zip(places, of, strict=True):
+                found[i] = None if at is None else own[at]
+        return found
 
     def _given(self, grads: Any) -> Any:
         """Gradients as they are compiled for: on the mesh."""
@@ -184,9 +182,7 @@ class Even:
         if isinstance(grads, Unreduced):
             grads = end_reduction(grads, self.plan, Options(buffer_max_size=self._size)).grads
         else:
-            grads, like = list(grads), jax.tree.leaves(params)
-            for i in skipped:
-                grads.insert(i, jnp.zeros(like[i].shape, like[i].dtype))
+            grads = with_zeros(grads, skipped, jax.tree.leaves(params))
         new, after = self.updated(params, grads, state, values)
         if skipped:
             leaves, old = jax.tree.leaves(new), jax.tree.leaves(params)
@@ -194,10 +190,6 @@ class Even:
             new = jax.tree.unflatten(jax.tree.structure(new), leaves)
             after = after._replace(inner=keep_of(self._of, skipped, after.inner, state.inner))
         return new, after
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _by_place(x: jax.Array) -> dict[str, np.ndarray]:

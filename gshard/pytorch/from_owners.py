@@ -66,6 +66,7 @@ class FromOwners:
     def send(
         self,
         params: Sequence[jax.Array],
+        old: Sequence[Mapping[Any, jax.Array]],
         new: Mapping[Any, Mapping[int, jax.Array]],
         rows: Mapping[Any, Sequence[jax.Array]],
     ) -> list[jax.Array]:
@@ -73,10 +74,11 @@ class FromOwners:
 
         Args:
           params: the old ones.
+          old: the same by device.
           new: by device of this process, its tensors by position.
           rows: by device, what `pack` made of them.
         """
-        return self._send(self._rows(rows) if self._lengths else self._each(params, new), params)
+        return self._send(self._rows(rows) if self._lengths else self._each(old, new), params)
 
     def lower(self, params: Sequence[jax.Array]) -> jax.stages.Lowered:
         """What is sent, lowered."""
@@ -114,15 +116,12 @@ class FromOwners:
         ]
 
     def _each(
-        self, params: Sequence[jax.Array], new: Mapping[Any, Mapping[int, jax.Array]]
+        self, old: Sequence[Mapping[Any, jax.Array]], new: Mapping[Any, Mapping[int, jax.Array]]
     ) -> list[jax.Array]:
-        found = []
-        for i, x in enumerate(params):
-            old = by_device(x)
-            each = [new[d].get(i, old[d]) for d in self.local]
-            found.append(
-                jax.make_array_from_single_device_arrays(x.shape, self._plan.sharding(), each)
-            )
+        sharding, found = self._plan.sharding(), []
+        for i, of in enumerate(old):
+            each = [new[d].get(i, of[d]) for d in self.local]
+            found.append(jax.make_array_from_single_device_arrays(each[0].shape, sharding, each))
         return found
 
     def _on_devices(self, fun: Any, spec: Any, sent: Any, params: Sequence[jax.Array]) -> Any:

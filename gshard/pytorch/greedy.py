@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from gshard.errors import GShardError, some
-from gshard.gradients import Options, end_reduction
+from gshard.gradients import Options
 from gshard.mesh import data_group
 from gshard.pytorch.coupled import refuse_coupled
 from gshard.pytorch.from_owners import FromOwners, by_device
 from gshard.pytorch.grouped import Labels
-from gshard.pytorch.own_state import parameter_of
+from gshard.pytorch.own_state import parameter_of, with_zeros
 from gshard.pytorch.owner import Owner
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
+from gshard.separate_calls import end_reduction
 from gshard.shard import shard_train_state
 from gshard.tree import flatten
 from gshard.unreduced import Unreduced
@@ -95,15 +95,14 @@ class Greedy:
         if isinstance(grads, Unreduced):
             given = self._reduced(grads)
         else:
-            given = list(grads)
-            for i in skipped:
-                given.insert(i, jnp.zeros(params[i].shape, params[i].dtype))
-        of = ([by_device(x) for x in params], [by_device(x) for x in self._whole(given)])
+            given = with_zeros(grads, skipped, params)
+        old = [by_device(x) for x in params]
+        own = [by_device(x) for x in self._whole(given)]
         new, rows = {}, {}
         self._mark = object()
         for owner in self._own.values():
-            new[owner.device], rows[owner.device] = owner.step(skipped, *of, values)
-        found = self._publish.send(params, new, rows)
+            new[owner.device], rows[owner.device] = owner.step(skipped, old, own, values)
+        found = self._publish.send(params, old, new, rows)
         self._target.write(jax.tree.unflatten(self._structure, found))
 
     def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
@@ -189,10 +188,8 @@ class Greedy:
                 "partition='greedy' is for data axes alone, and this mesh has others: "
                 f"{some(name for name, _ in group.user)}. Take partition='even'."
             )
-        values = jax.tree.map(_abstract, self._target.values())
-        for g, group in enumerate(self._groups):
-            tree = self._target.group_tree(values, self._labels, g)
-            refuse_coupled(group.tx(), tree, group.name)
+        for of in self._groups:
+            refuse_coupled(of.tx(), of.tree, of.name)
 
     def _reduce(self, sums: Unreduced) -> list[jax.Array]:
         return jax.tree.leaves(end_reduction(sums, self.plan, Options()).grads)
@@ -207,10 +204,9 @@ class Greedy:
 
     def _group_state(self, g: int) -> Any:
         """The state of a group, each leaf from its owner; what is shared from the first."""
-        places, numbers = jax.tree.leaves(self.plan.params), jax.tree.leaves(self._trees[g])
-        tree = jax.tree.map(lambda i: _abstract(places[i]), self._trees[g])
-        paths, leaves, structure = flatten(jax.eval_shape(self._groups[g].tx().init, tree))
-        of = parameter_of(structure.unflatten(leaves), tree)
+        numbers, group = jax.tree.leaves(self._trees[g]), self._groups[g]
+        paths, leaves, structure = flatten(group.state)
+        of = parameter_of(group.state, group.tree)
         first = min(self.owners[i] or 0 for i in numbers)
         owners = [first if i is None else self.owners[numbers[i]] or 0 for i in of]
         found = []
@@ -218,7 +214,3 @@ class Greedy:
             here = self._own[owner].state(g)[path] if owner in self._own else None
             found.append(self._publish.one(owner, here, like))
         return jax.tree.unflatten(structure, found)
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

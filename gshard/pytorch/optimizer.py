@@ -141,10 +141,8 @@ class ZeroRedundancyOptimizer:
             devices, as `["parts"]`, for the same division; nothing is sent.
         """
         flag("whole", whole)
-        trees = [self._tree(i) for i in range(len(self.param_groups))]
         groups = [
-            {**group.saved(), "params": flatten(tree)[0]}
-            for group, tree in zip(self.param_groups, trees, strict=True)
+            {**group.saved(), "params": flatten(group.tree)[0]} for group in self.param_groups
         ]
         if not whole:
             return {"parts": self._engine.parts(), "param_groups": groups}
@@ -170,10 +168,7 @@ class ZeroRedundancyOptimizer:
         if ours and "parts" in given:
             self._engine.load_parts(entries(given["parts"], len(self.param_groups)))
         else:
-            wanted = [
-                jax.eval_shape(group.tx().init, self._tree(i))
-                for i, group in enumerate(self.param_groups)
-            ]
+            wanted = [group.state for group in self.param_groups]
             plain = [state_dict] if len(wanted) == 1 else state_dict
             self._engine.load(matched(given.get("state", {}) if ours else plain, wanted))
         for group, saved in zip(self.param_groups, values, strict=bool(values)):
@@ -292,12 +287,6 @@ class ZeroRedundancyOptimizer:
     def _values(self) -> list[dict[str, Any]]:
         return [group.traced() for group in self.param_groups]
 
-    def _tree(self, i: int) -> Any:
-        values = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._target.values()
-        )
-        return self._target.group_tree(values, self._labels, i)
-
     def _group(self, i: int, options: Mapping[str, Any]) -> ParamGroup:
         me = weakref.ref(self)  # a plan holds its groups, and a class of models its plan
 
@@ -307,4 +296,8 @@ class ZeroRedundancyOptimizer:
                 return []
             return jax.tree.leaves(opt._target.group_tree(opt._target.values(), opt._labels, i))
 
-        return ParamGroup(self._factory, self._defaults, options, self._tree(i), params)
+        values = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._target.values()
+        )
+        tree = self._target.group_tree(values, self._labels, i)
+        return ParamGroup(self._factory, self._defaults, options, tree, params)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard.tree import belongs_to, flatten
 
@@ -28,6 +29,14 @@ def parameter_of(tree: Any, params: Any) -> list[int | None]:
         if end is not None and i is not None and beside[end[0]] < len(names):
             i = i if x.shape and x.shape == leaves[i].shape else None
         found.append(i)
+    return found
+
+
+def with_zeros(grads: Sequence[Any], skipped: Sequence[int], params: Sequence[Any]) -> list[Any]:
+    """The gradients of all parameters: zeros for the skipped ones, in their ascending order."""
+    found = list(grads)
+    for i in skipped:
+        found.insert(i, jnp.zeros(params[i].shape, params[i].dtype))
     return found
 
 

@@ -30,6 +30,8 @@ class ParamGroup(MutableMapping[str, Any]):
       name: of the factory.
       live: hyperparameters that may change, by the factory's own names.
       fixed: the others.
+      tree: of the group's arrays, abstract.
+      state: what its plain optimizer keeps for them, abstract.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class ParamGroup(MutableMapping[str, Any]):
           tree: of the group's arrays, abstract.
           params: returns them as they are now.
         """
-        self._factory, self._params = factory, params
+        self._factory, self._params, self.tree = factory, params, tree
         self.name = getattr(factory, "__name__", repr(factory))
         known, takes_any = _defaults(factory, self.name)
         given = {**_named(defaults, known, takes_any), **_named(own, known, takes_any)}
@@ -67,13 +69,14 @@ class ParamGroup(MutableMapping[str, Any]):
             )
         every = {name: _python(x) for name, x in {**known, **given}.items()}
         self.live, self.fixed = {}, every
-        wanted = self._state_of(tree)
+        wanted = self._state_after()
+        self.state = jax.eval_shape(self._make().init, tree)
         numbers = {name: x for name, x in every.items() if _is_number(x)}
         traced = list(numbers)
-        if not self._traces(traced, every, tree, wanted):
+        if not self._traces(traced, every, wanted):
             traced = []
             for name in numbers:
-                if self._traces([*traced, name], every, tree, wanted):
+                if self._traces([*traced, name], every, wanted):
                     traced.append(name)
         self.live = {  # a float may follow a whole number, and would be compiled anew
             name: numbers[name] if isinstance(known.get(name), int) else float(numbers[name])
@@ -177,7 +180,7 @@ class ParamGroup(MutableMapping[str, Any]):
             )
         return optax.with_extra_args_support(made)
 
-    def _traces(self, names: list[str], every: dict[str, Any], tree: Any, wanted: Any) -> bool:
+    def _traces(self, names: list[str], every: dict[str, Any], wanted: Any) -> bool:
         """Whether these can be traced, and the optimizer's state is the same then."""
 
         def run(values: dict[str, Any], state: Any, params: Any) -> Any:
@@ -185,8 +188,7 @@ class ParamGroup(MutableMapping[str, Any]):
 
         values = {name: every[name] for name in names}
         try:
-            state = jax.eval_shape(self._make().init, tree)
-            closed, found = jax.make_jaxpr(run, return_shape=True)(values, state, tree)
+            closed, found = jax.make_jaxpr(run, return_shape=True)(values, self.state, self.tree)
         except Exception:  # whatever a factory does with what is no number yet
             return False
         rest = len(closed.jaxpr.invars) - len(names)
@@ -195,11 +197,11 @@ class ParamGroup(MutableMapping[str, Any]):
         read = frozenset().union(*dependence(closed.jaxpr, inputs, []))
         return len(read) == len(names) and _described(found[1]) == wanted
 
-    def _state_of(self, tree: Any) -> Any:
+    def _state_after(self) -> Any:
         """The optimizer's state after an update, described."""
         tx = self._make()
         try:
-            state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], tree)
+            state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], self.tree)
         except Exception as error:
             raise GShardError(
                 f"{self.name} does not update these parameters from their gradients alone: {error}"

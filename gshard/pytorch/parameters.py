@@ -15,7 +15,7 @@ from gshard.arguments import shown
 from gshard.errors import ArgumentTypeError, GShardError, some
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.data_parallel import DataParallel
-from gshard.paddle.wrapped import Wrapped, follow, kept, wrapped_models
+from gshard.paddle.wrapped import Wrapped, follow, keepers, kept
 from gshard.plan import Plan
 
 _HINT = (
@@ -177,7 +177,7 @@ def parameters(params: Any) -> tuple[Tree, list[int | None], list[dict[str, Any]
     """
     if isinstance(params, nnx.Module):
         variables = jax.tree.leaves(nnx.state(params, nnx.Param), is_leaf=_is_variable)
-        if not isinstance(params, Wrapped) and _wrapped_with(variables):
+        if not isinstance(params, Wrapped) and any(keepers(variables)):
             return *_target([variables]), [{}]
         model = Model(params)
         return model, [0] * len(_checked(jax.tree.leaves(model.values()))), [{}]
@@ -227,19 +227,14 @@ def _target(trees: list[Any]) -> tuple[Tree, list[int | None]]:
         return Tree(nnx.as_pure(tree), len(trees) > 1), labels
     if len(labels) < len(every):
         raise GShardError("params hold Variables of whole numbers, which have no gradient.")
-    models = _wrapped_with(every)
-    if not models:
+    keeps = set(keepers(every))
+    if keeps == {None}:
         return Variables(tree, len(trees) > 1), labels
-    if len(models) > 1 or not set(map(id, every)) <= set(_ids(models[0])):
+    if None in keeps or len(keeps) > 1:
         raise GShardError("params are not all of one wrapped model. Make one optimizer for each.")
+    model = next(keep.model for keep in keeps if keep is not None)
     of = dict(zip(map(id, every), labels, strict=True))
-    return Model(models[0]), [of.get(i) for i in _ids(models[0])]
-
-
-def _wrapped_with(variables: list[Any]) -> list[Any]:
-    """The wrapped models that some of the Variables belong to."""
-    ids = set(map(id, variables))
-    return [model for model in wrapped_models() if not ids.isdisjoint(_ids(model))]
+    return Model(model), [of.get(i) for i in _ids(model)]
 
 
 def _ids(model: Any) -> list[int]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, some
+from gshard.paddle.named import misfit
 from gshard.tree import flatten
 
 
@@ -55,14 +56,7 @@ def _wrong(value: Any, like: Any) -> str:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         same = getattr(value, "dtype", None) == like.dtype and value.shape == like.shape
         return "" if same else "is not a key of the same kind"
-    x = np.asarray(value)
-    if x.shape != like.shape:
-        return f"has shape {x.shape}, not {like.shape}"
-    if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_):
-        return "is no array of numbers"
-    if np.iscomplexobj(x) and not jnp.issubdtype(like.dtype, jnp.complexfloating):
-        return "is complex"
-    return ""
+    return misfit(value, like.shape, like.dtype)
 
 
 def entries(given: Any, count: int) -> Any:
