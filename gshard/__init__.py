@@ -6,10 +6,6 @@ from gshard._version import __version__ as __version__
 from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch
-from gshard.distributed import get_rank as get_rank
-from gshard.distributed import get_world_size as get_world_size
-from gshard.distributed import init_parallel_env as init_parallel_env
-from gshard.distributed import new_group as new_group
 from gshard.errors import ArgumentTypeError as ArgumentTypeError
 from gshard.errors import CallOrderError as CallOrderError
 from gshard.errors import DonatedStateError as DonatedStateError
@@ -33,6 +29,15 @@ from gshard.paddle.state_dict import set_state_dict as set_state_dict
 from gshard.paddle.state_dict import state_dict as state_dict
 from gshard.plan import Plan as Plan
 from gshard.precision import Precision as Precision
+from gshard.processes.arrival import NotArrivedError as NotArrivedError
+from gshard.processes.group import new_group as new_group
+from gshard.processes.leaving import PREEMPTED as PREEMPTED
+from gshard.processes.parallel_env import barrier as barrier
+from gshard.processes.parallel_env import get_rank as get_rank
+from gshard.processes.parallel_env import get_world_size as get_world_size
+from gshard.processes.parallel_env import init_parallel_env as init_parallel_env
+from gshard.processes.preemption import preempted as preempted
+from gshard.processes.preemption import until_preempted as until_preempted
 from gshard.promise import Promise as Promise
 from gshard.promise import promise as promise
 from gshard.pytorch.join import Join as Join

@@ -1,0 +1,222 @@
+"""Who has arrived: a roll call at the coordinator's port, before JAX uses it.
+
+JAX ends the whole process, from C++, when a peer does not come in time, and says neither who came
+nor who did not. Here process 0 listens first, every other process says its rank and waits for the
+answer, and the port is free again when JAX starts. Nothing but these lines is ever sent.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import sys
+import time
+
+from gshard.errors import CallOrderError, GShardError, some
+from gshard.processes.address import Address, listening
+
+_LONGEST = 1024  # bytes of a line; whoever sends more is a stranger
+_RETRY, _PATIENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
+
+
+class NotArrivedError(CallOrderError):
+    """Some processes of the job did not come in time."""
+
+
+def meet(at: Address, processes: int, rank: int, timeout: float, port_is_kept: bool) -> None:
+    """Returns on every process when all have arrived.
+
+    Raises:
+      NotArrivedError: on every process that has, when some have not after `timeout` seconds.
+      GShardError: two processes have one rank, or differ in their number; the port is taken.
+    """
+    deadline = time.monotonic() + timeout
+    if rank == 0:
+        _Roll(at, processes, timeout, port_is_kept).call(deadline)
+    else:
+        _answer(at, processes, rank, timeout, deadline)
+
+
+# ---- process 0 -----------------------------------------------------------------------------------
+
+
+class _Roll:
+    """Process 0's list of who is there."""
+
+    def __init__(self, at: Address, processes: int, timeout: float, port_is_kept: bool):
+        self._processes, self._timeout, self._at = processes, timeout, at
+        self._listener = listening(at, kept=port_is_kept)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._said: dict[socket.socket, bytes] = {}
+        self._here: dict[int, socket.socket] = {}
+
+    def call(self, deadline: float) -> None:
+        wait = _Reminder(self._timeout)
+        try:
+            while len(self._here) < self._processes - 1:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    self._refuse(NotArrivedError(self._who_is_missing()))
+                for key, _ in self._selector.select(min(left, _RETRY)):
+                    self._hear(key.fileobj)
+                wait.remind(f"process 0 waits at {self._at}: {self._state()}")
+            self._tell({"go": True})
+            self._until_closed()
+        finally:
+            for connection in (self._listener, *self._said):
+                connection.close()
+            self._selector.close()
+
+    def _hear(self, connection) -> None:
+        if connection is self._listener:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # it has left again
+                return
+            connection.setblocking(False)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._said[connection] = b""
+            return
+        try:
+            more = connection.recv(_LONGEST)
+        except OSError:
+            more = b""
+        self._said[connection] += more
+        line, end, _ = self._said[connection].partition(b"\n")
+        if not more or len(line) > _LONGEST:
+            self._forget(connection)
+        elif end:
+            self._note(connection, line)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._said[connection]
+        self._here = {r: c for r, c in self._here.items() if c is not connection}
+        connection.close()
+
+    def _note(self, connection: socket.socket, line: bytes) -> None:
+        try:
+            said = json.loads(line)
+            rank, processes = int(said["gshard_rank"]), int(said["of"])
+        except (ValueError, TypeError, KeyError):
+            self._forget(connection)  # a stranger
+            return
+        if processes != self._processes or not 0 < rank < processes:
+            self._here[rank] = connection
+            self._refuse(
+                GShardError(
+                    f"process {rank} was told that the job has {processes} processes, and process "
+                    f"0 that it has {self._processes}. Start all of them with the same number."
+                )
+            )
+        if self._here.get(rank, connection) is not connection:
+            self._refuse(
+                GShardError(
+                    f"two processes say that they are rank {rank} of {processes}. Give every "
+                    "process a rank of its own."
+                ),
+                also=connection,
+            )
+        self._here[rank] = connection
+
+    def _state(self) -> str:
+        here = sorted({0, *self._here})
+        missing = sorted(set(range(self._processes)) - set(here))
+        return f"arrived: {some(here, 16)}; missing: {some(missing, 16)}"
+
+    def _who_is_missing(self) -> str:
+        return (
+            f"not all of {self._processes} processes came to {self._at} within "
+            f"{self._timeout:g} s; {self._state()}. Look at the logs of those that are missing, "
+            "and check that their machines reach this address."
+        )
+
+    def _refuse(self, error: GShardError, also: socket.socket | None = None) -> None:
+        self._tell({"error": str(error), "late": isinstance(error, NotArrivedError)}, also)
+        self._until_closed()
+        raise error
+
+    def _tell(self, answer: dict, also: socket.socket | None = None) -> None:
+        line = json.dumps(answer).encode() + b"\n"
+        for connection in {*self._here.values(), *([also] if also else ())}:
+            try:
+                connection.sendall(line)
+            except OSError:
+                pass  # it has left: JAX's own roll call or heartbeat will say so
+
+    def _until_closed(self) -> None:
+        """The others close first: the side that does keeps the port busy for a minute."""
+        end = time.monotonic() + 1
+        while self._here and time.monotonic() < end:
+            for key, _ in self._selector.select(0.05):
+                if key.fileobj is not self._listener:
+                    self._hear(key.fileobj)
+
+
+# ---- the others ----------------------------------------------------------------------------------
+
+
+def _answer(at: Address, processes: int, rank: int, timeout: float, deadline: float) -> None:
+    wait, reason = _Reminder(timeout), "nobody answered"
+    while (left := deadline - time.monotonic()) > 0:
+        wait.remind(f"process {rank} of {processes} waits for process 0 at {at}: {reason}")
+        try:
+            with socket.create_connection(at, min(left, _PATIENCE)) as connection:
+                connection.sendall(
+                    json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
+                )
+                answer = _line(connection, deadline, wait, f"process {rank} is at {at} and waits")
+            if answer is None:
+                reason = "it closed the connection, so something else than gshard listens there"
+        except OSError as error:
+            answer, reason = None, error.strerror or str(error)
+        if answer is None:
+            time.sleep(min(_RETRY, max(0.0, deadline - time.monotonic())))
+        elif "error" in answer:
+            raise (NotArrivedError if answer.get("late") else GShardError)(answer["error"])
+        else:
+            return
+    raise NotArrivedError(
+        f"process {rank} of {processes} did not reach process 0 at {at} within {timeout:g} s: "
+        f"{reason}. Check that process 0 has started (its log says why, if not), that the address "
+        "is that of its machine, and that the port is open between the machines."
+    )
+
+
+def _line(connection: socket.socket, deadline: float, wait: _Reminder, state: str) -> dict | None:
+    """Process 0's answer; None when it left before, or is a stranger."""
+    said, connection_end = b"", deadline + _PATIENCE  # process 0's own deadline comes first
+    while b"\n" not in said:
+        connection.settimeout(1.0)
+        try:
+            more = connection.recv(_LONGEST * 8)
+        except TimeoutError:
+            if time.monotonic() > connection_end:
+                return None
+            wait.remind(f"{state} for the others")
+            continue
+        if not more or len(said) > 64 * _LONGEST:
+            return None
+        said += more
+    try:
+        answer = json.loads(said)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and {"go", "error"} & set(answer) else None
+
+
+class _Reminder:
+    """Says every ten seconds what is waited for."""
+
+    def __init__(self, timeout: float):
+        self._began, self._timeout, self._next = time.monotonic(), timeout, _REMIND
+
+    def remind(self, what: str) -> None:
+        waited = time.monotonic() - self._began
+        if waited >= self._next:
+            self._next += _REMIND
+            left = max(0, self._timeout - waited)
+            print(f"gshard: {what} ({left:.0f} s left)", file=sys.stderr, flush=True)

@@ -1,0 +1,75 @@
+"""The variables by which `gshard.spawn` and `gshard launch` tell a process who it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gshard.arguments import shown
+from gshard.errors import GShardError
+
+COORDINATOR = "GSHARD_COORDINATOR"
+NUM_PROCESSES = "GSHARD_NUM_PROCESSES"
+PROCESS_ID = "GSHARD_PROCESS_ID"
+LOCAL_PROCESS_ID = "GSHARD_LOCAL_PROCESS_ID"
+HEARTBEAT_TIMEOUT = "GSHARD_HEARTBEAT_TIMEOUT"
+START_TIMEOUT = "GSHARD_START_TIMEOUT"
+RESTARTS = "GSHARD_RESTARTS"
+PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
+
+
+class Place(NamedTuple):
+    """One process's place in a job; what is not known is None."""
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """What the variables say."""
+    return Place(
+        environment.get(COORDINATOR) or None,
+        number(NUM_PROCESSES, environment),
+        number(PROCESS_ID, environment),
+    )
+
+
+def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """A variable that holds a whole number, or None where it is not set.
+
+    Raises:
+      GShardError: it holds something else.
+    """
+    text = environment.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise GShardError(f"the variable {name}={shown(text)} must be a whole number.") from None
+
+
+def variables(
+    coordinator: object,
+    num_processes: int,
+    process_id: int,
+    local_process_id: int,
+    *,
+    heartbeat_timeout: int,
+    start_timeout: int,
+    restarts: int = 0,
+    port_is_kept: bool = False,
+) -> dict[str, str]:
+    """The variables of one process."""
+    return {
+        COORDINATOR: str(coordinator),
+        NUM_PROCESSES: str(num_processes),
+        PROCESS_ID: str(process_id),
+        LOCAL_PROCESS_ID: str(local_process_id),
+        HEARTBEAT_TIMEOUT: str(heartbeat_timeout),
+        START_TIMEOUT: str(start_timeout),
+        RESTARTS: str(restarts),
+        PORT_IS_KEPT: "1" if port_is_kept else "",
+    }

@@ -1,0 +1,72 @@
+"""A process that fails leaves at once.
+
+JAX waits at exit for all other processes, up to minutes, and these wait in a collective for this
+one; then C++ ends them. So whoever has failed ends its own process instead, behind the user's
+`atexit` functions and in front of JAX's: its sockets close, and the others learn of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import sys
+from types import TracebackType
+
+import jax  # noqa: F401  its exit function, registered by this import, must run after the one here
+
+# The exit code of a process that was told to stop and did so in order: EX_TEMPFAIL of sysexits.h,
+# "try again later".
+PREEMPTED = 75
+
+# What a collective or JAX's coordinator says when another process has gone.
+LOST_PEER = re.compile(
+    r"connection (reset|closed|refused) by peer|connection closed|broken pipe|"
+    r"gloo.{0,80}(failed|timed? ?out)|stopped sending heartbeats|another task died|"
+    r"tasks are unhealthy|coordination service.{0,80}(unavailable|error)|socket closed",
+    re.IGNORECASE | re.DOTALL,
+)
+
+_code = 0
+
+
+def at_exit_with(code: int) -> None:
+    """Lets this process end with `code` and without waiting for others, when it ends."""
+    global _code
+    _code = code
+
+
+@atexit.register
+def _leave() -> None:
+    if _code:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # nobody reads it any more, or it is closed
+                pass
+        os._exit(_code)
+
+
+def leave_when_it_fails() -> None:
+    """From now on an uncaught exception ends this process at once."""
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        before(kind, error, traceback)
+        if issubclass(kind, KeyboardInterrupt):
+            at_exit_with(130)
+            return
+        at_exit_with(1)
+        if LOST_PEER.search(str(error)):
+            print(
+                "gshard: this process lost its connection to another one, which has probably "
+                "ended. The reason is in the log of the process that ended first.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    sys.excepthook = hook

@@ -1,0 +1,238 @@
+"""Joining the processes of a job, and who is who. `jax.distributed` is the engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from gshard.arguments import shown, whole_number
+from gshard.errors import CallOrderError, GShardError, did_you_mean
+from gshard.processes import environment
+from gshard.processes.address import LOOPBACK, address
+from gshard.processes.arrival import meet
+from gshard.processes.environment import Place
+from gshard.processes.leaving import leave_when_it_fails
+
+HEARTBEAT_TIMEOUT, START_TIMEOUT = 10, 300  # seconds
+
+_NEED = "Call gshard.init_parallel_env() first, before any other use of JAX in the program."
+# Where more than one process runs under these, one that joins none of the others is a mistake.
+_CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+_joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
+
+
+def init_parallel_env(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout: int | None = None,
+    start_timeout: int | None = None,
+    bind_address: str | None = None,
+    **secure: Any,
+) -> None:
+    """Joins this process to the others. Call it before anything else uses JAX; again is a no-op.
+
+    What is not given is read from the variables that `gshard launch` and `gshard.spawn` set, and
+    then from what `jax.distributed` detects: Slurm, Open MPI, Kubernetes, cloud TPU. Without any of
+    these the process is alone, and all of gshard works on its own devices.
+
+    Once joined, a process that fails ends at once instead of waiting for the others at exit.
+
+    Args:
+      coordinator: `host:port` of process 0, which listens there and nowhere else. Loopback stays on
+        this machine.
+      num_processes: of the whole job.
+      process_id: this process's rank, from 0.
+      heartbeat_timeout: seconds after which a silent process counts as dead; 10.
+      start_timeout: seconds to wait for all processes to arrive; 300.
+      bind_address: `host:port` at which process 0 listens, where that differs from the address the
+        others use. With a detected cluster JAX listens on every interface unless this is given.
+      **secure: `mtls_cert_file`, `mtls_key_file`, `mtls_ca_file`, ... of
+        `jax.distributed.initialize`, in versions of JAX that have them: TLS with certificates on
+        both sides between the processes and the coordinator.
+
+    Raises:
+      NotArrivedError: some processes did not come in time; says which came.
+      GShardError: for ranks that cannot be, an address that cannot be listened at, or when JAX has
+        already started.
+    """
+    asked = Place(coordinator, num_processes, process_id)
+    if _joined:
+        _check_again(asked)
+        return
+    timeouts = (
+        _seconds("heartbeat_timeout", heartbeat_timeout, HEARTBEAT_TIMEOUT),
+        _seconds("start_timeout", start_timeout, START_TIMEOUT),
+    )
+    _check_secure(secure)
+    place = _complete(asked)
+    if place.num_processes == 1:
+        _joined.append((asked, place))
+        return
+    if jax.distributed.is_initialized():  # by the user's own call
+        leave_when_it_fails()
+        _joined.append((asked, place))
+        return
+    # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if place.num_processes is None:
+        _join_detected(*timeouts, bind_address, secure)
+    else:
+        _join(place, *timeouts, bind_address, secure)
+    leave_when_it_fails()
+    _joined.append((asked, place))
+
+
+def get_rank() -> int:
+    """This process's rank, from 0."""
+    return jax.process_index()
+
+
+def get_world_size() -> int:
+    """The number of processes."""
+    return jax.process_count()
+
+
+def barrier() -> None:
+    """Waits until every process has called it, and until their devices have done what was asked.
+
+    Alone in its job, a process goes on at once.
+    """
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("gshard.barrier")
+
+
+# ---- who this process is -------------------------------------------------------------------------
+
+
+def _complete(asked: Place) -> Place:
+    """Arguments, then variables. All None: nothing says anything."""
+    names = ("coordinator", "num_processes", "process_id")
+    told = {name: value for name, value in asked._asdict().items() if value is not None}
+    place = environment.place()._replace(**told)
+    if place == (None, None, None):
+        return place
+    for name, value in zip(names[1:], place[1:], strict=True):
+        if value is None:
+            given = {n: v for n, v in zip(names, place, strict=True) if v is not None}
+            raise GShardError(
+                f"init_parallel_env: {name} is missing beside {given}. Give coordinator, "
+                "num_processes and process_id together, or none of them."
+            )
+    count = whole_number("num_processes", place.num_processes, 1)
+    rank = whole_number("process_id", place.process_id, 0)
+    if rank >= count:
+        raise GShardError(
+            f"process_id={rank} is not a rank of num_processes={count}. Ranks run from 0 to "
+            f"{count - 1}."
+        )
+    if count > 1 and place.coordinator is None:
+        raise GShardError(
+            f"init_parallel_env: coordinator is missing: with {count} processes give 'host:port' "
+            f"of process 0, such as '{LOOPBACK}:29500' on one machine."
+        )
+    return Place(place.coordinator, count, rank)
+
+
+def _check_again(asked: Place) -> None:
+    first, place = _joined[0]
+    for name, again, before, now in zip(Place._fields, asked, first, place, strict=True):
+        if again is not None and again not in (before, now):
+            raise GShardError(
+                f"init_parallel_env({name}={shown(again)}) was called, but this process has "
+                f"already joined with {name}={shown(before if now is None else now)}."
+            )
+
+
+def _seconds(name: str, value: int | None, default: int) -> int:
+    if value is None:
+        value = environment.number(f"GSHARD_{name.upper()}")
+    return default if value is None else whole_number(name, value, 1, " of seconds")
+
+
+def _check_secure(secure: dict[str, Any]) -> None:
+    known = [name for name in _parameters() if "mtls" in name or "secure" in name]
+    for name in secure:
+        if name not in known:
+            meant = did_you_mean(name, [*inspect.signature(init_parallel_env).parameters, *known])
+            old = f" JAX {jax.__version__} has no such option." if "mtls" in name else ""
+            raise GShardError(f"init_parallel_env has no argument {name!r}.{old}{meant}")
+
+
+def _parameters() -> list[str]:
+    return list(inspect.signature(jax.distributed.initialize).parameters)
+
+
+def _jax_has_started() -> bool:
+    """Whether JAX has devices already; it refuses to join others then, before it reads anything."""
+    try:
+        jax.distributed.initialize(cluster_detection_method="deactivate")
+    except ValueError:  # it was told nothing
+        return False
+    except RuntimeError:
+        pass
+    return True
+
+
+# ---- joining -------------------------------------------------------------------------------------
+
+
+def _join(
+    place: Place, heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
+) -> None:
+    at = address(place.coordinator, "coordinator")
+    bind = at if bind_address is None else address(bind_address, "bind_address")
+    count, rank = int(place.num_processes or 1), int(place.process_id or 0)
+    if _jax_has_started():
+        raise CallOrderError(
+            f"init_parallel_env: JAX has already started in process {rank}. {_NEED}"
+        )
+    kept = environment.number(environment.PORT_IS_KEPT) is not None
+    meet(bind if rank == 0 else at, count, rank, start, kept)
+    _initialize(
+        coordinator_address=str(at),
+        num_processes=count,
+        process_id=rank,
+        coordinator_bind_address=str(bind) if rank == 0 else None,  # JAX: every interface
+        cluster_detection_method="deactivate",  # what was said is complete
+        heartbeat_timeout_seconds=heartbeat,
+        initialization_timeout=start,
+        **secure,
+    )
+
+
+def _join_detected(
+    heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
+) -> None:
+    """What JAX detects, which may be nothing: then this process is alone."""
+    if _jax_has_started():
+        several = [v for v in _CLUSTERS if os.environ.get(v, "1") not in ("", "1")]
+        if several:
+            raise CallOrderError(
+                f"init_parallel_env: JAX has already started, and {several[0]}="
+                f"{os.environ[several[0]]} says that this process is one of several. {_NEED}"
+            )
+        return
+    try:
+        _initialize(
+            coordinator_bind_address=bind_address,
+            heartbeat_timeout_seconds=heartbeat,
+            initialization_timeout=start,
+            **secure,
+        )
+    except ValueError as error:
+        if "coordinator_address" not in str(error):
+            raise GShardError(f"init_parallel_env: {error}") from error
+
+
+def _initialize(**arguments: Any) -> None:
+    try:
+        jax.distributed.initialize(**arguments)
+    except RuntimeError as error:
+        raise CallOrderError(f"init_parallel_env could not start: {error} {_NEED}") from error

@@ -1,0 +1,100 @@
+"""Preemption: a machine is about to be taken away, and SIGTERM says so.
+
+All processes learn of it and stop at the same call, wherever the signal arrived. With several
+processes JAX's coordinator agrees on the call; alone, a process hears the signal itself.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import jax
+from jax.experimental import multihost_utils
+
+from gshard.arguments import shown
+from gshard.errors import CallOrderError, GShardError
+from gshard.processes.leaving import PREEMPTED
+
+Batch = TypeVar("Batch")
+
+_calls = 0
+_told = threading.Event()
+_listening = False
+
+
+def preempted() -> bool:
+    """Whether to stop now: the same answer on every process that has called it as often.
+
+    Call it once a step, on every process. From the first call on, SIGTERM does not end this process
+    any more: it is to save, and to leave by `sys.exit(gshard.PREEMPTED)`, before whoever sent the
+    signal loses patience (30 s with `gshard launch`).
+
+    Raises:
+      GShardError: with several processes, where JAX's preemption service is turned off; alone, for
+        a first call from another thread than the main one.
+    """
+    global _calls
+    _calls += 1
+    if jax.process_count() == 1:
+        _listen()
+        return _told.is_set()
+    try:
+        return multihost_utils.reached_preemption_sync_point(_calls)
+    except RuntimeError as error:
+        raise CallOrderError(
+            f"preempted(): {error} With several processes it needs JAX's preemption service, "
+            "which jax_enable_preemption_service=False turns off."
+        ) from error
+
+
+def until_preempted(
+    batches: Iterable[Batch], last: Callable[[], object] | None = None
+) -> Iterator[Batch]:
+    """The batches, until the job is told to stop; then `last()`, and the process exits.
+
+    Every process stops before the same batch. The exit code is `gshard.PREEMPTED`, 75: "try again
+    later". Where the batches end first, so does the loop, as ever.
+
+    Args:
+      batches: any iterable; all processes have equally many.
+      last: runs once, on every process, such as `lambda: save(state)`.
+
+    Raises:
+      SystemExit: with the code 75, after `last`.
+    """
+    if last is not None and not callable(last):
+        raise GShardError(f"until_preempted(last={shown(last)}) is not a function.")
+    return _until_preempted(batches, last)
+
+
+def _until_preempted(
+    batches: Iterable[Batch], last: Callable[[], object] | None
+) -> Iterator[Batch]:
+    for batch in batches:
+        if preempted():
+            if last is not None:
+                last()
+            sys.exit(PREEMPTED)
+        yield batch
+
+
+def _listen() -> None:
+    global _listening
+    if _listening:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise CallOrderError(
+            "preempted() listens for SIGTERM, which Python allows in the main thread alone: call "
+            "it there first."
+        )
+
+    def hear(number: int, frame: object) -> None:
+        _told.set()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who sends it twice means it
+
+    signal.signal(signal.SIGTERM, hear)
+    _listening = True
