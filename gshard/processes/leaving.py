@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+from traceback import extract_tb
 from types import TracebackType
 
 import jax  # noqa: F401  its exit function, registered by this import, must run after the one here
@@ -26,6 +27,11 @@ LOST_PEER = re.compile(
     r"gloo.{0,80}(failed|timed? ?out)|stopped sending heartbeats|another task died|"
     r"tasks are unhealthy|coordination service.{0,80}(unavailable|error)|socket closed",
     re.IGNORECASE | re.DOTALL,
+)
+
+# ... in an exception, where the words above could be about a connection of the user's own.
+_LOST_IN_JAX = re.compile(
+    r"gloo \w+ failed|coordination service|distributed service", re.IGNORECASE
 )
 
 _code = 0
@@ -56,17 +62,23 @@ def leave_when_it_fails() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        before(kind, error, traceback)
-        if issubclass(kind, KeyboardInterrupt):
-            at_exit_with(130)
-            return
-        at_exit_with(1)
-        if LOST_PEER.search(str(error)):
-            print(
-                "gshard: this process lost its connection to another one, which has probably "
-                "ended. The reason is in the log of the process that ended first.",
-                file=sys.stderr,
-                flush=True,
-            )
+        at_exit_with(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        if _LOST_IN_JAX.search(str(error)):
+            _say_lost(error, traceback)
+        else:
+            before(kind, error, traceback)
 
     sys.excepthook = hook
+
+
+def _say_lost(error: BaseException, traceback: TracebackType | None) -> None:
+    """One paragraph: the frames of JAX say nothing about a process that has gone."""
+    at = [frame for frame in extract_tb(traceback) if "site-packages" not in frame.filename]
+    where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
+    print(
+        f"gshard: this process lost its connection to another one{where}: "
+        f"{str(error).splitlines()[0]}. The other has probably ended; the reason is in the log of "
+        "the process that ended first.",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,10 @@
+"""`python -m gshard NAME`."""
+
+from __future__ import annotations
+
+import sys
+
+from gshard.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""The command `gshard NAME`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from gshard.errors import did_you_mean
+from gshard.launch.command import main as launch
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "launch": (launch, "run a script in several processes"),
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs a command line; returns the exit code."""
+    name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
+    if name in COMMANDS:
+        return COMMANDS[name][0](rest)
+    names = "\n".join(f"  gshard {name:8s} {meaning}" for name, (_, meaning) in COMMANDS.items())
+    if name in ("-h", "--help"):
+        print(f"gshard: ZeRO data parallelism for JAX and Flax\n\n{names}\n\n"
+              "`gshard NAME --help` says more.")  # fmt: skip
+        return 0
+    print(f"error: gshard has no command {name!r}.{did_you_mean(name, COMMANDS)}\n{names}",
+          file=sys.stderr)  # fmt: skip
+    return 2

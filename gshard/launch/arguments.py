@@ -1,0 +1,183 @@
+"""The options of `gshard launch`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gshard.arguments import whole_number
+from gshard.errors import GShardError, did_you_mean
+from gshard.processes import accelerators
+from gshard.processes.address import Address, address, is_loopback
+from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT
+
+_EXAMPLES = """examples:
+  gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100
+      four processes of two virtual CPU devices each, on this machine
+  gshard launch --gpus 0,1,2,3 -m my_package.train
+      one process for each of four GPUs
+  gshard launch --nnodes 2 --rank 0 --master 10.0.0.1:29500 train.py
+      the first of two machines; the same with --rank 1 on the second
+exit code:
+  that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
+  stop (SIGTERM) and all processes did so in order; 130 after Ctrl-C
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job, as far as this machine runs it."""
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    processes: int
+    machines: int
+    machine: int
+    master: Address | None
+    variables: tuple[dict[str, str], ...]
+    log_dir: Path
+    max_restarts: int
+    grace: int
+    heartbeat_timeout: int
+    start_timeout: int
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the whole job."""
+        return self.machines * self.processes
+
+    def rank(self, local: int) -> int:
+        """The rank of one of this machine's processes."""
+        return self.machine * self.processes + local
+
+
+def parser(program: str) -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        program,
+        usage=f"{program} [options] [-m] SCRIPT [ARGUMENTS ...]",
+        description="Run a script in several processes, on one machine or on each of many. The "
+        "script calls gshard.init_parallel_env() before it uses JAX.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    add = made.add_argument
+    add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: one "
+        "for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
+    add("--nnodes", type=int, default=1, metavar="N", help="machines of the job (default 1)")
+    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes")
+    add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
+        "(default on one machine: loopback and a free port)")  # fmt: skip
+    add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
+        "use, divided over its processes (default: all visible)")  # fmt: skip
+    add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
+        "instead of GPUs")  # fmt: skip
+    add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log, "
+        "readable by its owner alone, to which each run is appended (default: log)")  # fmt: skip
+    add("--max_restarts", type=int, default=0, metavar="N", help="start all processes again, so "
+        "often, when one has failed (default 0)")  # fmt: skip
+    add("--grace", type=int, default=30, metavar="SECONDS", help="after SIGTERM the processes "
+        "have so long to save and stop (default 30)")  # fmt: skip
+    add("--heartbeat_timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
+        help=f"a silent process counts as dead (default {HEARTBEAT_TIMEOUT})")  # fmt: skip
+    add("--start_timeout", type=int, default=START_TIMEOUT, metavar="SECONDS",
+        help=f"all processes have so long to arrive (default {START_TIMEOUT})")  # fmt: skip
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    add("script", nargs="?", metavar="SCRIPT", help="the Python file to run")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="given to the script")
+    return made
+
+
+def request(program: str, words: list[str]) -> Request:
+    """What a command line asks for.
+
+    Raises:
+      GShardError: for an option that does not exist, or values that do not go together.
+    """
+    made = parser(program)
+    options = [name for action in made._actions for name in action.option_strings]
+    try:
+        given, unknown = made.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise GShardError(f"{error}. `{program} --help` lists the options.") from error
+    stray = [w for w in (*unknown, given.script or "") if w.startswith("-")]
+    if stray:
+        name = stray[0].split("=")[0]
+        raise GShardError(
+            f"{name!r} is no option of {program}.{did_you_mean(name, options)} Options of the "
+            "script come after its name."
+        )
+    if given.script is None:
+        raise GShardError(f"{program}: name the script to run. `{program} --help` says more.")
+    if not given.module and not os.path.exists(given.script):
+        hint = " For a module say -m." if "." in given.script and "/" not in given.script else ""
+        raise GShardError(f"{program}: there is no file {given.script!r} here.{hint}")
+    return _checked(given)
+
+
+def _checked(given: argparse.Namespace) -> Request:
+    for name, least in (("nnodes", 1), ("max_restarts", 0), ("grace", 0)):
+        whole_number(f"--{name}", getattr(given, name), least)
+    for name in ("heartbeat_timeout", "start_timeout"):
+        whole_number(f"--{name}", getattr(given, name), 1, " of seconds")
+    master = None if given.master is None else address(given.master, "--master")
+    _check_machines(given, master)
+    if given.virtual_devices is not None and given.devices is not None:
+        raise GShardError(
+            f"--devices {given.devices} names GPUs, and --virtual_devices "
+            f"{given.virtual_devices} asks for CPU devices: choose one of the two."
+        )
+    devices = accelerators.chosen("--devices", given.devices)
+    processes = given.nproc_per_node
+    if processes is None:
+        on_cpu = given.virtual_devices is not None
+        processes = 1 if on_cpu else max(1, len(devices or accelerators.visible()))
+    whole_number("--nproc_per_node", processes, 1)
+    if given.virtual_devices is not None:
+        virtual = accelerators.virtual(given.virtual_devices, "--virtual_devices", os.environ)
+        variables = [virtual] * processes
+    else:
+        variables = accelerators.shares("--devices", devices, processes)
+    return Request(
+        target=given.script,
+        module=given.module,
+        arguments=tuple(given.arguments),
+        processes=processes,
+        machines=given.nnodes,
+        machine=given.rank or 0,
+        master=master,
+        variables=tuple(variables),
+        log_dir=given.log_dir,
+        max_restarts=given.max_restarts,
+        grace=given.grace,
+        heartbeat_timeout=given.heartbeat_timeout,
+        start_timeout=given.start_timeout,
+    )
+
+
+def _check_machines(given: argparse.Namespace, master: Address | None) -> None:
+    if given.nnodes == 1:
+        if given.rank not in (None, 0):
+            raise GShardError(f"--rank {given.rank} needs --nnodes, the number of machines.")
+        return
+    missing = [f"--{n}" for n in ("rank", "master") if getattr(given, n) is None]
+    if missing:
+        raise GShardError(
+            f"--nnodes {given.nnodes} needs {' and '.join(missing)} too: the number of this "
+            "machine, from 0, and 'host:port' of machine 0, the same on all of them."
+        )
+    if not 0 <= given.rank < given.nnodes:
+        raise GShardError(
+            f"--rank {given.rank} is no machine of --nnodes {given.nnodes}: they run from 0 to "
+            f"{given.nnodes - 1}."
+        )
+    if master is not None and is_loopback(master.host):
+        raise GShardError(
+            f"--master {master} is this machine alone, and the job has {given.nnodes}. Name the "
+            "address by which the others reach machine 0."
+        )

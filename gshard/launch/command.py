@@ -1,0 +1,59 @@
+"""`gshard launch`: runs a job, again where it may, and says how it ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from gshard.errors import GShardError
+from gshard.launch.arguments import Request, parser, request
+from gshard.launch.job import Outcome, run
+from gshard.launch.report import report
+from gshard.processes.leaving import PREEMPTED
+from gshard.processes.verdict import first_cause
+
+_BEFORE_RESTART = 1.0  # seconds
+
+
+def main(words: list[str], program: str = "gshard launch") -> int:
+    """Runs a command line; returns the exit code."""
+    if words[:1] in (["-h"], ["--help"]):
+        print(parser(program).format_help(), end="")
+        return 0
+    try:
+        return _run(request(program, words))
+    except GShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(asked: Request) -> int:
+    restarts = 0
+    while (outcome := run(asked, restarts)).failed:
+        _say(report(outcome, asked.log_dir))
+        if restarts == asked.max_restarts:
+            break
+        restarts += 1
+        _say(f"gshard: starting all processes again ({restarts} of {asked.max_restarts})")
+        time.sleep(_BEFORE_RESTART)
+    return _exit_code(outcome)
+
+
+def _exit_code(outcome: Outcome) -> int:
+    codes = {end.code for end in outcome.ends}
+    if codes == {0}:
+        return 0
+    if codes <= {0, PREEMPTED}:
+        _say("gshard: the job was told to stop, and all processes did so in order")
+        return PREEMPTED
+    if outcome.told is not None:
+        late = [end.rank for end in outcome.ends if end.asked]
+        killed = f"; ranks {late} did not stop in time and were killed" if late else ""
+        _say(f"gshard: the job was ended by signal {outcome.told}{killed}")
+        return 128 + outcome.told
+    code = first_cause(outcome.ends).code
+    return code if code > 0 else 128 - code
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,91 @@
+"""The GPUs of this machine, counted without starting JAX, and given to processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from gshard.arguments import shown, whole_number
+from gshard.errors import GShardError
+
+# The first that is set says what this process sees; the first that exists tells the others.
+_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
+
+
+class TooFewDevicesError(GShardError, RuntimeError):
+    """Fewer devices than processes that need one each."""
+
+
+def visible() -> list[str]:
+    """Names of the GPUs that this process sees, as its variables or the driver give them."""
+    for name in _VISIBLE:
+        if (given := os.environ.get(name)) is not None:
+            return [d.strip() for d in given.split(",") if d.strip() not in ("", "-1")]
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu" or not (program := shutil.which("nvidia-smi")):
+        return []
+    found = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
+    lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(i) for i in range(len(lines))]
+
+
+def chosen(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
+    """Devices that a user names, or None where none are named.
+
+    Raises:
+      GShardError: one is named twice, or is not among those that this process sees.
+    """
+    if devices is None:
+        return None
+    names = devices.split(",") if isinstance(devices, str) else devices
+    if not isinstance(names, (list, tuple, range)):
+        raise GShardError(f"{argument}={shown(devices)} must list devices, such as '0,1'.")
+    found, here = [str(name).strip() for name in names], visible()
+    for name in found:
+        if name not in here:
+            have = f"This process sees {', '.join(here)}." if here else "This process sees no GPU."
+            raise GShardError(
+                f"{argument}={shown(devices)}: {name or 'an empty name'} is no visible device. "
+                f"{have} For virtual CPU devices say how many each process has instead."
+            )
+    if not found or len(set(found)) < len(found):
+        raise GShardError(f"{argument}={shown(devices)}: name at least one device, each once.")
+    return found
+
+
+def shares(argument: str, devices: list[str] | None, processes: int) -> list[dict[str, str]]:
+    """The variables by which each of several processes of one machine sees its own GPUs.
+
+    Raises:
+      GShardError: the devices do not divide over the processes.
+      TooFewDevicesError: this machine has GPUs, but fewer than processes.
+    """
+    if devices is None:
+        devices = visible()
+        if not devices:
+            return [{} for _ in range(processes)]
+        if len(devices) < processes:
+            raise TooFewDevicesError(
+                f"{processes} processes need a GPU each, and this one sees {len(devices)}: "
+                f"{', '.join(devices)}. Start fewer processes, or give them virtual CPU devices."
+            )
+    each, rest = divmod(len(devices), processes)
+    if rest or not each:
+        raise GShardError(
+            f"{argument}={','.join(devices)} names {len(devices)} devices, which do not divide "
+            f"over {processes} processes. Name a multiple of {processes}."
+        )
+    variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
+    return [{variable: ",".join(devices[i * each : (i + 1) * each])} for i in range(processes)]
+
+
+def virtual(count: int | None, argument: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which a process has so many virtual CPU devices; None changes nothing."""
+    if count is None:
+        return {}
+    count = whole_number(argument, count, 1)
+    flags = _FORCED.sub("", environment.get("XLA_FLAGS", "")).strip()
+    return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}

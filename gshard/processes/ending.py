@@ -1,0 +1,39 @@
+"""Ending the processes of a job in order: asked first, killed when they do not go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+
+from gshard.processes.guardian import kill_group
+
+FAILED_GRACE = 3.0  # seconds that the others have when one has failed
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """A signal to each process; those that have ended do not mind."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def end(running: Callable[[], list[int]], grace: float, meanwhile: Callable[[], None]) -> None:
+    """SIGTERM to all, and SIGKILL to the groups of those that are left after a while.
+
+    Args:
+      running: pids of the processes that have not ended; called again and again.
+      grace: seconds between the two signals.
+      meanwhile: called while waiting; takes some hundredths of a second.
+    """
+    send(running(), signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while running() and time.monotonic() < deadline:
+        meanwhile()
+    for pid in running():
+        kill_group(pid)
+    while running():
+        meanwhile()

@@ -1,0 +1,149 @@
+"""How a process ended, in words: its exit code or signal, what that means, and who was first."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gshard.errors import some
+from gshard.processes.leaving import LOST_PEER
+
+TAIL = 20  # lines
+
+# Lines of C++ that say nothing a user can use: stack frames, and what leads to them.
+_FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+|\*\*\* Check failure stack trace|\[Gloo\] Rank ")
+_MACHINERY = re.compile(r"[IWEF]\d{4} [\d:.]+\s+\d+ (coordination|preemption|client\.h)")
+_CONTINUED = re.compile(
+    r"[\d, ]*$|/job:\S+$|The tasks have crashed|RPC: /xla|\s*$|Error: |Additional GRPC"
+)
+_SILENT = re.compile(r"stopped sending heartbeats\):\s*\n((?:[^\n]*(?:task:)?\d+\s*\n)+)")
+
+
+@dataclass(frozen=True)
+class End:
+    """How one process ended.
+
+    Attributes:
+      rank: of the process.
+      code: its exit code; a signal's number, negative, where one ended it.
+      tail: its last lines that a user should read.
+      text: its last lines, all of them.
+      seconds: from the start of the job.
+      stopped: it was found stopped (SIGSTOP), and had to be killed.
+      asked: it had been told to go.
+    """
+
+    rank: int
+    code: int
+    tail: Sequence[str] = field(default=(), repr=False)
+    text: str = field(default="", repr=False)
+    seconds: float = 0.0
+    stopped: bool = False
+    asked: bool = False
+
+    @property
+    def follows(self) -> bool:
+        """Whether it ended because another process did."""
+        if self.stopped:
+            return False
+        by_itself = self.code in (1, -signal.SIGABRT) and not self.asked
+        return self.asked or (by_itself and LOST_PEER.search(self.text) is not None)
+
+
+def first_cause(ends: Sequence[End]) -> End:
+    """The end that explains the others: the first, of those that do not follow from another."""
+    failed = [end for end in ends if end.code]
+    return min(failed, key=lambda end: (end.follows, not end.stopped, end.seconds))
+
+
+def in_words(code: int) -> str:
+    """`exited with code 3`, `was killed by SIGKILL`."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}"
+
+
+def meaning(end: End, memory_kills: int = 0) -> str:
+    """What an end probably means, and what to do; empty where nothing is known.
+
+    Args:
+      end: of one process.
+      memory_kills: processes of this machine that its kernel killed for memory meanwhile.
+    """
+    if end.stopped:
+        return (
+            "It was stopped (SIGSTOP, or a debugger) and answered nobody, so the others gave it up."
+        )
+    if end.code == -signal.SIGKILL:
+        if memory_kills:
+            return (
+                f"The machine ran out of memory: its kernel killed {memory_kills} process(es) "
+                "meanwhile. Use fewer processes or virtual devices, a smaller batch, or a level "
+                "that divides more."
+            )
+        return "Somebody killed it (kill -9), or a memory limit of its container did."
+    for pattern, words in _MEANINGS:
+        if re.search(pattern, end.text):
+            return words
+    if end.follows:
+        silent = silent_ranks(end.text)
+        if silent:
+            return (
+                f"It gave up because rank {some(silent)} had not answered for the heartbeat "
+                "timeout: look there."
+            )
+        return (
+            "It lost its connection to another process, which ended before it, on this machine or "
+            "another: look there."
+        )
+    return ""
+
+
+def silent_ranks(text: str) -> list[int]:
+    """Ranks that JAX's coordinator gave up for their silence."""
+    found = _SILENT.search(text)
+    return sorted({int(line.split(":")[-1]) for line in found[1].split()}) if found else []
+
+
+class Readable:
+    """Leaves out, line by line, what C++ prints about the end of other processes."""
+
+    def __init__(self) -> None:
+        self._inside = self._fatal = False
+
+    def shows(self, line: str) -> bool:
+        """Whether a user should see the next line."""
+        if _FRAME.match(line) or self._fatal:
+            return False
+        if machinery := _MACHINERY.match(line):
+            self._inside, self._fatal = True, line[0] == "F"
+            return not machinery
+        self._inside = self._inside and _CONTINUED.match(line) is not None
+        return not self._inside
+
+
+_MEANINGS = (
+    (
+        r"RESOURCE_EXHAUSTED|Out of memory|MemoryError|std::bad_alloc",
+        "It ran out of memory. Use a smaller batch, more micro-batches, or a level that divides "
+        "more; print(plan) says what the state takes.",
+    ),
+    (
+        r"PortTakenError|Address already in use|address already in use",
+        "Its port is taken by another program, perhaps a job that still runs.",
+    ),
+    (
+        r"NotArrivedError",
+        "Not all processes of the job came in time: see which are missing, and their logs.",
+    ),
+    (
+        r"ModuleNotFoundError|No module named",
+        "A package is missing in the Python that runs the job.",
+    ),
+)
