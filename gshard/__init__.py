@@ -38,6 +38,9 @@ from gshard.processes.parallel_env import get_world_size as get_world_size
 from gshard.processes.parallel_env import init_parallel_env as init_parallel_env
 from gshard.processes.preemption import preempted as preempted
 from gshard.processes.preemption import until_preempted as until_preempted
+from gshard.processes.spawn import spawn as spawn
+from gshard.processes.spawned import ProcessFailedError as ProcessFailedError
+from gshard.processes.spawned import Spawned as Spawned
 from gshard.promise import Promise as Promise
 from gshard.promise import promise as promise
 from gshard.pytorch.join import Join as Join

@@ -124,8 +124,11 @@ class _Job:
         until = time.monotonic() + _SETTLE
         while self._running() and time.monotonic() < until:
             self._tick()
-        self._stopped = {w.rank for w in self._left() if w.is_stopped()}
+        stopped = [w for w in self._left() if w.is_stopped()]
+        self._stopped = {w.rank for w in stopped}
         self._asked = {w.rank for w in self._left()}
+        for worker in stopped:  # it hears nothing else
+            kill_group(worker.pid)
         end(self._running, FAILED_GRACE, self._tick)
 
     def _stop_in_order(self) -> None:

@@ -22,7 +22,7 @@ def report(outcome: Outcome, log_dir: Path) -> str:
         blocks.append(textwrap.indent("\n".join(first.tail), "    | ", lambda _: True))
     others = [_other(end) for end in outcome.ends if end is not first]
     if others:
-        blocks.append(_paragraph("; ".join(others).capitalize() + "."))
+        blocks.append(_paragraph("The others: " + "; ".join(others) + "."))
     blocks.append(f"Logs: {log_dir}/rank-*.log")
     return "\n".join(f"gshard: {line}" for block in blocks for line in block.splitlines())
 

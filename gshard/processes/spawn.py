@@ -1,0 +1,180 @@
+"""`gshard.spawn`: a function in several processes of this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from gshard.arguments import flag, shown, whole_number
+from gshard.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
+from gshard.processes import accelerators, environment
+from gshard.processes.address import Kept
+from gshard.processes.child import run
+from gshard.processes.guardian import Guardian
+from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.processes.spawned import Spawned
+
+_ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
+_OPTIONS = {
+    "start_method": "spawn",
+    "devices": None,
+    "virtual_devices": None,
+    "heartbeat_timeout": HEARTBEAT_TIMEOUT,
+    "start_timeout": START_TIMEOUT,
+}
+_NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
+
+
+def spawn(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = -1,
+    join: bool = True,
+    daemon: bool = False,
+    **options: Any,
+) -> list[Any] | Spawned:
+    """Runs `func(*args)` in several new processes, which `init_parallel_env()` then joins.
+
+    When one fails the others are ended, SIGTERM first; none outlives this process, also when it is
+    killed. SIGTERM to this process while it waits is passed on to them.
+
+    Args:
+      func: a function at the top of a module; the program that calls `spawn` does so under
+        `if __name__ == "__main__":`. It calls `gshard.init_parallel_env()` before it uses JAX.
+      args: its arguments, the same for every process.
+      nprocs: how many; -1 for one on each visible GPU, and without a GPU one on each CPU core.
+      join: wait for all. False returns at once.
+      daemon: the processes end when this one does.
+      **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, divided over the
+        processes; `virtual_devices=2`: virtual CPU devices of each process; `heartbeat_timeout`,
+        `start_timeout` in seconds, as of `init_parallel_env`; `start_method="spawn"`, the only one.
+
+    Returns:
+      What the function returned, by rank, of any size; arrays of JAX come as NumPy's. With
+      `join=False` a `Spawned`, with `join()`, `results` and `terminate()`.
+
+    Raises:
+      ProcessFailedError: a process failed; with its traceback and rank.
+      GShardError: for arguments that cannot be, before anything starts.
+    """
+    if environment.place().process_id is not None:
+        raise CallOrderError(
+            "spawn was called in a process that spawn or launch has started. Call it in the "
+            'program that starts them, under `if __name__ == "__main__":`, since every new process '
+            "imports that program."
+        )
+    for name, value in (("join", join), ("daemon", daemon)):
+        flag(name, value)
+    call = _call(func, args)
+    chosen = _options(options)
+    virtual = chosen["virtual_devices"]
+    devices = accelerators.chosen("devices", chosen["devices"])
+    if virtual is not None and devices is not None:
+        raise GShardError(
+            f"spawn(devices={shown(chosen['devices'])}, virtual_devices={virtual}): GPUs or CPU "
+            "devices, one of the two."
+        )
+    count = _count(nprocs, devices, virtual)
+    if virtual is not None:
+        own = [accelerators.virtual(virtual, "virtual_devices", os.environ)] * count
+    else:
+        own = accelerators.shares("devices", devices, count)
+    timeouts = {name: chosen[name] for name in ("heartbeat_timeout", "start_timeout")}
+    spawned = _start(call, own, timeouts, daemon)
+    return spawned.results if join else spawned
+
+
+def _start(
+    call: tuple[Callable[..., Any], tuple[Any, ...]],
+    own: list[dict[str, str]],
+    timeouts: dict[str, int],
+    daemon: bool,
+) -> Spawned:
+    context, kept, guardian = multiprocessing.get_context("spawn"), Kept(), Guardian()
+    processes, pipes = [], []
+    for rank, variables in enumerate(own):
+        told = environment.variables(
+            kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
+        )
+        mine, its = context.Pipe(duplex=False)
+        process = context.Process(
+            target=run, args=(*call, its), daemon=daemon, name=f"gshard rank {rank}"
+        )
+        # Set before it starts, since it imports the user's program before anything of gshard.
+        with _variables({**variables, **told}):
+            process.start()
+        its.close()
+        guardian.watch(process.pid or 0)
+        processes.append(process)
+        pipes.append(mine)
+    return Spawned(processes, pipes, guardian, kept, daemon)
+
+
+@contextmanager
+def _variables(told: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    if not callable(func):
+        raise ArgumentTypeError(f"spawn(func={shown(func)}) is not a function.")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise ArgumentTypeError(
+            f"spawn(args={shown(args)}) must be a tuple of the function's arguments, such as "
+            "args=(config,)."
+        )
+    for what, value in (("func", func), *((f"args[{i}]", a) for i, a in enumerate(args))):
+        try:
+            ForkingPickler.dumps(value)
+        except Exception as error:
+            mend = (
+                "Define the function at the top of a module, not inside another function, and not "
+                "as a lambda."
+                if what == "func"
+                else "Pass what can be pickled, and make the rest inside the function."
+            )
+            raise ArgumentTypeError(
+                f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {mend}"
+            ) from error
+    return func, tuple(args)
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    chosen = dict(_OPTIONS)
+    for name, value in given.items():
+        known = _ALIASES.get(name, name)
+        if known not in _OPTIONS:
+            raise GShardError(f"spawn has no option {name!r}.{did_you_mean(name, _NAMES)}")
+        chosen[known] = value
+    if chosen["start_method"] != "spawn":
+        raise GShardError(
+            f"spawn(start_method={shown(chosen['start_method'])}): 'spawn' is the only way: JAX "
+            "runs threads, which a forked process does not have."
+        )
+    for name in ("heartbeat_timeout", "start_timeout"):
+        whole_number(name, chosen[name], 1, " of seconds")
+    return chosen
+
+
+def _count(nprocs: Any, devices: list[str] | None, virtual: int | None) -> int:
+    if isinstance(nprocs, int) and nprocs == -1:
+        if virtual is None and (gpus := devices or accelerators.visible()):
+            return len(gpus)
+        return os.cpu_count() or 1
+    return whole_number("nprocs", nprocs, 1, " (-1: one for each GPU, or CPU core)")

@@ -1,0 +1,197 @@
+"""The processes that `gshard.spawn` has started: waited for, and ended together."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.connection
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from gshard.errors import GShardError
+from gshard.processes.address import Kept
+from gshard.processes.child import Failure, Result
+from gshard.processes.ending import FAILED_GRACE, end, send
+from gshard.processes.guardian import Guardian, kill_group
+from gshard.processes.leaving import PREEMPTED
+from gshard.processes.verdict import End, first_cause, in_words, meaning
+
+_TICK = 0.05  # seconds
+_SETTLE = 0.5  # seconds in which those that follow a failure fail by themselves
+_STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
+
+
+class ProcessFailedError(GShardError, RuntimeError):
+    """A process of `gshard.spawn` failed; its own exception is the cause, where it could be sent.
+
+    Attributes:
+      rank: of the first process that failed.
+      exit_code: its exit code; a signal's number, negative, where one ended it.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int):
+        super().__init__(message)
+        self.rank, self.exit_code = rank, exit_code
+
+
+class Spawned:
+    """What `gshard.spawn(..., join=False)` returns.
+
+    Attributes:
+      processes: by rank; each has `pid`, `exitcode`, `is_alive()`.
+    """
+
+    def __init__(
+        self,
+        processes: list[SpawnProcess],
+        pipes: list[Connection],
+        guardian: Guardian,
+        kept: Kept | None,
+        daemon: bool,
+    ):
+        self.processes = processes
+        self._pipes = dict(enumerate(pipes))
+        self._guardian, self._kept = guardian, kept
+        self._said: dict[int, Result | Failure] = {}
+        self._ends: dict[int, End] = {}
+        self._began, self._told = time.monotonic(), threading.Event()
+        self._wanted = False
+        # Results are read as they come, and a failure ends the others, whoever waits or not.
+        self._watch = threading.Thread(target=self._run, name="gshard.spawn", daemon=True)
+        self._watch.start()
+        if daemon:  # multiprocessing would ask them to end, which JAX does not hear, and wait
+            atexit.register(self.terminate)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the processes; whether all have ended.
+
+        Args:
+          timeout: seconds; None waits as long as it takes.
+
+        Raises:
+          ProcessFailedError: one failed. The others have been ended.
+          SystemExit: with the code 75, when the job was told to stop and did so in order.
+        """
+        with self._passing_on_sigterm():
+            # In turns, since Python handles a signal between them.
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while self._watch.is_alive() and (deadline is None or time.monotonic() < deadline):
+                self._watch.join(0.1 if deadline is None else min(0.1, timeout or 0.0))
+        if self._watch.is_alive():
+            return False
+        self._raise()
+        return True
+
+    @property
+    def results(self) -> list[Any]:
+        """What the function returned, by rank; waits for all."""
+        self.join()
+        said = (self._said.get(rank) for rank in range(len(self.processes)))
+        return [entry.value if isinstance(entry, Result) else None for entry in said]
+
+    def terminate(self) -> None:
+        """Ends all processes that still run: SIGTERM, and SIGKILL after three seconds."""
+        self._wanted = self._watch.is_alive()
+        self._told.set()
+        self._watch.join()
+
+    # ---- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._left():
+                self._tick()
+                failed = any(e.code not in (0, PREEMPTED) for e in self._ends.values())
+                if failed and not self._told.is_set():
+                    until = time.monotonic() + _SETTLE
+                    while self._left() and time.monotonic() < until:
+                        self._tick()
+                if failed or self._told.is_set():
+                    self._told.set()
+                    end(self._pids, FAILED_GRACE, self._tick)
+        finally:
+            self._guardian.close()
+            if self._kept:
+                self._kept.release()
+
+    def _tick(self) -> None:
+        sentinels = [self.processes[rank].sentinel for rank in self._left()]
+        multiprocessing.connection.wait([*self._pipes.values(), *sentinels], _TICK)
+        for rank, pipe in list(self._pipes.items()):
+            if pipe.poll():
+                self._hear(rank, pipe)
+        for rank in self._left():
+            process = self.processes[rank]
+            if process.exitcode is None:
+                continue
+            if rank in self._pipes and self._pipes[rank].poll():
+                self._hear(rank, self._pipes[rank])
+            said = self._said.get(rank)
+            text = said.text if isinstance(said, Failure) else ""
+            seconds = time.monotonic() - self._began
+            asked = self._told.is_set()
+            self._ends[rank] = End(rank, process.exitcode, (), text, seconds, asked=asked)
+            kill_group(process.pid or 0)  # what it started itself
+            self._guardian.forget(process.pid or 0)
+
+    def _hear(self, rank: int, pipe: Connection) -> None:
+        try:
+            self._said[rank] = pipe.recv()
+        except (EOFError, OSError):  # it has ended, with or without a word
+            pass
+        except Exception as error:  # what cannot be read here, such as a type of `__main__` there
+            self._said[rank] = Failure(f"its result cannot be read: {error!r}", error, False)
+        del self._pipes[rank]
+
+    def _left(self) -> list[int]:
+        return [rank for rank in range(len(self.processes)) if rank not in self._ends]
+
+    def _pids(self) -> list[int]:
+        return [self.processes[rank].pid or 0 for rank in self._left()]
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def _raise(self) -> None:
+        codes = {end.code for end in self._ends.values()}
+        unread = [(r, s) for r, s in self._said.items() if isinstance(s, Failure)]
+        if self._wanted or (codes == {0} and not unread):
+            return
+        if codes <= {0, PREEMPTED} and not unread:
+            raise SystemExit(PREEMPTED)
+        failed = [end for end in self._ends.values() if end.code]
+        first = first_cause(failed) if failed else self._ends[unread[0][0]]
+        said = self._said.get(first.rank)
+        of = f"process {first.rank} of {len(self.processes)}"
+        if isinstance(said, Failure):
+            message = f"{of} failed:\n\n{said.text}"
+            raise ProcessFailedError(message, first.rank, first.code) from said.error
+        message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
+        raise ProcessFailedError(message.strip(), first.rank, first.code)
+
+    @contextmanager
+    def _passing_on_sigterm(self) -> Iterator[None]:
+        """While the main thread waits, SIGTERM is for the processes: they save and stop."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+
+        def hear(number: int, frame: object) -> None:
+            send(self._pids(), signal.SIGTERM)
+            patience = threading.Timer(_STOP_GRACE, self._told.set)
+            patience.daemon = True
+            patience.start()
+
+        signal.signal(signal.SIGTERM, hear)
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
