@@ -81,6 +81,7 @@ class _Job:
         self._selector = selectors.DefaultSelector()
         self._told: list[int] = []
         self._stopped: set[int] = set()
+        self._still: dict[int, float] = {}  # since when a rank has been stopped
         self._asked: set[int] = set()
         self._began, self._kills = time.monotonic(), _memory_kills()
         self._guardian: Guardian | None = None
@@ -125,7 +126,7 @@ class _Job:
         while self._running() and time.monotonic() < until:
             self._tick()
         stopped = [w for w in self._left() if w.is_stopped()]
-        self._stopped = {w.rank for w in stopped}
+        self._stopped |= {w.rank for w in stopped}
         self._asked = {w.rank for w in self._left()}
         for worker in stopped:  # it hears nothing else
             kill_group(worker.pid)
@@ -154,13 +155,14 @@ class _Job:
         for worker in self._left():
             code = worker.code()
             if code is None:
+                self._note_stopped(worker)
                 continue
             self._drain()
             self._ends[worker.rank] = End(
                 worker.rank,
                 code,
-                tuple(worker.tail),
-                "\n".join(worker.last),
+                tuple(worker.lines.shown),
+                "\n".join(worker.lines.every),
                 time.monotonic() - self._began,
                 worker.rank in self._stopped,
                 worker.rank in self._asked,
@@ -168,6 +170,16 @@ class _Job:
             kill_group(worker.pid)  # what it started itself
             if self._guardian:
                 self._guardian.forget(worker.pid)
+
+    def _note_stopped(self, worker: Worker) -> None:
+        """A process that is stopped counts as dead as one that hangs does, also while it starts."""
+        if self._request.world_size == 1 or not worker.is_stopped():
+            self._still.pop(worker.rank, None)
+            return
+        since = self._still.setdefault(worker.rank, time.monotonic())
+        if time.monotonic() - since > self._request.heartbeat_timeout:
+            self._stopped.add(worker.rank)
+            kill_group(worker.pid)
 
     def _drain(self) -> None:
         """What was written before an end; whatever still holds a pipe open is not waited for."""

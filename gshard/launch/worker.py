@@ -7,15 +7,12 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections import deque
 from pathlib import Path
-from typing import IO, BinaryIO, TextIO
+from typing import BinaryIO
 
-from gshard.processes.verdict import TAIL, Readable
+from gshard.processes.output import Lines, Stream
 
 _RUN = Path(__file__).with_name("script.py")
-_JUDGED = 200  # lines; a stack of C++ is among them
-_LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces
 
 
 class Worker:
@@ -29,9 +26,7 @@ class Worker:
         log: BinaryIO,
         tag: str,
     ):
-        self.rank = rank
-        self.tail = deque[str](maxlen=TAIL)  # as shown
-        self.last = deque[str](maxlen=_JUDGED)  # all of it
+        self.rank, self.lines = rank, Lines()
         self._log = log
         self._process = subprocess.Popen(
             [sys.executable, str(_RUN), *command],
@@ -42,7 +37,11 @@ class Worker:
             start_new_session=True,  # a group of its own, to end what it starts itself too
         )
         pipes = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
-        self._streams = [_Stream(pipe, to, tag, self) for pipe, to in pipes if pipe is not None]
+        self._streams = {
+            pipe: Stream(pipe.fileno(), to, tag, self.lines, log.write)
+            for pipe, to in pipes
+            if pipe is not None
+        }
 
     @property
     def pid(self) -> int:
@@ -66,51 +65,11 @@ class Worker:
 
     def register(self, selector: selectors.BaseSelector) -> None:
         """Lets a selector say when there is output."""
-        for stream in self._streams:
-            selector.register(stream.pipe, selectors.EVENT_READ, stream)
-
-    def write(self, raw: bytes) -> None:
-        """Into the log, as it is."""
-        self._log.write(raw)
-        self._log.flush()
+        for pipe, stream in self._streams.items():
+            selector.register(pipe, selectors.EVENT_READ, stream)
 
     def close(self) -> None:
         """Ends the log."""
-        for stream in self._streams:
-            stream.pipe.close()
+        for pipe in self._streams:
+            pipe.close()
         self._log.close()
-
-
-class _Stream:
-    """stdout or stderr of a worker: what came is shown line by line, with the rank in front."""
-
-    def __init__(self, pipe: IO[bytes], to: TextIO, tag: str, worker: Worker):
-        self.pipe = pipe
-        self._to, self._tag, self._worker = to, tag, worker
-        self._begun = b""
-        self._readable = Readable()
-        os.set_blocking(pipe.fileno(), False)
-
-    def pass_on(self) -> bool:
-        """What has come until now; whether more may come."""
-        try:
-            raw = os.read(self.pipe.fileno(), _LONGEST)
-        except BlockingIOError:
-            return True
-        if raw:
-            self._worker.write(raw)
-        *lines, self._begun = (self._begun + raw).split(b"\n")
-        if self._begun and (not raw or len(self._begun) >= _LONGEST):
-            lines, self._begun = [*lines, self._begun], b""
-        for line in lines:
-            self._show(line)
-        return bool(raw)
-
-    def _show(self, raw: bytes) -> None:
-        # Of a progress bar that was drawn over and over, what one would see.
-        line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
-        self._worker.last.append(line)
-        if not self._readable.shows(line):
-            return
-        self._worker.tail.append(line)
-        print(f"{self._tag}{line}", file=self._to, flush=True)

@@ -35,9 +35,19 @@ class Failure(NamedTuple):
     follows: bool
 
 
-def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection) -> None:
-    """Runs `func(*args)` and sends what came of it, of any size."""
+def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection, err: Connection) -> None:
+    """Runs `func(*args)` and sends what came of it, of any size.
+
+    Args:
+      func: of the user.
+      args: its arguments.
+      to: takes the result.
+      err: takes what is written to stderr, also by C++.
+    """
     os.setpgid(0, 0)  # a group of its own, to end what it starts itself too
+    os.dup2(err.fileno(), 2)
+    err.close()
+    sys.stderr.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         value = jax.tree.map(_on_host, func(*args))
         _send(to, Result(value), f"the result of {func.__name__}")

@@ -95,23 +95,25 @@ def _start(
     daemon: bool,
 ) -> Spawned:
     context, kept, guardian = multiprocessing.get_context("spawn"), Kept(), Guardian()
-    processes, pipes = [], []
+    processes, pipes, errors = [], [], []
     for rank, variables in enumerate(own):
         told = environment.variables(
             kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
         )
-        mine, its = context.Pipe(duplex=False)
+        (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
         process = context.Process(
-            target=run, args=(*call, its), daemon=daemon, name=f"gshard rank {rank}"
+            target=run, args=(*call, its, err), daemon=daemon, name=f"gshard rank {rank}"
         )
         # Set before it starts, since it imports the user's program before anything of gshard.
         with _variables({**variables, **told}):
             process.start()
         its.close()
+        err.close()
         guardian.watch(process.pid or 0)
         processes.append(process)
         pipes.append(mine)
-    return Spawned(processes, pipes, guardian, kept, daemon)
+        errors.append(heard)
+    return Spawned(processes, pipes, errors, guardian, kept, daemon)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.connection
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from gshard.processes.child import Failure, Result
 from gshard.processes.ending import FAILED_GRACE, end, send
 from gshard.processes.guardian import Guardian, kill_group
 from gshard.processes.leaving import PREEMPTED
+from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, first_cause, in_words, meaning
 
 _TICK = 0.05  # seconds
@@ -50,12 +52,18 @@ class Spawned:
         self,
         processes: list[SpawnProcess],
         pipes: list[Connection],
+        errors: list[Connection],
         guardian: Guardian,
         kept: Kept | None,
         daemon: bool,
     ):
         self.processes = processes
         self._pipes = dict(enumerate(pipes))
+        self._errors, self._lines = errors, [Lines() for _ in errors]
+        self._streams = {
+            pipe.fileno(): Stream(pipe.fileno(), sys.stderr, "", lines, lambda raw: None)
+            for pipe, lines in zip(errors, self._lines, strict=True)
+        }
         self._guardian, self._kept = guardian, kept
         self._said: dict[int, Result | Failure] = {}
         self._ends: dict[int, End] = {}
@@ -116,12 +124,18 @@ class Spawned:
                     end(self._pids, FAILED_GRACE, self._tick)
         finally:
             self._guardian.close()
+            for pipe in self._errors:
+                pipe.close()
             if self._kept:
                 self._kept.release()
 
     def _tick(self) -> None:
         sentinels = [self.processes[rank].sentinel for rank in self._left()]
-        multiprocessing.connection.wait([*self._pipes.values(), *sentinels], _TICK)
+        waited = [*self._pipes.values(), *self._streams, *sentinels]
+        ready = multiprocessing.connection.wait(waited, _TICK)
+        for pipe in [pipe for pipe in self._streams if pipe in ready]:
+            if not self._streams[pipe].pass_on():
+                del self._streams[pipe]
         for rank, pipe in list(self._pipes.items()):
             if pipe.poll():
                 self._hear(rank, pipe)
@@ -131,13 +145,18 @@ class Spawned:
                 continue
             if rank in self._pipes and self._pipes[rank].poll():
                 self._hear(rank, self._pipes[rank])
-            said = self._said.get(rank)
-            text = said.text if isinstance(said, Failure) else ""
-            seconds = time.monotonic() - self._began
-            asked = self._told.is_set()
-            self._ends[rank] = End(rank, process.exitcode, (), text, seconds, asked=asked)
+            self._ends[rank] = self._end(rank, process.exitcode)
             kill_group(process.pid or 0)  # what it started itself
             self._guardian.forget(process.pid or 0)
+
+    def _end(self, rank: int, code: int) -> End:
+        stream = self._streams.get(self._errors[rank].fileno())
+        while stream and self._errors[rank].poll() and stream.pass_on():
+            pass
+        said, lines = self._said.get(rank), self._lines[rank]
+        text = said.text if isinstance(said, Failure) else "\n".join(lines.every)
+        seconds = time.monotonic() - self._began
+        return End(rank, code, tuple(lines.shown), text, seconds, asked=self._told.is_set())
 
     def _hear(self, rank: int, pipe: Connection) -> None:
         try:
@@ -171,6 +190,8 @@ class Spawned:
             message = f"{of} failed:\n\n{said.text}"
             raise ProcessFailedError(message, first.rank, first.code) from said.error
         message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
+        if first.tail:
+            message += "\nIts last lines on stderr:\n" + "\n".join(first.tail)
         raise ProcessFailedError(message.strip(), first.rank, first.code)
 
     @contextmanager

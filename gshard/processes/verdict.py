@@ -13,7 +13,13 @@ from gshard.processes.leaving import LOST_PEER
 TAIL = 20  # lines
 
 # Lines of C++ that say nothing a user can use: stack frames, and what leads to them.
-_FRAME = re.compile(r"\s+@\s+0x[0-9a-f]+|\*\*\* Check failure stack trace|\[Gloo\] Rank ")
+_FRAME = re.compile(
+    r"\s+@\s+0x[0-9a-f]+|\*\*\* Check failure stack trace|"
+    # Several threads write it at once, in pieces.
+    r"(?=.*(Gloo|connected to|peer ranks))"
+    r"(\[Gloo\] Rank |[\d\s]|is connected to |peer ranks\. |"
+    r"Expected number of connected peer ranks is : )+$"
+)
 _MACHINERY = re.compile(r"[IWEF]\d{4} [\d:.]+\s+\d+ (coordination|preemption|client\.h)")
 _CONTINUED = re.compile(
     r"[\d, ]*$|/job:\S+$|The tasks have crashed|RPC: /xla|\s*$|Error: |Additional GRPC"

@@ -1,0 +1,68 @@
+"""What a process of a job writes: passed on line by line, its last lines kept."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TextIO
+
+from gshard.processes.verdict import TAIL, Readable
+
+_JUDGED = 200  # lines; a stack of C++ is among them
+_LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces
+
+
+class Lines:
+    """The last lines of one process.
+
+    Attributes:
+      shown: those that a user should read.
+      every: all of them, for judging how it ended.
+    """
+
+    def __init__(self) -> None:
+        self.shown = deque[str](maxlen=TAIL)
+        self.every = deque[str](maxlen=_JUDGED)
+
+
+class Stream:
+    """The reading end of a pipe, such as a process's stderr.
+
+    Args:
+      pipe: its file descriptor, which this makes non-blocking.
+      to: where lines go, each with `tag` in front.
+      tag: such as the rank.
+      lines: notes them too.
+      raw: gets every byte as it comes.
+    """
+
+    def __init__(
+        self, pipe: int, to: TextIO, tag: str, lines: Lines, raw: Callable[[bytes], object]
+    ):
+        self._pipe, self._to, self._tag, self._lines, self._raw = pipe, to, tag, lines, raw
+        self._begun, self._readable = b"", Readable()
+        os.set_blocking(pipe, False)
+
+    def pass_on(self) -> bool:
+        """Passes on what has come until now; whether more may come."""
+        try:
+            raw = os.read(self._pipe, _LONGEST)
+        except BlockingIOError:
+            return True
+        if raw:
+            self._raw(raw)
+        *lines, self._begun = (self._begun + raw).split(b"\n")
+        if self._begun and (not raw or len(self._begun) >= _LONGEST):
+            lines, self._begun = [*lines, self._begun], b""
+        for line in lines:
+            self._show(line)
+        return bool(raw)
+
+    def _show(self, raw: bytes) -> None:
+        # Of a progress bar that was drawn over and over, what one would see.
+        line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+        self._lines.every.append(line)
+        if self._readable.shows(line):
+            self._lines.shown.append(line)
+            print(f"{self._tag}{line}", file=self._to, flush=True)

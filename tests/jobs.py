@@ -1,0 +1,124 @@
+"""Real jobs for the tests: started, watched, and never left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MARK = "GSHARD_TEST_JOB"
+LIMIT = 90  # seconds for anything that should take a few
+
+
+class Job:
+    """A program and all processes that come of it, found again by a mark in their environment."""
+
+    def __init__(self, command: list[str], folder: Path, **variables: str):
+        self.mark, self.folder = uuid.uuid4().hex, folder
+        own = {k: v for k, v in os.environ.items() if not k.startswith(("GSHARD_", "XLA_FLAGS"))}
+        environment = own | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self.mark}
+        self._files = [(folder / f"{self.mark}.{name}").open("w+b") for name in ("out", "err")]
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
+
+    def code(self, limit: float = LIMIT) -> int:
+        """The program's exit code."""
+        try:
+            return self.process.wait(limit)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"runs after {limit} s\n{self.out}\n{self.err}") from None
+
+    @property
+    def out(self) -> str:
+        return (self.folder / f"{self.mark}.out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / f"{self.mark}.err").read_text()
+
+    def pids(self) -> dict[int, dict[str, str]]:
+        """Environments by pid of all that lives of the job, but for the program itself."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
+                continue
+            try:
+                raw = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # it has ended, or is not ours
+                continue
+            if self.mark.encode() in raw and state != "Z":
+                pairs = (x.partition(b"=") for x in raw.split(b"\0"))
+                found[int(entry.name)] = {k.decode(): v.decode() for k, _, v in pairs}
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """pids by rank of the processes that run a rank."""
+        return {int(e["GSHARD_PROCESS_ID"]): p for p, e in self.pids().items() if _leads(p, e)}
+
+    def wait_until(self, true: Callable[[], object], what: str, limit: float = LIMIT) -> None:
+        end = time.monotonic() + limit
+        while not true():
+            assert self.process.poll() is None, f"ended before {what}\n{self.out}\n{self.err}"
+            assert time.monotonic() < end, f"not {what} in {limit} s\n{self.out}\n{self.err}"
+            time.sleep(0.02)
+
+    def assert_nobody_left(self, within: float = 2.0) -> None:
+        end = time.monotonic() + within
+        while self.pids() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not self.pids(), [Path(f"/proc/{p}/cmdline").read_bytes() for p in self.pids()]
+
+    def kill_all(self) -> None:
+        for pid in (self.process.pid, *self.pids()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+        for file in self._files:
+            file.close()
+
+
+def _leads(pid: int, environment: dict[str, str]) -> bool:
+    """Whether a process runs a rank itself, and is none that a rank has started."""
+    try:
+        return "GSHARD_PROCESS_ID" in environment and os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+@contextmanager
+def running(command: list[str], folder: Path, **variables: str) -> Iterator[Job]:
+    """A job; whatever happens, nothing of it is left."""
+    job = Job(command, folder, **variables)
+    try:
+        yield job
+    finally:
+        job.kill_all()
+
+
+def launch(*words: object) -> list[str]:
+    """The command line of `gshard launch`."""
+    return [sys.executable, "-m", "gshard.launch", *map(str, words)]
+
+
+def assert_port_is_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))

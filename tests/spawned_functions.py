@@ -1,0 +1,98 @@
+"""Functions that `test_spawn.py` runs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gshard
+
+
+def place(size: int) -> dict[str, object]:
+    """Who this is, a sum over all, and a result larger than any pipe."""
+    gshard.init_parallel_env()
+    mesh = gshard.make_mesh()
+    rank = gshard.get_rank()
+    ones = np.full((len(jax.local_devices()),), rank + 1.0, np.float32)
+    rows = jax.make_array_from_process_local_data(
+        jax.sharding.NamedSharding(mesh, jax.P("shard")), ones
+    )
+    return {
+        "rank": rank,
+        "world_size": gshard.get_world_size(),
+        "devices": jax.device_count(),
+        "sum": float(jnp.sum(rows)),
+        "large": jnp.full((size,), rank, jnp.int32),
+    }
+
+
+def rank_of_alone() -> tuple[int, int]:
+    gshard.init_parallel_env()
+    return gshard.get_rank(), gshard.get_world_size()
+
+
+def fails(how: str, rank: int) -> str:
+    """One rank fails, the others wait for it."""
+    gshard.init_parallel_env()
+    gshard.barrier()
+    if gshard.get_rank() == rank:
+        if how == "raise":
+            raise KeyError("of rank 1")
+        if how == "exit":
+            sys.exit(7)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "result":
+            return lambda: "cannot be sent"  # type: ignore[return-value]
+    gshard.barrier()
+    return "never"
+
+
+def waits(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def nested() -> None:
+    gshard.spawn(waits, (0.0,), nprocs=1)
+
+
+def steps() -> None:
+    gshard.init_parallel_env()
+    for step in range(10**6):
+        gshard.barrier()
+        if step == 0:
+            print("first step", flush=True)
+        time.sleep(0.005)
+
+
+def until_told() -> None:
+    gshard.init_parallel_env()
+    seen = 0
+
+    def last() -> None:
+        print(f"saved at {seen}", flush=True)
+
+    for seen in gshard.until_preempted(range(10**6), last):
+        gshard.barrier()
+        if seen == 0:
+            print("first step", flush=True)
+        time.sleep(0.005)
+
+
+def no_sync(rows_of_all: list[np.ndarray]) -> np.ndarray:
+    """Losses of steps of which every third reduces gradients; each rank takes its part of rows."""
+    from tests.test_spawn import train
+
+    gshard.init_parallel_env()
+    rank, size = gshard.get_rank(), gshard.get_world_size()
+    return np.array(train([np.array_split(rows, size)[rank] for rows in rows_of_all]))
+
+
+if __name__ == "__main__":  # as a program of its own, to be killed
+    gshard.spawn(globals()[sys.argv[1]], nprocs=2, virtual_devices=1)

@@ -1,0 +1,403 @@
+"""`gshard launch`, with real processes: what it starts, shows, keeps and says when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import time
+
+import pytest
+
+import gshard
+from gshard.command import main
+from gshard.launch.arguments import request
+from gshard.processes.verdict import End, Readable, first_cause, in_words, meaning, silent_ranks
+from tests.jobs import ROOT, assert_port_is_free, launch, running
+
+WORKER = ROOT / "tests" / "job_worker.py"
+
+
+# ---- a job that ends well -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """One job of three processes, run twice into the same logs."""
+    folder = tmp_path_factory.mktemp("job")
+    command = launch("--nproc_per_node", 3, "--virtual_devices", 2, WORKER, "describe", "a", "-b")
+    for _ in range(2):
+        with running(command, folder) as job:
+            assert job.code() == 0, job.err
+            job.assert_nobody_left()
+            out, err = job.out, job.err
+    found = {}
+    for rank, text in re.findall(r"^\[rank (\d)\] .*?(\{.*\})$", out, re.MULTILINE):
+        found[int(rank)] = json.loads(text)
+    return folder, found, err
+
+
+def test_every_process_knows_its_place(described):
+    _, found, _ = described
+    assert sorted(found) == [0, 1, 2]
+    for rank, process in found.items():
+        assert (process["rank"], process["world_size"], process["local"]) == (rank, 3, str(rank))
+        assert (process["local_devices"], process["devices"]) == (2, 6)
+
+
+def test_the_script_runs_as_python_runs_it(described):
+    for process in described[1].values():
+        assert process["arguments"] == ["a", "-b"]
+        assert process["main"] == str(WORKER)
+        assert process["path"] == str(WORKER.parent)
+
+
+def test_the_coordinator_listens_on_loopback_alone(described):
+    _, found, _ = described
+    host, _, port = found[0]["coordinator"].partition(":")
+    every = [a for listeners in found[0]["listeners"].values() for a in listeners]
+    assert host == "127.0.0.1"
+    assert every
+    for address in every:  # little-endian words of 127.0.0.1, as IPv4 or mapped into IPv6
+        assert address.split(":")[0] in ("0100007F", "0000000000000000FFFF00000100007F")
+    assert_port_is_free(int(port))
+
+
+def test_output_is_tagged_and_logs_are_the_owners(described):
+    folder, _, err = described
+    assert sorted(err.splitlines()) == [f"[rank {rank}] to stderr" for rank in range(3)]
+    for rank in range(3):
+        log = folder / "log" / f"rank-{rank}.log"
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        text = log.read_text()
+        assert text.count("to stderr") == 2, "each run is appended"
+        assert len(re.findall(rf"^--- \d{{4}}-.* rank {rank} ---$", text, re.MULTILINE)) == 2
+
+
+def test_one_process_needs_no_tag_and_a_bar_is_one_line(tmp_path):
+    with running(launch(WORKER, "bar"), tmp_path) as job:
+        assert job.code() == 0, job.err
+        assert job.out == "100%\ndone\n"
+        assert b"10%\r50%\r100%\ndone" in (tmp_path / "log" / "rank-0.log").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_module_of_the_folder_runs(tmp_path):
+    (tmp_path / "mine.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    with running(launch("--nproc_per_node", 1, "-m", "mine", "x"), tmp_path) as job:
+        assert job.code() == 0, job.err
+        assert job.out == "__main__ ['x']\n"
+
+
+# ---- a job that fails ---------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_once_with_its_last_lines(tmp_path):
+    command = launch("--nproc_per_node", 2, WORKER, "steps", 1000, 1)
+    with running(command, tmp_path) as job:
+        assert job.code() == 1
+        job.assert_nobody_left()
+        report = [x for x in job.err.splitlines() if x.startswith("gshard: ")]
+        assert re.match(r"gshard: The job failed: rank 1 exited with code 1 after", report[0])
+        assert "gshard:     | ValueError: a rank that failed" in report
+        assert "runpy" not in job.err, "frames that are not the user's"
+        assert "rank 0 exited with code 1, since it had lost a peer" in job.err
+        assert job.err.count("Traceback") == 2, "live, and in the report: of rank 1 alone"
+        assert "lost its connection" in job.err
+
+
+@pytest.mark.slow
+def test_a_code_of_sys_exit_ends_the_job_with_it(tmp_path):
+    command = launch("--nproc_per_node", 2, WORKER, "steps", 1000, 0, 3)
+    with running(command, tmp_path) as job:
+        assert job.code() == 3
+        assert "rank 0 exited with code 3" in job.err
+        job.assert_nobody_left()
+
+
+def test_a_job_starts_again(tmp_path):
+    kill = -int(signal.SIGKILL)
+    command = launch("--nproc_per_node", 2, "--max_restarts", 1, WORKER, "steps", 60, 1, kill)
+    with running(command, tmp_path) as job:
+        assert job.code() == 0, job.err
+        assert "rank 1 was killed by SIGKILL" in job.err
+        assert "starting all processes again (1 of 1)" in job.err
+        assert job.out.count("all steps") == 2
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_again_is_given_up(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import os; print('start', os.environ['GSHARD_RESTARTS']); 1 / 0")
+    with running(launch("--max_restarts", 2, script), tmp_path) as job:
+        assert job.code() == 1
+        assert job.out.split() == ["start", "0", "start", "1", "start", "2"]
+        assert job.err.count("The job failed") == 3
+
+
+# ---- signals ------------------------------------------------------------------------------------
+
+
+def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code() == gshard.PREEMPTED == 75, job.err
+        saved = re.findall(r"\[rank (\d)\] saved at (\d+)", job.out)
+        assert sorted(rank for rank, _ in saved) == ["0", "1"]
+        assert len({step for _, step in saved}) == 1
+        assert "told to stop, and all processes did so in order" in job.err
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_one_process_that_is_told_stops_all(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        os.kill(job.ranks()[1], signal.SIGTERM)
+        assert job.code() == gshard.PREEMPTED, job.err
+        assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
+
+
+@pytest.mark.slow
+def test_alone_a_process_is_told_too(tmp_path):
+    with running(launch(WORKER, "until_told"), tmp_path) as job:
+        job.wait_until(lambda: "first step" in job.out, "it trains")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code() == gshard.PREEMPTED, job.err
+        assert job.out.count("saved at") == 1
+
+
+@pytest.mark.slow
+def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
+    command = launch("--nproc_per_node", 2, "--grace", 1, WORKER, "until_told", "False")
+    with running(command, tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code(limit=1 + 5) == 128 + signal.SIGTERM
+        assert "ranks [0, 1] did not stop in time" in job.err
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "steps"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGINT)
+        assert job.code(limit=10) == 128 + signal.SIGINT
+        job.assert_nobody_left()
+
+
+def test_nobody_outlives_the_launcher(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "with_children"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        assert len(job.pids()) == 5, "two ranks, a process of each, and the guardian"
+        os.kill(job.ranks()[0], signal.SIGSTOP)
+        job.process.kill()
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_what_a_process_started_ends_with_it(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "with_children"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert job.code(limit=10) == 128 + signal.SIGKILL
+        job.assert_nobody_left()
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+SCRIPT = str(WORKER)
+BAD = {
+    "no script": ([], "name the script"),
+    "no such file": (["no.py"], "there is no file 'no.py'"),
+    "a module without -m": (["my.module"], "For a module say -m"),
+    "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
+    "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),
+    "no number": (["--nproc_per_node", "two", SCRIPT], "invalid int value: 'two'"),
+    "no processes": (["--nproc_per_node", "0", SCRIPT], "--nproc_per_node=0"),
+    "rank alone": (["--rank", "1", SCRIPT], "--rank 1 needs --nnodes"),
+    "machines alone": (["--nnodes", "2", SCRIPT], "needs --rank and --master"),
+    "rank outside": (
+        ["--nnodes", "2", "--rank", "2", "--master", "h:1", SCRIPT],
+        "no machine of --nnodes 2",
+    ),
+    "loopback for machines": (
+        ["--nnodes", "2", "--rank", "0", "--master", "127.0.0.1:1", SCRIPT],
+        "is this machine alone",
+    ),
+    "no port": (["--master", "here", SCRIPT], "'host:port'"),
+    "port too high": (["--master", "here:70000", SCRIPT], "70000 is no port"),
+    "no GPU": (["--gpus", "0", SCRIPT], "no visible device"),
+    "GPUs and CPUs": (["--gpus", "0", "--virtual_devices", "2", SCRIPT], "choose one"),
+    "no heartbeat": (["--heartbeat_timeout", "0", SCRIPT], "--heartbeat_timeout=0"),
+    "no devices": (["--virtual_devices", "0", SCRIPT], "--virtual_devices=0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_in_words(case, monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words, said = BAD[case]
+    assert main(["launch", *words]) == 2
+    found = capsys.readouterr().err
+    assert found.startswith("error: ")
+    assert said in found
+
+
+def test_an_unknown_command_is_named(capsys):
+    assert main(["lunch"]) == 2
+    assert "Did you mean 'launch'?" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "gshard launch" in capsys.readouterr().out
+    assert main(["launch", "--help"]) == 0
+    assert "--nproc_per_node" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_is_said_at_once(tmp_path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another job's would
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = ("--nproc_per_node", 2, "--master", f"127.0.0.1:{port}", WORKER, "steps", 1)
+        with running(launch(*words), tmp_path) as job:
+            assert job.code() == 2
+            assert f"port {port} of 127.0.0.1 is taken" in job.err
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "log").write_text("mine")
+    with running(launch(WORKER, "bar"), tmp_path) as job:
+        assert job.code() == 2
+        assert "rank-0.log cannot be written" in job.err
+    assert (tmp_path / "log").read_text() == "mine"
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+def variables_of(monkeypatch, visible, *words):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    asked = request("gshard launch", [*words, SCRIPT])
+    return asked.processes, [v.get("CUDA_VISIBLE_DEVICES") for v in asked.variables]
+
+
+def test_gpus_are_divided_over_processes(monkeypatch):
+    found = variables_of(monkeypatch, "4,5,6,7")
+    assert found == (4, ["4", "5", "6", "7"])
+    found = variables_of(monkeypatch, "4,5,6,7", "--gpus", "4,6,7", "--nproc_per_node", "3")
+    assert found == (3, ["4", "6", "7"])
+    found = variables_of(monkeypatch, "4,5,6,7", "--nproc_per_node", "2")
+    assert found == (2, ["4,5", "6,7"])
+    found = variables_of(monkeypatch, "4,5", "--selected_gpus", "5")
+    assert found == (1, ["5"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpus", "0"], "0 is no visible device. This process sees 4, 5, 6"),
+        (["--gpus", "4,4"], "each once"),
+        (["--gpus", "4,5,6", "--nproc_per_node", "2"], "do not divide over 2 processes"),
+        (["--nproc_per_node", "100"], "100 processes need a GPU each"),
+    ],
+)
+def test_gpus_that_cannot_be_divided(monkeypatch, words, said):
+    with pytest.raises(gshard.GShardError, match=said):
+        variables_of(monkeypatch, "4,5,6", *words)
+
+
+def test_virtual_devices_replace_a_flag(monkeypatch):
+    flag = "--xla_force_host_platform_device_count=8"
+    monkeypatch.setenv("XLA_FLAGS", f"{flag} --xla_cpu_enable_fast_math=false")
+    asked = request("gshard launch", ["--virtual_devices", "3", SCRIPT])
+    assert asked.variables[0]["JAX_NUM_CPU_DEVICES"] == "3"
+    assert asked.variables[0]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+
+
+# ---- words --------------------------------------------------------------------------------------
+
+# What rank 0 of two wrote when rank 1 was stopped, on JAX 0.10.2; the stack is cut.
+ABORTED = """step 7
+E1122 17:29:05.039004   20105 coordination_service.cc:1549] [52468] Use error polling to propagate \
+the following error to all tasks: UNAVAILABLE: The following tasks are unhealthy (stopped sending \
+heartbeats):
+1
+The tasks have crashed. Check the task logs for an earlier error, or scheduler events (e.g. \
+preemption, eviction) to debug further. [type.googleapis.com/tensorflow.CoordinationServiceError='']
+a line of the script
+E1122 17:29:05.039621   20116 coordination_service_agent.cc:289] Polled an error from coordination \
+service (this can be an error from this or another task).
+F1122 17:29:05.039784   20116 client.h:80] Terminating process because the JAX distributed service \
+detected fatal errors. This most likely indicates that another task died.
+1
+*** Check failure stack trace: ***
+    @     0x7f5b04e40634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+    @     0x7f5b0c4a71f5  (unknown)
+"""
+
+
+def test_lines_of_the_machinery_are_left_out():
+    readable = Readable()
+    shown = [line for line in ABORTED.splitlines() if readable.shows(line)]
+    assert shown == ["step 7", "a line of the script"]
+
+
+def test_pieces_of_gloo_are_left_out_and_numbers_of_the_user_are_not():
+    readable = Readable()
+    pieces = ["[Gloo] Rank [Gloo] Rank 1 is connected to 01 is connected to ", " peer ranks. 2 "]
+    assert not any(map(readable.shows, pieces))
+    assert readable.shows("42")
+    assert readable.shows("rank 1 is connected to the database")
+
+
+def test_who_was_silent_is_read_off():
+    assert silent_ranks(ABORTED) == [1]
+    end = End(0, -signal.SIGABRT, (), ABORTED)
+    assert end.follows
+    assert "rank 1 had not answered" in meaning(end)
+
+
+def test_the_first_cause_is_not_who_follows():
+    lost = End(0, 1, (), "UNKNOWN: Gloo AllReduce failed: Connection reset by peer", 1.0)
+    raised = End(1, 1, (), "ValueError: mine", 1.2)
+    ended = End(2, -9, (), "", 0.5, asked=True)
+    stopped = End(3, -9, (), "", 9.0, stopped=True)
+    assert first_cause([ended, lost, raised]) is raised
+    assert first_cause([ended, lost, raised, stopped]) is stopped
+    assert first_cause([ended, lost]) is lost or first_cause([ended, lost]) is ended
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (End(0, -9), "kill -9"),
+        (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
+        (End(0, 1, (), "gshard...PortTakenError: port 3 is taken"), "another program"),
+        (End(0, 1, (), "gshard...NotArrivedError: not all"), "see which are missing"),
+        (End(0, 1, (), "ValueError: of the user"), ""),
+    ],
+)
+def test_what_an_end_means(end, said):
+    assert said in meaning(end)
+    assert bool(said) == bool(meaning(end))
+
+
+def test_the_kernel_that_killed_for_memory_is_named():
+    assert "ran out of memory" in meaning(End(0, -9), memory_kills=1)
+    assert in_words(-9) == "was killed by SIGKILL"
+    assert in_words(3) == "exited with code 3"
+
+
+@pytest.mark.slow
+def test_help_is_quick_and_needs_no_devices(tmp_path):
+    began = time.monotonic()
+    with running(launch("--help"), tmp_path, JAX_PLATFORMS="none") as job:
+        assert job.code() == 0, job.err
+    assert time.monotonic() - began < 60

@@ -1,0 +1,232 @@
+"""`gshard.spawn`, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+from gshard.processes import environment
+from tests import spawned_functions as functions
+from tests.jobs import running
+
+NPROCS = 2
+EACH = {"virtual_devices": 2}  # devices of each process
+
+
+@pytest.fixture(autouse=True)
+def forget_the_devices_of_the_tests(monkeypatch):
+    """The processes say themselves how many virtual devices they have."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.a, self.b = nnx.Linear(10, 10, rngs=rngs), nnx.Linear(10, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def loss_fn(model, rows):
+    return (model(rows) ** 2).mean()
+
+
+def train(rows_of_all: list[np.ndarray]) -> list[float]:
+    """Losses of steps of which every third reduces the gradients of all before it."""
+    model = gshard.DataParallel(Net())
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    losses = []
+    for step, rows in enumerate(rows_of_all):
+        if step % 3 < 2:
+            with model.no_sync():
+                loss = model.backward(loss_fn, rows).mean()
+        else:
+            loss = model.backward(loss_fn, rows)
+            optimizer.update(model, model.grads)
+            model.clear_gradients()
+        losses.append(float(loss))
+    return losses
+
+
+def train_on_one_device(rows_of_all: list[np.ndarray]) -> list[float]:
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
+    losses, total = [], None
+    for step, rows in enumerate(rows_of_all):
+        loss, grads = nnx.value_and_grad(loss_fn)(model, rows)
+        total = grads if total is None else jax.tree.map(jnp.add, total, grads)
+        if step % 3 == 2:
+            optimizer.update(model, total)
+            total = None
+        losses.append(float(loss))
+    return losses
+
+
+def test_results_come_back_by_rank_whatever_their_size():
+    size = 3_000_000  # 12 MB each
+    found = gshard.spawn(functions.place, (size,), nprocs=NPROCS, **EACH)
+    assert [f["rank"] for f in found] == [0, 1]
+    for rank, each in enumerate(found):
+        assert (each["world_size"], each["devices"], each["sum"]) == (2, 4, 2 * 1.0 + 2 * 2.0)
+        assert isinstance(each["large"], np.ndarray)
+        assert each["large"].shape == (size,)
+        assert (each["large"] == rank).all()
+
+
+@pytest.mark.slow
+def test_one_process_is_a_job_too():
+    assert gshard.spawn(functions.rank_of_alone, nprocs=1, virtual_devices=1) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "code"),
+    [
+        ("raise", "process 1 of 2 failed:", 1),
+        pytest.param("exit", "process 1 of 2 exited with code 7", 7, marks=pytest.mark.slow),
+        pytest.param("kill", "process 1 of 2 was killed by SIGKILL", -9, marks=pytest.mark.slow),
+        pytest.param("result", "the result of fails cannot be sent", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_failure_comes_back_with_rank_and_traceback(how, said, code):
+    spawned = gshard.spawn(functions.fails, (how, 1), nprocs=NPROCS, join=False, **EACH)
+    with pytest.raises(gshard.ProcessFailedError) as caught:
+        spawned.join()
+    assert said in str(caught.value)
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+    if how == "raise":
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert 'raise KeyError("of rank 1")' in str(caught.value)
+        assert "child.py" not in str(caught.value), "frames that are not the user's"
+    assert not any(process.is_alive() for process in spawned.processes)
+    assert not any(name.startswith("GSHARD_") for name in os.environ)
+
+
+def test_join_may_wait_later_and_processes_can_be_ended():
+    spawned = gshard.spawn(functions.waits, (60.0,), nprocs=NPROCS, join=False, daemon=True, **EACH)
+    assert spawned.join(timeout=0.2) is False
+    assert all(process.is_alive() for process in spawned.processes)
+    spawned.terminate()
+    assert spawned.join() is True
+    assert not any(process.is_alive() for process in spawned.processes)
+
+
+# ---- signals to the program that spawns ---------------------------------------------------------
+
+
+def program(what: str) -> list[str]:
+    return [sys.executable, "-m", "tests.spawned_functions", what]
+
+
+def test_nobody_outlives_the_parent(tmp_path):
+    with running(program("steps"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        os.kill(max(job.ranks().values()), signal.SIGSTOP)
+        job.process.kill()
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_the_parent_passes_sigterm_on_and_ends_with_its_code(tmp_path):
+    with running(program("until_told"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code() == gshard.PREEMPTED, job.err
+        saved = re.findall(r"saved at (\d+)", job.out)
+        assert len(saved) == 2
+        assert len(set(saved)) == 1
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all(tmp_path):
+    with running(program("steps"), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGINT)
+        assert job.code(limit=10) in (-signal.SIGINT, 130, 1)
+        job.assert_nobody_left()
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+BAD = {
+    "lambda": (lambda: gshard.spawn(lambda: 1), "top of a module"),
+    "argument": (lambda: gshard.spawn(functions.waits, (lambda: 1,)), "args[0]=a function cannot"),
+    "no function": (lambda: gshard.spawn("train"), "func='train'"),
+    "args": (lambda: gshard.spawn(functions.waits, 3), "must be a tuple"),
+    "none": (lambda: gshard.spawn(functions.waits, nprocs=0), "nprocs=0"),
+    "text": (lambda: gshard.spawn(functions.waits, nprocs="2"), "nprocs='2'"),
+    "option": (lambda: gshard.spawn(functions.waits, nproc=2), "Did you mean 'nprocs'?"),
+    "fork": (lambda: gshard.spawn(functions.waits, start_method="fork"), "'spawn' is the only way"),
+    "devices": (lambda: gshard.spawn(functions.waits, gpus="9"), "is no visible device"),
+    "both": (
+        lambda: gshard.spawn(functions.waits, devices="0", virtual_devices=2),
+        "one of the two",
+    ),
+    "heartbeat": (lambda: gshard.spawn(functions.waits, heartbeat_timeout=0), "seconds"),
+    "join": (lambda: gshard.spawn(functions.waits, join=1), "join=1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_anything_starts(case, monkeypatch):
+    if case == "both":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    call, said = BAD[case]
+    with pytest.raises(gshard.GShardError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("visible", "options", "kind", "said"),
+    [
+        ("0,1", {"nprocs": 100}, RuntimeError, "100 processes need a GPU each"),
+        ("0,1", {"nprocs": 2, "gpus": "0"}, ValueError, "do not divide over 2 processes"),
+        ("0,1", {"nprocs": 2, "gpus": "0,7"}, ValueError, "7 is no visible device"),
+        ("0,1", {"nprocs": 2, "gpus": "0,0"}, ValueError, "each once"),
+    ],
+)
+def test_gpus_as_paddle_checks_them(monkeypatch, visible, options, kind, said):
+    """Paddle's D7."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(kind, match=said):
+        gshard.spawn(functions.waits, (0.0,), **options)
+
+
+def test_a_spawned_process_does_not_spawn(monkeypatch):
+    monkeypatch.setenv(environment.PROCESS_ID, "1")
+    with pytest.raises(gshard.CallOrderError, match="__main__"):
+        gshard.spawn(functions.waits, (0.0,), nprocs=1)
+
+
+# ---- Paddle's own cases -------------------------------------------------------------------------
+
+
+def test_two_local_steps_of_three_in_spawned_processes():
+    """Paddle's D1, spawned: the losses of one device."""
+    rng = np.random.default_rng(0)
+    rows = [rng.normal(size=(8, 10)).astype(np.float32) for _ in range(7)]
+    found = gshard.spawn(functions.no_sync, (rows,), nprocs=NPROCS, **EACH)
+    for losses in found:
+        np.testing.assert_allclose(losses, train_on_one_device(rows), rtol=1e-5)
+
+
+def test_as_many_processes_as_cores_by_default(monkeypatch):
+    """Paddle's D7: on CPU."""
+    from gshard.processes.spawn import _count
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _count(-1, None, 2) == os.cpu_count()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    assert _count(-1, None, None) == 3
