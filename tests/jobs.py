@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gshard.processes.address import Kept, PortTakenError
+
 ROOT = Path(__file__).parents[1]
 MARK = "GSHARD_TEST_JOB"
 LIMIT = 90  # seconds for anything that should take a few
@@ -118,7 +120,12 @@ def launch(*words: object) -> list[str]:
     return [sys.executable, "-m", "gshard.launch", *map(str, words)]
 
 
-def assert_port_is_free(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+def assert_port_is_free(port: int, within: float = 2.0) -> None:
+    """Nobody listens, and the next job may; threads of who was killed may take a moment to end."""
+    end = time.monotonic() + within
+    while True:
+        try:
+            return Kept("127.0.0.1", port).release()
+        except PortTakenError:
+            assert time.monotonic() < end, f"port {port} is held"
+            time.sleep(0.05)

@@ -93,25 +93,38 @@ class Kept:
 
 def _bound(at: Address, shared: bool) -> socket.socket:
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
+        *kind, _, place = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise GShardError(f"{at.host!r} is no address that this machine knows: {error}.") from error
-    bound = socket.socket(family, kind, protocol)
-    try:
-        # What a coordinator before this one left in TIME_WAIT is no reason to fail.
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind(place)
-    except OSError as error:
-        bound.close()
-        if error.errno == errno.EADDRINUSE:
-            raise PortTakenError(
-                f"port {at.port} of {at.host} is taken: another program, perhaps a job that still "
-                "runs, uses it. Name another port, or end that program."
-            ) from error
-        raise GShardError(
-            f"process 0 cannot listen at {at}: {error.strerror}. It listens at the address that "
-            "all processes are told, which must be one of its own machine."
-        ) from error
-    return bound
+    # What gRPC leaves of a coordinator that was killed keeps the port for a minute, though nobody
+    # listens: only who shares gets it then.
+    for share in (True,) if shared else (False, True):
+        if share and _answers(kind, place):
+            break
+        bound = socket.socket(*kind)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if share:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            bound.bind(place)
+            return bound
+        except OSError as error:
+            bound.close()
+            if error.errno != errno.EADDRINUSE:
+                raise GShardError(
+                    f"process 0 cannot listen at {at}: {error.strerror}. It listens at the address "
+                    "that all processes are told, which must be one of its own machine."
+                ) from error
+    raise PortTakenError(
+        f"port {at.port} of {at.host} is taken: another program, perhaps a job that still runs, "
+        "uses it. Name another port, or end that program."
+    )
+
+
+def _answers(kind: list[int], place: tuple) -> bool:
+    """Whether somebody listens there."""
+    if not place[1]:
+        return False
+    with socket.socket(*kind) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(place) == 0
