@@ -43,7 +43,7 @@ _agreed: weakref.WeakKeyDictionary[Plan, list[tuple[Any, Any]]] = weakref.WeakKe
 def agree(
     batch: Any,
     plan: Plan,
-    places: Mapping[int, AbstractSet[str]],
+    places: Mapping[int, AbstractSet[int]],
     fault: GShardError | None,
 ) -> None:
     """Compares what this process gives with what the others give, unless it is what it gave before.
@@ -142,7 +142,7 @@ def _checksum(leaves: Sequence[Any]) -> int:
 
 
 def _compare(
-    found: Mapping[int, tuple[bool, int, int, int, str]], places: Mapping[int, AbstractSet[str]]
+    found: Mapping[int, tuple[bool, int, int, int, str]], places: Mapping[int, AbstractSet[int]]
 ) -> None:
     """The same on every process, so that all of them raise, or none."""
     for rank, (can, *_, text) in found.items():

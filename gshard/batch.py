@@ -49,15 +49,14 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     placed = [_is_global(x, rows) for x in jax.tree.leaves(batch)]
     if placed and all(placed):
         return batch
-    fault = None
-    if not any(placed):
+    local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
+    if not any(placed) or any(np.ndim(x) for x in local.values()):
         try:
-            check_rows(batch, local_places(plan), 1)
+            check_rows(local, local_places(plan), 1)
         except GShardError as error:
             fault = error
     # One process must not raise while the others wait for it in a collective: they are told.
     if mesh.is_multi_process and mesh.local_devices:
-        local = batch if not any(placed) else _local_leaves(batch, placed)
         agree(local, plan, places_of(plan), fault)
     if fault is not None:
         raise fault
@@ -74,17 +73,32 @@ def place(batch: Any, plan: Plan) -> Any:
     Returns:
       The same tree of global arrays.
     """
-    rows = NamedSharding(plan.mesh, plan.batch_spec)
-    whole = NamedSharding(plan.mesh, jax.P())
-    alone = not rows.mesh.is_multi_process
+    mesh = plan.mesh
+    rows, whole = NamedSharding(mesh, plan.batch_spec), NamedSharding(mesh, jax.P())
+    if not rows.mesh.is_multi_process:
+        return jax.tree.map(
+            lambda x: (
+                x if _is_global(x, rows) else jax.device_put(x, rows if np.ndim(x) else whole)
+            ),
+            batch,
+        )
+    # By place and not by process: these may have different numbers of devices, in any order.
+    mine = sorted(places_of(plan)[jax.process_index()])
 
     def put(x: Any) -> jax.Array:
         if _is_global(x, rows):
             return x
-        sharding = rows if np.ndim(x) else whole
-        if alone:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        x = np.asarray(x)
+        if not x.ndim:
+            return jax.make_array_from_callback((), whole, lambda _: x)
+        each = x.shape[0] // len(mine)
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            first = mine.index((index[0].start or 0) // each) * each
+            return x[first : first + each]
+
+        shape = (each * plan.group.devices, *x.shape[1:])
+        return jax.make_array_from_callback(shape, rows, part)
 
     return jax.tree.map(put, batch)
 
@@ -94,17 +108,17 @@ def local_places(plan: Plan) -> int:
     return len(places_of(plan).get(jax.process_index(), ()))
 
 
-def places_of(plan: Plan) -> dict[int, set[str]]:
-    """Places of the data group, by the process that has a device of them."""
+def places_of(plan: Plan) -> dict[int, set[int]]:
+    """Places of the data group, from 0, by the process that has a device of them."""
     return _places(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
 
 
 @functools.lru_cache(maxsize=64)  # every step asks
-def _places(rows: NamedSharding, count: int) -> dict[int, set[str]]:
+def _places(rows: NamedSharding, count: int) -> dict[int, set[int]]:
     at = rows.devices_indices_map((count,))
-    found: dict[int, set[str]] = {}
+    found: dict[int, set[int]] = {}
     for device, index in at.items():
-        found.setdefault(device.process_index, set()).add(str(index))
+        found.setdefault(device.process_index, set()).add(index[0].start or 0)
     return found
 
 
