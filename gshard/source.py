@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ class Source:
 
 def _arrays(data: Any) -> list[tuple[str, Any]]:
     """Arrays of a tree by path; none for an object that gives examples, such as a list."""
-    if isinstance(data, list):
+    if isinstance(data, (list, Iterator)):  # JAX warns of an iterator as a leaf
         return []
     paths, leaves, _ = flatten(data)
     if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
