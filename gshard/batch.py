@@ -93,7 +93,7 @@ def place(batch: Any, plan: Plan) -> Any:
             return jax.make_array_from_callback((), whole, lambda _: x)
         each = x.shape[0] // len(mine)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             first = mine.index((index[0].start or 0) // each) * each
             return x[first : first + each]
 
