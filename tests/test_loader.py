@@ -337,7 +337,7 @@ def test_examples_that_differ(example, said):
 
 
 def test_an_abstract_mesh_has_no_devices():
-    mesh = jax.sharding.AbstractMesh((8,), ("shard",))
+    mesh = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     plan = gshard.shard_train_state(({"w": jnp.ones(16)}, optax.sgd(0.1)), mesh, "dp")[1]
     for call in (lambda: DataLoader(data(), 8, plan), lambda: global_batches([], plan)):
         with pytest.raises(GShardError, match="abstract mesh"):
