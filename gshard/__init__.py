@@ -15,6 +15,8 @@ from gshard.errors import NonFiniteError as NonFiniteError
 from gshard.errors import UnevenInputsError as UnevenInputsError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.host import full_params as full_params
+from gshard.loader import DataLoader as DataLoader
+from gshard.loader import global_batches as global_batches
 from gshard.loss import Reduced as Reduced
 from gshard.loss import Weighted as Weighted
 from gshard.mesh import make_mesh as make_mesh

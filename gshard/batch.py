@@ -6,6 +6,7 @@ share their leading dimension, scalars go to every device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard.agreement import agree
 from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.plan import Plan
@@ -31,8 +33,12 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     Returns:
       The same tree of global arrays.
 
+    With several processes, these compare what they give whenever that differs from before
+    (`gshard.agreement`), and warn of the same data on all of them at the first call of a plan.
+
     Raises:
-      GShardError: when the rows do not divide over this process's devices.
+      GShardError: when the rows do not divide over this process's devices, or when the processes
+        gave different arrays or rows.
     """
     if not isinstance(plan, Plan):
         raise GShardError(f"shard_batch(batch, plan) was called with {shown(plan)} as the plan.")
@@ -43,26 +49,83 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     placed = [_is_global(x, rows) for x in jax.tree.leaves(batch)]
     if placed and all(placed):
         return batch
-    whole = NamedSharding(mesh, jax.P())
-    if not any(placed):
-        check_rows(batch, local_places(plan), 1)
+    local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
+    if not any(placed) or any(np.ndim(x) for x in local.values()):
+        try:
+            check_rows(local, local_places(plan), 1)
+        except GShardError as error:
+            fault = error
+    # One process must not raise while the others wait for it in a collective: they are told.
+    if mesh.is_multi_process and mesh.local_devices:
+        agree(local, plan, places_of(plan), fault)
+    if fault is not None:
+        raise fault
+    return place(batch, plan)
 
-    def place(x: Any) -> jax.Array:
+
+def place(batch: Any, plan: Plan) -> Any:
+    """Places this process's rows on its devices; nothing is compared, and nothing communicates.
+
+    Args:
+      batch: as in `shard_batch`, its rows known to be right on every process.
+      plan: its mesh is concrete.
+
+    Returns:
+      The same tree of global arrays.
+    """
+    mesh = plan.mesh
+    rows, whole = NamedSharding(mesh, plan.batch_spec), NamedSharding(mesh, jax.P())
+    if not rows.mesh.is_multi_process:
+        return jax.tree.map(
+            lambda x: (
+                x if _is_global(x, rows) else jax.device_put(x, rows if np.ndim(x) else whole)
+            ),
+            batch,
+        )
+    # By place and not by process: these may have different numbers of devices, in any order.
+    mine = sorted(places_of(plan)[jax.process_index()])
+
+    def put(x: Any) -> jax.Array:
         if _is_global(x, rows):
             return x
-        sharding = rows if np.ndim(x) else whole
-        if len(mesh.local_devices) == mesh.size:
-            return jax.device_put(x, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+        x = np.asarray(x)
+        if not x.ndim:
+            return jax.make_array_from_callback((), whole, lambda _: x)
+        each = x.shape[0] // len(mine)
 
-    return jax.tree.map(place, batch)
+        def part(index: Any) -> np.ndarray:
+            first = mine.index((index[0].start or 0) // each) * each
+            return x[first : first + each]
+
+        shape = (each * plan.group.devices, *x.shape[1:])
+        return jax.make_array_from_callback(shape, rows, part)
+
+    return jax.tree.map(put, batch)
 
 
 def local_places(plan: Plan) -> int:
     """Places of the data group that this process has a device of: each takes its own rows."""
-    at = NamedSharding(plan.mesh, plan.batch_spec).devices_indices_map((plan.group.devices,))
-    mine = [d for d in at if d.process_index == jax.process_index()]
-    return len({str(at[device]) for device in mine})
+    return len(places_of(plan).get(jax.process_index(), ()))
+
+
+def places_of(plan: Plan) -> dict[int, set[int]]:
+    """Places of the data group, from 0, by the process that has a device of them."""
+    return _places(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
+
+
+@functools.lru_cache(maxsize=64)  # every step asks
+def _places(rows: NamedSharding, count: int) -> dict[int, set[int]]:
+    at = rows.devices_indices_map((count,))
+    found: dict[int, set[int]] = {}
+    for device, index in at.items():
+        found.setdefault(device.process_index, set()).add(index[0].start or 0)
+    return found
+
+
+def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
+    """What is not global yet, by path."""
+    paths, leaves, _ = flatten(batch)
+    return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
 
 
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:

@@ -1,0 +1,239 @@
+"""`DataLoader`: random-access data as global batches, in an order that can be found again.
+
+The global batch is the same for any number of processes: each reads its own rows of it. What a
+loader is at is two numbers, so that training can go on where it stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from gshard.arguments import flag, shown, whole_number
+from gshard.batch import local_places, place, shard_batch
+from gshard.errors import CallOrderError, GShardError
+from gshard.order import Order, own_part
+from gshard.plan import Plan
+from gshard.source import Source
+from gshard.tree import differences
+
+
+class DataLoader:
+    """Global batches of a source, read ahead by a thread.
+
+        loader = gshard.DataLoader({"x": x, "y": y}, 256, plan, seed=0)
+        for batch in loader:
+            state, metrics = step(state, batch)
+
+    Every `for` goes on where the loader is, to the end of the epoch (or of `num_epochs`). The next
+    one begins the next epoch, in another order.
+
+    Args:
+      source: a tree of arrays (NumPy, memory-mapped) that share their leading dimension, or an
+        object with `len(source)` and `source[i]` (a list of examples, a dataset of PyTorch or
+        `grain.MapDataset`), whose examples are trees of the same shapes and dtypes. The same on
+        every process.
+      batch_size: rows of the global batch, over all processes; a multiple of the devices that take
+        rows.
+      plan: of `shard_train_state`; its mesh says which rows are this process's.
+      seed: 0 or more; the order of an epoch is
+        `np.random.default_rng((seed, epoch)).permutation(len(source))`, 8 bytes for each row.
+      shuffle: False keeps the order of the source.
+      num_epochs: epochs that one `for` gives; None: it has no end.
+      drop_remainder: what does not fill a batch at the end of an epoch is left out. If not, the
+        last batch is smaller, and must divide over the devices too.
+      prefetch: batches that are read and placed ahead; 0: none, and no thread.
+      transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
+        its own for every row and epoch, returns the example as it is stacked. In the thread.
+
+    Raises:
+      GShardError: for arguments that cannot be; while iterating, for examples that differ.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        batch_size: int,
+        plan: Plan,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_epochs: int | None = 1,
+        drop_remainder: bool = True,
+        prefetch: int = 2,
+        transform: Callable[..., Any] | None = None,
+    ):
+        _check_plan(plan, "DataLoader(source, batch_size, plan)")
+        if not local_places(plan):
+            raise GShardError(
+                "this process has no device in the mesh of the plan: it has no rows to load."
+            )
+        size = whole_number("batch_size", batch_size, 1, " of rows of the global batch")
+        seed = whole_number("seed", seed, 0)
+        shuffle, drop = flag("shuffle", shuffle), flag("drop_remainder", drop_remainder)
+        if num_epochs is not None:
+            num_epochs = whole_number("num_epochs", num_epochs, 1, " (None: without end)")
+        self._plan, self._num_epochs = plan, num_epochs
+        self._prefetch = whole_number("prefetch", prefetch, 0, " of batches")
+        self._source = Source(source, transform, seed)
+        self._order = Order(self._source.length, size, seed, shuffle, drop)
+        self._order.check(plan.group.devices)
+        self._made_with = {
+            "seed": seed,
+            "length": self._source.length,
+            "batch_size": size,
+            "shuffle": int(shuffle),
+            "drop_remainder": int(drop),
+        }
+        self._epoch = self._position = 0
+        self._walk = 0  # how often an iteration began, or a state was loaded
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        return self._order.batches
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the loader is in, from 0."""
+        return self._epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader is, as plain integers, the same on every process.
+
+        `position` counts the batches of `epoch` that were given out, not those read ahead. After
+        the last batch of an epoch it is `len(loader)` until the `for` has ended.
+        """
+        return {"epoch": self._epoch, "position": self._position, **self._made_with}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes to where another loader was, on any number of processes; the rest is bit-identical.
+
+        Raises:
+          GShardError: for a state of other data, or of a loader made otherwise.
+        """
+        own = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(own):
+            what = f": {differences(list(state), list(own))}" if isinstance(state, Mapping) else ""
+            raise GShardError(
+                f"load_state_dict was given {shown(state)}, which is not what "
+                f"DataLoader.state_dict returns{what}."
+            )
+        given = {name: whole_number(f"state[{name!r}]", x, 0) for name, x in state.items()}
+        for name, mine in self._made_with.items():
+            if given[name] != mine:
+                what = "a source of" if name == "length" else f"{name}="
+                raise GShardError(
+                    f"the state is of a loader with {what} {given[name]}, and this one has {mine}: "
+                    f"the same position is not the same place in the data. Make the loader with "
+                    f"{what} {given[name]}, or begin anew without the state."
+                )
+        if given["position"] > len(self):
+            raise GShardError(
+                f"the state's position is {given['position']}, and an epoch has {len(self)} "
+                "batches. It is not of this loader."
+            )
+        self._epoch, self._position = given["epoch"], given["position"]
+        self._walk += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from here to the end of the epoch, or of `num_epochs`."""
+        self._walk += 1
+        return self._iterate(self._walk)
+
+    def _iterate(self, walk: int) -> Iterator[Any]:
+        for at, batch in self._read_ahead(self._batches_from_here()):
+            self._refuse_left_behind(walk)
+            self._epoch, self._position = at[0], at[1] + 1
+            yield batch
+            self._refuse_left_behind(walk)
+        self._refuse_left_behind(walk)
+        self._epoch, self._position = self._epoch + 1, 0
+
+    def _batches_from_here(self) -> Iterator[tuple[int, int]]:
+        """Epoch and position of what one `for` gives, from where the loader is."""
+        epoch, position = self._epoch, self._position
+        while True:
+            for p in range(position, len(self)):
+                yield epoch, p
+            epoch, position = epoch + 1, 0
+            # So a `for` that goes on from a state ends where the one before would have.
+            if self._num_epochs is not None and epoch % self._num_epochs == 0:
+                return
+
+    def _read_ahead(
+        self, order: Iterator[tuple[int, int]]
+    ) -> Iterator[tuple[tuple[int, int], Any]]:
+        """Each batch with its epoch and position, `prefetch` of them begun before they are due."""
+        if not self._prefetch:
+            for at in order:
+                yield at, self._batch(*at)
+            return
+        pool = ThreadPoolExecutor(1, "gshard-loader")
+
+        def begin(count: int) -> list[tuple[tuple[int, int], Future[Any]]]:
+            return [(at, pool.submit(self._batch, *at)) for at in itertools.islice(order, count)]
+
+        try:
+            ahead = deque(begin(self._prefetch))
+            while ahead:
+                at, future = ahead.popleft()
+                batch = future.result()
+                ahead.extend(begin(1))
+                yield at, batch
+        finally:  # also when the iterator is dropped
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _batch(self, epoch: int, position: int) -> Any:
+        """A global batch; this process reads its own rows."""
+        rows = own_part(self._plan, self._order.rows(epoch, position), jax.process_index())
+        try:
+            # Rows and examples agree by construction, so no process asks another: that would be a
+            # collective in a thread, in no order with those of the step.
+            return place(self._source.read(rows, epoch), self._plan)
+        except Exception as error:
+            error.add_note(f"gshard.DataLoader was at batch {position} of epoch {epoch}.")
+            raise
+
+    def _refuse_left_behind(self, walk: int) -> None:
+        if walk != self._walk:
+            raise CallOrderError(
+                "this iteration of the DataLoader is over: another one of the same loader began, "
+                "or a state was loaded. A loader is at one place; make a second one to read twice."
+            )
+
+
+def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
+    """Global batches of batches that hold this process's rows, one by one.
+
+    For what has an order of its own: a `grain.DataLoader` or `IterDataset`, PyTorch's `DataLoader`
+    with NumPy batches, a generator. Its state stays yours (`get_state`, `set_state`): nothing is
+    read ahead.
+
+    Args:
+      batches: each as `shard_batch` takes it; the same number on every process.
+      plan: of `shard_train_state`.
+
+    Raises:
+      GShardError: for arguments that cannot be; while iterating, as `shard_batch`.
+    """
+    _check_plan(plan, "global_batches(batches, plan)")
+    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
+        raise GShardError(
+            f"global_batches(batches, plan): batches={shown(batches)} does not give batches one by "
+            "one. Pass an iterable, such as a list or a generator of them; for one batch use "
+            "gshard.shard_batch."
+        )
+    return (shard_batch(batch, plan) for batch in batches)
+
+
+def _check_plan(plan: Any, call: str) -> None:
+    if not isinstance(plan, Plan):
+        raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
+    if isinstance(plan.mesh, AbstractMesh):
+        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")

@@ -1,0 +1,178 @@
+"""One of two processes that give batches, right and wrong; `test_agreement.py` starts them.
+
+    python -m tests.data_worker COORDINATOR PROCESSES RANK FILE
+
+What each case gave goes to FILE: the error's text, the warnings', or the global arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gshard
+
+LENGTH, BATCH = 60, 12
+
+
+def plan_for(mesh: Any) -> Any:
+    """Its plan, of the smallest state that there is."""
+    import jax.numpy as jnp
+    import optax
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it stays whole, on purpose
+        return gshard.shard_train_state(({"w": jnp.ones(3)}, optax.sgd(0.1)), mesh, "dp")[1]
+
+
+def examples(length: int = LENGTH) -> dict[str, Any]:
+    import numpy as np
+
+    return {"x": np.arange(length * 2.0).reshape(length, 2), "y": np.arange(length)}
+
+
+def flipped(example: dict[str, Any], rng: Any) -> dict[str, Any]:
+    return {**example, "x": example["x"] * rng.choice([-1, 1]), "noise": rng.normal()}
+
+
+def loaded(mesh: Any, state: dict[str, int] | None = None) -> list[dict[str, Any]]:
+    """The local parts of the global batches of two epochs, put together by their place in it."""
+    loader = gshard.DataLoader(
+        examples(), BATCH, plan_for(mesh), seed=3, num_epochs=2, transform=flipped
+    )
+    if state:
+        loader.load_state_dict({**loader.state_dict(), **state})
+    return [{name: parts(x) for name, x in batch.items()} for batch in loader]
+
+
+def parts(array: Any) -> Any:
+    """Rows that this process holds, in their place; the others are 0."""
+    import numpy as np
+
+    found = np.zeros(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        found[shard.index] = shard.data
+    return found
+
+
+def rows(count: int, base: int = 0, width: int = 2) -> dict[str, Any]:
+    import numpy as np
+
+    return {"x": np.arange(count * width, dtype=np.float32).reshape(count, width) + base}
+
+
+def cases(rank: int) -> dict[str, list[Any]]:
+    """Batches in the order given to one plan, by name of the case; the last one is of interest."""
+    import numpy as np
+
+    own = 100 * rank
+    short = 4 + 2 * rank
+    return {
+        "equal": [rows(4, own), rows(4, own), rows(6, own)],
+        "identical": [rows(4)],
+        "identical_later": [rows(4, own), rows(6)],
+        "scalars": [{**rows(4, own), "step": 3}],
+        "constant": [{"x": np.zeros((4, 2), np.float32)}],
+        "unequal_first": [rows(short, own)],
+        "unequal_later": [rows(8, own), rows(short, own)],
+        "one_does_not_divide": [rows(4 + rank, own)],
+        "dtypes": [{"x": rows(4, own)["x"].astype([np.float32, np.float16][rank])}],
+        "widths": [rows(4, own, width=2 + rank)],
+        "names": [{"ab"[rank]: rows(4, own)["x"]}],
+        "two_kinds": [rows(4, own), {**rows(8, own), "y": rows(8, own)["x"]}, rows(4, own)],
+    }
+
+
+def give(plan: Any, batches: list[Any]) -> str:
+    """`error: ...`, `warning: ...`, or the shapes of the last global batch."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i, batch in enumerate(batches):
+            try:
+                placed = gshard.shard_batch(batch, plan)
+            except gshard.GShardError as error:
+                return f"error in {i}: {error}"
+    said = "; ".join(f"warning: {w.message}" for w in caught)
+    return said or str({name: x.shape for name, x in placed.items()})
+
+
+def main(coordinator: str, processes: int, rank: int, file: str) -> None:
+    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+
+    import jax
+    import numpy as np
+
+    from gshard import agreement
+
+    found: dict[str, Any] = {}
+    mesh, every = gshard.make_mesh(), jax.devices()
+    for name, batches in cases(rank).items():
+        found[name] = np.array(give(plan_for(mesh), batches))
+    counted: list[Any] = []
+    exchange = agreement._exchange
+    agreement._exchange = lambda *args: counted.append(args) or exchange(*args)
+    give(plan_for(mesh), cases(rank)["two_kinds"] * 5)
+    found["exchanges"] = np.array(len(counted))
+    agreement._exchange = exchange
+
+    uneven = gshard.make_mesh(devices=every[:3])
+    found["uneven"] = np.array(give(plan_for(uneven), [rows(4 - 2 * rank, 100 * rank)]))
+    found["uneven_wrong"] = np.array(give(plan_for(uneven), [rows(4, 100 * rank)]))
+    own = gshard.make_mesh(devices=every[:2])
+    if rank == 0:
+        found["without_the_other"] = np.array(give(plan_for(own), [rows(4), rows(6)]))
+    extra = gshard.make_mesh(extra={"model": 4})
+    found["shared_place"] = np.array(give(plan_for(extra), [rows(4)]))
+    meshes = {
+        "all": mesh,
+        "uneven": uneven,
+        "mixed": gshard.make_mesh(devices=[every[i] for i in (0, 2, 1, 3)]),
+        "shared": extra,
+    }
+    for name, mesh in meshes.items():
+        for i, batch in enumerate(loaded(mesh)):
+            found |= {f"loaded/{name}/{i}/{key}": x for key, x in batch.items()}
+    global_ = gshard.global_batches(
+        [rows(4, 100 * rank), rows(6, 100 * rank)], plan_for(own := meshes["all"])
+    )
+    found["global_batches"] = np.array([parts(batch["x"]).shape for batch in global_])
+
+    plan = plan_for(own)
+    found["before"] = np.array(give(plan, [rows(8, 100 * rank)]))
+    total = jax.jit(lambda x: x.sum(), out_shardings=plan.sharding())
+    agreement.LIMIT, agreement.PATIENCE = 4.0, 2.0
+
+    def leave() -> None:
+        np.savez(file, **found)
+        print("done", flush=True)
+        os._exit(0)  # the other one may wait for ever in its collective
+
+    def after_the_other() -> None:  # process 0 is the coordinator: without it no other goes on
+        while not Path(file).with_name("1.npz").exists():
+            time.sleep(0.1)
+        time.sleep(1)
+        leave()
+
+    if rank == 0:  # goes on as before, into a step that the other one never reaches
+        threading.Thread(target=after_the_other, daemon=True).start()
+        float(total(gshard.shard_batch(rows(8, 5), plan)["x"]))
+        leave()
+    started = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            gshard.shard_batch(rows(6, 105), plan)
+        except gshard.GShardError as error:
+            found["alone"] = np.array(str(error))
+    found["alone_said"] = np.array("; ".join(str(w.message) for w in caught))
+    found["alone_seconds"] = np.array(time.monotonic() - started)
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,0 +1,116 @@
+"""Two real processes give batches that agree and that do not, and load the same global batches."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import gshard
+from tests.data_worker import loaded
+from tests.test_two_processes import DEVICES_EACH, PROCESSES, run_workers
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("data"), "data_worker")
+
+
+FINE = {
+    "equal": "{'x': (12, 2)}",
+    "identical_later": "{'x': (12, 2)}",
+    "scalars": "{'step': (), 'x': (8, 2)}",
+    "constant": "{'x': (8, 2)}",
+    "two_kinds": "{'x': (8, 2)}",
+    "uneven": "{'x': (6, 2)}",
+    "shared_place": "{'x': (4, 2)}",
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_batches_that_agree_say_nothing(found, case):
+    assert [str(process[case]) for process in found] == [FINE[case]] * PROCESSES
+
+
+REFUSED = {
+    "unequal_first": ("error in 0", "the same number of rows", "process 0 gave 4", "1 gave 6"),
+    "unequal_later": ("error in 1", "the same number of rows", "process 0 gave 4", "1 gave 6"),
+    "uneven_wrong": ("error in 0", "process 0 gave 4 for 2, process 1 gave 4 for 1", "Weighted"),
+    "one_does_not_divide": ("error in 0", "batch['x'] has 5 rows, which do not divide over 2"),
+    "dtypes": ("error in 0", "x float32[rows, 2], process 1: x float16[rows, 2]"),
+    "widths": ("error in 0", "x float32[rows, 2], process 1: x float32[rows, 3]"),
+    "names": ("error in 0", "a float32[rows, 2], process 1: b float32[rows, 2]"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_batches_that_differ_are_refused_by_every_process(found, case):
+    for process in found:
+        for words in REFUSED[case]:
+            assert words in str(process[case])
+
+
+def test_a_process_is_told_of_a_batch_that_another_cannot_place(found):
+    assert "process 1 cannot place its batch: batch['x']" in str(found[0]["one_does_not_divide"])
+    assert "cannot place" not in str(found[1]["one_does_not_divide"])
+
+
+def test_the_same_data_on_every_process_is_warned_about_once(found):
+    for process in found:
+        said = str(process["identical"])
+        assert said.count("warning") == 1
+        assert "processes 0, 1 gave the same data" in said
+
+
+def test_what_did_not_change_is_not_compared_again(found):
+    assert [int(process["exchanges"]) for process in found] == [2, 2]  # of 15 batches of two kinds
+
+
+def test_a_process_without_a_device_in_the_mesh_is_not_waited_for(found):
+    assert str(found[0]["without_the_other"]) == "{'x': (6, 2)}"
+
+
+def test_a_process_whose_rows_change_alone_says_so_and_ends(found):
+    assert str(found[0]["before"]) == str(found[1]["before"]) == "{'x': (16, 2)}"
+    said = str(found[1]["alone"])
+    assert "this process's rows changed from 8 to 6" in said
+    assert "did not follow within 4 s" in said
+    assert "last, smaller batch" in said and "gshard.Weighted" in said
+    assert "have not come to compare" in str(found[1]["alone_said"])
+    assert 3.9 < float(found[1]["alone_seconds"]) < 30
+
+
+def test_batches_of_local_rows_become_global_one_by_one(found):
+    assert found[0]["global_batches"].tolist() == [[8, 2], [12, 2]]
+
+
+def together(found, name, i):
+    """A global batch from what the two processes held of it; both may hold the same rows."""
+    prefix = f"loaded/{name}/{i}/"
+    keys = [key for key in found[0] if key.startswith(prefix)]
+    held = [{k.removeprefix(prefix): process[k] for k in keys} for process in found]
+    return {k: np.where(held[0][k] != 0, held[0][k], held[1][k]) for k in held[0]}
+
+
+@pytest.mark.parametrize("name", ["all", "uneven", "mixed", "shared"])
+def test_loaded_batches_are_those_of_one_process(found, name):
+    devices = jax.devices()[: PROCESSES * DEVICES_EACH]
+    order = {"uneven": devices[:3], "mixed": [devices[i] for i in (0, 2, 1, 3)]}.get(name, devices)
+    extra = {"model": 4} if name == "shared" else None
+    mesh = gshard.make_mesh(devices=order, extra=extra)
+    alone = loaded(mesh)
+    assert len(alone) == 10
+    for i, batch in enumerate(alone):
+        two = together(found, name, i)
+        assert set(two) == {"x", "y", "noise"}
+        for key, x in batch.items():
+            np.testing.assert_array_equal(two[key], x)
+    # Each holds its own rows alone, and all of these are of this epoch's and no other place.
+    if name != "shared":
+        both = [process[f"loaded/{name}/0/noise"] != 0 for process in found]
+        assert (both[0] ^ both[1]).all()
+    # What two processes began one can go on with.
+    rest = loaded(mesh, {"epoch": 0, "position": 3})
+    assert len(rest) == 7
+    for i, batch in enumerate(rest, start=3):
+        np.testing.assert_array_equal(together(found, name, i)["x"], batch["x"])

@@ -1,0 +1,370 @@
+"""`DataLoader` and `global_batches` in one process: every row once, found again, errors."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard import CallOrderError, DataLoader, GShardError, global_batches
+
+
+def plan_on(devices=8, replica=1, **options):
+    mesh = gshard.make_mesh(replica=replica, devices=jax.devices()[:devices], **options)
+    return gshard.shard_train_state(({"w": jnp.ones(16)}, optax.sgd(0.1)), mesh, "dp")[1]
+
+
+PLAN = plan_on()
+
+
+def data(length=50):
+    return {"x": np.arange(length * 3, dtype=np.float32).reshape(length, 3), "y": np.arange(length)}
+
+
+def rows_of(loader):
+    return [np.asarray(batch["y"]).tolist() for batch in loader]
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("gshard-loader")]
+
+
+class Items:
+    """A dataset in PyTorch's form; a row in `broken` cannot be read."""
+
+    def __init__(self, length=50, broken=()):
+        self.length, self.broken = length, broken
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        if i in self.broken:
+            raise OSError("no such file")
+        return {"x": np.arange(3, dtype=np.float32) + 3 * i, "y": i}
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices, replica", [(1, 1), (3, 1), (5, 1), (8, 1), (4, 2), (6, 3)])
+def test_every_row_once_in_an_order_of_seed_and_epoch(devices, replica):
+    plan = plan_on(devices, replica)
+    loader = DataLoader(data(), 2 * devices, plan, seed=7)
+    assert len(loader) == 50 // (2 * devices)
+    for epoch in range(2):
+        order = np.random.default_rng((7, epoch)).permutation(50)
+        assert loader.epoch == epoch
+        for i, batch in enumerate(loader):
+            wanted = order[i * 2 * devices : (i + 1) * 2 * devices]
+            assert batch["x"].sharding.is_equivalent_to(
+                jax.sharding.NamedSharding(plan.mesh, plan.batch_spec), 2
+            )
+            np.testing.assert_array_equal(batch["y"], wanted)
+            np.testing.assert_array_equal(batch["x"], data()["x"][wanted])
+        assert i == len(loader) - 1
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_reading_ahead_changes_nothing(prefetch):
+    wanted = rows_of(DataLoader(data(), 8, PLAN, num_epochs=3, prefetch=2))
+    assert rows_of(DataLoader(data(), 8, PLAN, num_epochs=3, prefetch=prefetch)) == wanted
+    assert len(wanted) == 18
+
+
+def test_sources_of_every_kind_give_the_same(tmp_path):
+    np.save(tmp_path / "x.npy", data()["x"])
+    mapped = {"x": np.load(tmp_path / "x.npy", mmap_mode="r"), "y": data()["y"]}
+    wanted = [np.asarray(batch["x"]) for batch in DataLoader(data(), 16, PLAN)]
+    for source in (
+        mapped,
+        Items(),
+        [Items()[i] for i in range(50)],
+        jax.tree.map(jnp.array, data()),
+    ):
+        found = [np.asarray(batch["x"]) for batch in DataLoader(source, 16, PLAN)]
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_tuple_of_arrays_is_a_tree_and_a_list_is_of_examples():
+    batch = next(iter(DataLoader((data()["x"], data()["y"]), 8, PLAN, shuffle=False)))
+    assert [x.shape for x in batch] == [(8, 3), (8,)]
+    batch = next(iter(DataLoader([(1.0, np.ones(2))] * 9, 8, PLAN)))
+    assert [x.shape for x in batch] == [(8,), (8, 2)]
+
+
+def test_a_map_dataset_of_grain():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source(range(50)).map(lambda i: {"y": i, "x": np.float32(i) / 2})
+    assert rows_of(DataLoader(source, 8, PLAN, seed=1)) == rows_of(
+        DataLoader(data(), 8, PLAN, seed=1)
+    )
+
+
+def test_the_remainder_is_dropped_or_a_smaller_batch():
+    assert [len(x) for x in rows_of(DataLoader(data(40), 24, PLAN))] == [24]
+    loader = DataLoader(data(40), 24, PLAN, drop_remainder=False)
+    found = rows_of(loader)
+    assert len(loader) == 2 and [len(x) for x in found] == [24, 16]
+    assert sorted(sum(found, [])) == list(range(40))
+
+
+def test_no_shuffle_is_the_order_of_the_source_and_none_has_no_end():
+    loader = iter(DataLoader(data(16), 8, PLAN, shuffle=False, num_epochs=None))
+    assert [int(next(loader)["y"][0]) for _ in range(7)] == [0, 8] * 3 + [0]
+
+
+def test_a_transform_draws_for_each_row_and_epoch_the_same_whoever_reads_it():
+    def noisy(example, rng):
+        return {"y": example["y"], "n": rng.integers(1 << 30)}
+
+    def drawn(batch_size, plan, source):
+        loader = DataLoader(source, batch_size, plan, transform=noisy, num_epochs=2)
+        pairs = [zip(b["y"].tolist(), b["n"].tolist(), strict=True) for b in loader]
+        return [pair for batch in pairs for pair in batch]
+
+    wanted = drawn(10, plan_on(5), data())
+    assert len({n for _, n in wanted}) == 100
+    assert drawn(25, plan_on(5), Items()) == wanted
+    batch = next(iter(DataLoader(data(), 8, PLAN, transform=lambda e: e["x"].sum())))
+    assert batch.shape == (8,)
+
+
+def test_it_trains():
+    state, plan = gshard.shard_train_state(
+        ({"w": jnp.zeros(3)}, optax.sgd(0.1)), gshard.make_mesh(), "dp"
+    )
+    step = gshard.make_train_step(lambda p, b: ((b["x"] @ p["w"] - b["z"]) ** 2).mean(), plan)
+    x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    for batch in DataLoader({"x": x, "z": x @ np.ones(3, np.float32)}, 32, plan, num_epochs=20):
+        state, metrics = step(state, batch)
+    assert float(metrics["loss"]) < 1e-2
+
+
+# ---- state --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5, 6, 7, 11, 12])
+@pytest.mark.parametrize("devices", [8, 2])
+def test_it_goes_on_bit_by_bit(stop, devices):
+    wanted = rows_of(DataLoader(data(), 8, PLAN, seed=2, num_epochs=2))
+    loader = DataLoader(data(), 8, PLAN, seed=2, num_epochs=2, prefetch=4)
+    walk = iter(loader)
+    assert [np.asarray(next(walk)["y"]).tolist() for _ in range(stop)] == wanted[:stop]
+    state = loader.state_dict()
+    assert all(type(x) is int for x in state.values())
+    later = DataLoader(data(), 8, plan_on(devices), seed=2, num_epochs=2)
+    later.load_state_dict({name: np.array(x) for name, x in state.items()})  # as restored
+    assert rows_of(later) == wanted[stop:]
+    assert later.epoch == 2
+
+
+def test_a_for_goes_on_where_the_last_one_was_left():
+    loader, wanted = DataLoader(data(), 8, PLAN), rows_of(DataLoader(data(), 8, PLAN))
+    for batch in loader:
+        assert np.asarray(batch["y"]).tolist() == wanted[0]
+        break
+    assert rows_of(loader) == wanted[1:]
+
+
+def test_a_loader_is_at_one_place():
+    loader = DataLoader(data(), 8, PLAN)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(CallOrderError, match="make a second one"):
+        next(first)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(CallOrderError, match="a state was loaded"):
+        next(second)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 1}, "seed= 1, and this one has 0"),
+        ({"length": 51}, "a source of 51"),
+        ({"batch_size": 16}, "batch_size= 16"),
+        ({"shuffle": 0}, "shuffle= 0"),
+        ({"drop_remainder": 0}, "drop_remainder= 0"),
+        ({"position": 7}, "position is 7, and an epoch has 6"),
+        ({"position": -1}, "position"),
+        ({"epoch": "x"}, "epoch"),
+        ({"other": 1}, "added other"),
+    ],
+)
+def test_another_state_is_refused_by_name(changed, said):
+    loader = DataLoader(data(), 8, PLAN)
+    with pytest.raises(GShardError) as caught:
+        loader.load_state_dict({**loader.state_dict(), **changed})
+    assert said in str(caught.value)
+    with pytest.raises(GShardError, match="is not what"):
+        loader.load_state_dict(None)
+    assert loader.state_dict()["position"] == 0
+
+
+# ---- the thread ---------------------------------------------------------------------------------
+
+
+def gone():
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not threads()
+
+
+def test_no_thread_is_left():
+    loader = DataLoader(data(), 8, PLAN, num_epochs=None)
+    walk = iter(loader)
+    next(walk)
+    assert len(threads()) == 1
+    del walk
+    gc.collect()
+    assert gone()
+    rows_of(DataLoader(data(), 8, PLAN))
+    assert gone()
+
+
+def test_an_error_comes_where_its_batch_is_due():
+    order = np.random.default_rng((0, 0)).permutation(50)
+    source = Items(broken={int(order[17])})
+    loader = DataLoader(source, 8, PLAN)
+    walk = iter(loader)
+    for _ in range(2):
+        next(walk)
+    with pytest.raises(OSError, match="no such file") as caught:
+        next(walk)
+    notes = " ".join(caught.value.__notes__)
+    assert f"row {order[17]} of the source" in notes and "batch 2 of epoch 0" in notes
+    assert loader.state_dict()["position"] == 2 and gone()
+    source.broken = ()
+    assert len(rows_of(loader)) == 4
+
+
+def test_no_more_than_asked_is_read_ahead():
+    read = []
+
+    class Counted(Items):
+        def __getitem__(self, i):
+            read.append(i)
+            return super().__getitem__(i)
+
+    walk = iter(DataLoader(Counted(), 8, PLAN, prefetch=2))
+    next(walk)
+    time.sleep(0.3)
+    assert len(read) == 1 + 3 * 8  # the first example, the batch given and two more
+    del walk
+    assert gone()
+
+
+# ---- wrong input --------------------------------------------------------------------------------
+
+
+class Endless(Items):
+    def __len__(self):
+        raise TypeError("no end")
+
+
+def odd_one(i, example):
+    return [example if j == i else Items()[j] for j in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((data(), 12, PLAN), "over the 8 devices of the mesh that take rows. Use 8 or 16"),
+        ((data(), 0, PLAN), "batch_size=0"),
+        ((data(), 8.0, PLAN), "batch_size=8.0"),
+        ((data(), 8, "plan"), "DataLoader(source, batch_size, plan) was called with 'plan'"),
+        ((data(0), 8, PLAN), "the source is empty"),
+        (([], 8, PLAN), "the source is empty"),
+        ((data(7), 8, PLAN), "fewer than batch_size=8"),
+        (({**data(), "y": np.arange(49)}, 8, PLAN), "source['y'] has 49 rows and source['x'] has"),
+        (({"x": np.ones(())}, 8, PLAN), "source['x'] is a single number"),
+        (({"x": 3}, 8, PLAN), "no rows that can be read by number"),
+        ((iter([1]), 8, PLAN), "use gshard.global_batches"),
+        (("text", 8, PLAN), "no rows that can be read by number"),
+        ((Endless(), 8, PLAN), "len(source) of a Endless is not known"),
+        (([None] * 8, 8, PLAN), "holds no number"),
+        (([{"s": "text"}] * 8, 8, PLAN), "source[0]['s'] has dtype"),
+    ],
+)
+def test_wrong_arguments(arguments, said):
+    with pytest.raises(GShardError) as caught:
+        DataLoader(*arguments)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"shuffle": 1}, "shuffle=1"),
+        ({"num_epochs": 0}, "num_epochs=0"),
+        ({"drop_remainder": None}, "drop_remainder=None"),
+        ({"drop_remainder": False}, "Give 48 or 56 rows instead of 50"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"transform": 3}, "transform=3 is not a function"),
+    ],
+)
+def test_wrong_options(options, said):
+    with pytest.raises(GShardError) as caught:
+        DataLoader(data(), 8, PLAN, **options)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("example", "said"),
+    [
+        ({"x": np.ones(3, np.float32)}, "source[30] is another tree than source[0]: missing y"),
+        ({"x": np.ones(4, np.float32), "y": 1}, "source[30]['x'] is float32[4]"),
+        ({"x": np.ones(3, np.float32), "y": 1.0}, "source[30]['y'] is float64[]"),
+        (None, "source[30] is another tree"),
+    ],
+)
+def test_examples_that_differ(example, said):
+    with pytest.raises(GShardError) as caught:
+        rows_of(DataLoader(odd_one(30, example), 8, PLAN, drop_remainder=True, num_epochs=2))
+    assert said in str(caught.value)
+
+
+def test_an_abstract_mesh_has_no_devices():
+    mesh = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
+    plan = gshard.shard_train_state(({"w": jnp.ones(16)}, optax.sgd(0.1)), mesh, "dp")[1]
+    for call in (lambda: DataLoader(data(), 8, plan), lambda: global_batches([], plan)):
+        with pytest.raises(GShardError, match="abstract mesh"):
+            call()
+
+
+# ---- batches that come one after the other ------------------------------------------------------
+
+
+def test_global_batches_of_what_has_its_own_order():
+    found = list(global_batches(({"y": np.arange(8) + i} for i in range(3)), PLAN))
+    assert [int(batch["y"][0]) for batch in found] == [0, 1, 2]
+    assert found[0]["y"].sharding.device_set == set(jax.devices())
+    for wrong in (3, data(), "text"):
+        with pytest.raises(GShardError, match="does not give batches one by one"):
+            global_batches(wrong, PLAN)
+    with pytest.raises(GShardError, match="as the plan"):
+        global_batches([], None)
+
+
+def test_an_iterator_of_grain_keeps_its_state():
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source(range(64)).shuffle(seed=1).batch(8).to_iter_dataset()
+    wanted = [np.asarray(x).tolist() for x in global_batches(dataset, PLAN)]
+    batches = iter(dataset)
+    walk = global_batches(batches, PLAN)
+    assert [np.asarray(next(walk)).tolist() for _ in range(3)] == wanted[:3]
+    later = iter(dataset)
+    later.set_state(batches.get_state())
+    assert [np.asarray(x).tolist() for x in global_batches(later, PLAN)] == wanted[3:]
