@@ -91,6 +91,11 @@ def main(what: str, *arguments: str) -> None:
         until_told(*(a == "True" for a in arguments))
     elif what == "with_children":
         with_children()
+    elif what == "no_sync":
+        from tests.spawned_functions import no_sync
+        from tests.test_spawn import rows_of
+
+        print(json.dumps(no_sync(rows_of(7)).tolist()), flush=True)
     elif what == "bar":  # a progress bar, and a line that does not end
         sys.stdout.write("10%\r50%\r100%\ndone")
     else:

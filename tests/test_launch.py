@@ -92,6 +92,23 @@ def test_a_module_of_the_folder_runs(tmp_path):
         assert job.out == "__main__ ['x']\n"
 
 
+@pytest.mark.slow
+def test_a_web_proxy_is_not_asked_for_the_coordinator(tmp_path):
+    """gRPC would, and hang."""
+    nobody = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    command = launch("--nproc_per_node", 2, WORKER, "steps", 3)
+    with running(command, tmp_path, **nobody, no_proxy="example.org") as job:
+        assert job.code(60) == 0, job.err
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_does_not_end_the_job(tmp_path):
+    command = " ".join([*launch("--nproc_per_node", 2, WORKER, "steps", 50), "| head -n 1"])
+    with running(["bash", "-o", "pipefail", "-c", command], tmp_path) as job:
+        assert job.code() == 0, job.err
+        assert "all steps" in (tmp_path / "log" / "rank-1.log").read_text()
+
+
 # ---- a job that fails ---------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,7 +18,7 @@ from flax import nnx
 import gshard
 from gshard.processes import environment
 from tests import spawned_functions as functions
-from tests.jobs import running
+from tests.jobs import ROOT, launch, running
 
 NPROCS = 2
 EACH = {"virtual_devices": 2}  # devices of each process
@@ -213,10 +214,27 @@ def test_a_spawned_process_does_not_spawn(monkeypatch):
 # ---- Paddle's own cases -------------------------------------------------------------------------
 
 
+def rows_of(steps: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(8, 10)).astype(np.float32) for _ in range(steps)]
+
+
+@pytest.mark.slow
+def test_two_local_steps_of_three_in_launched_processes(tmp_path):
+    """Paddle's D1, launched: the losses of one device."""
+    worker = ROOT / "tests" / "job_worker.py"
+    command = launch("--nproc_per_node", NPROCS, "--virtual_devices", 2, worker, "no_sync")
+    with running(command, tmp_path) as job:
+        assert job.code() == 0, job.err
+        found = [json.loads(x) for x in re.findall(r"\[rank \d\] .*?(\[.*\])$", job.out, re.M)]
+    assert len(found) == NPROCS
+    for losses in found:
+        np.testing.assert_allclose(losses, train_on_one_device(rows_of(7)), rtol=1e-5)
+
+
 def test_two_local_steps_of_three_in_spawned_processes():
     """Paddle's D1, spawned: the losses of one device."""
-    rng = np.random.default_rng(0)
-    rows = [rng.normal(size=(8, 10)).astype(np.float32) for _ in range(7)]
+    rows = rows_of(7)
     found = gshard.spawn(functions.no_sync, (rows,), nprocs=NPROCS, **EACH)
     for losses in found:
         np.testing.assert_allclose(losses, train_on_one_device(rows), rtol=1e-5)

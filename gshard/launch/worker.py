@@ -58,7 +58,7 @@ class Worker:
 
     def is_stopped(self) -> bool:
         """Whether a signal stopped it; it can be continued."""
-        if self._process.returncode is not None:
+        if self._process.returncode is not None or not hasattr(os, "waitid"):  # macOS
             return False
         found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         return found is not None and found.si_status != signal.SIGCONT

@@ -25,7 +25,8 @@ PREEMPTED = 75
 LOST_PEER = re.compile(
     r"connection (reset|closed|refused) by peer|connection closed|broken pipe|"
     r"gloo.{0,80}(failed|timed? ?out)|stopped sending heartbeats|another task died|"
-    r"tasks are unhealthy|coordination service.{0,80}(unavailable|error)|socket closed",
+    r"tasks are unhealthy|coordination service.{0,80}(unavailable|error)|socket closed|"
+    r"remote process exited|nccl(remote|system)error",
     re.IGNORECASE | re.DOTALL,
 )
 

@@ -40,7 +40,8 @@ class Stream:
     def __init__(
         self, pipe: int, to: TextIO, tag: str, lines: Lines, raw: Callable[[bytes], object]
     ):
-        self._pipe, self._to, self._tag, self._lines, self._raw = pipe, to, tag, lines, raw
+        self._pipe, self._tag, self._lines, self._raw = pipe, tag, lines, raw
+        self._to: TextIO | None = to
         self._begun, self._readable = b"", Readable()
         os.set_blocking(pipe, False)
 
@@ -65,4 +66,12 @@ class Stream:
         self._lines.every.append(line)
         if self._readable.shows(line):
             self._lines.shown.append(line)
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        if self._to is None:
+            return
+        try:
             print(f"{self._tag}{line}", file=self._to, flush=True)
+        except (OSError, ValueError):  # nobody reads any more: the job goes on, and its log
+            self._to = None

@@ -193,6 +193,7 @@ def _join(
         raise CallOrderError(
             f"init_parallel_env: JAX has already started in process {rank}. {_NEED}"
         )
+    _reach_directly(at.host)
     kept = environment.number(environment.PORT_IS_KEPT) is not None
     meet(bind if rank == 0 else at, count, rank, start, kept)
     _initialize(
@@ -205,6 +206,13 @@ def _join(
         initialization_timeout=start,
         **secure,
     )
+
+
+def _reach_directly(host: str) -> None:
+    """Keeps gRPC from asking a web proxy for the coordinator, which hangs."""
+    if any(name.lower().endswith("_proxy") and os.environ[name] for name in os.environ):
+        without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{without},{host}" if without else host
 
 
 def _join_detected(

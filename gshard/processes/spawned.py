@@ -190,6 +190,8 @@ class Spawned:
             message = f"{of} failed:\n\n{said.text}"
             raise ProcessFailedError(message, first.rank, first.code) from said.error
         message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
+        if first.code == 1 and not first.tail:
+            message += "It failed before the function ran: what it said is above."
         if first.tail:
             message += "\nIts last lines on stderr:\n" + "\n".join(first.tail)
         raise ProcessFailedError(message.strip(), first.rank, first.code)
