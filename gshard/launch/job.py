@@ -16,13 +16,12 @@ from gshard.launch.arguments import Request
 from gshard.launch.worker import Worker
 from gshard.processes import environment
 from gshard.processes.address import LOOPBACK, Address, Kept
-from gshard.processes.ending import FAILED_GRACE, end, send
+from gshard.processes.ending import FAILED_GRACE, end, send, settle
 from gshard.processes.guardian import Guardian, kill_group
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.verdict import End
 
 _TICK = 0.05  # seconds
-_SETTLE = 0.5  # seconds in which those that follow a failure fail by themselves
 
 
 class Outcome(NamedTuple):
@@ -122,9 +121,7 @@ class _Job:
                 self._end_the_others()
 
     def _end_the_others(self) -> None:
-        until = time.monotonic() + _SETTLE
-        while self._running() and time.monotonic() < until:
-            self._tick()
+        settle(self._running, self._tick)
         stopped = [w for w in self._left() if w.is_stopped()]
         self._stopped |= {w.rank for w in stopped}
         self._asked = {w.rank for w in self._left()}
@@ -157,7 +154,8 @@ class _Job:
             if code is None:
                 self._note_stopped(worker)
                 continue
-            self._drain()
+            kill_group(worker.pid)  # what it started itself
+            worker.drain()
             self._ends[worker.rank] = End(
                 worker.rank,
                 code,
@@ -167,7 +165,6 @@ class _Job:
                 worker.rank in self._stopped,
                 worker.rank in self._asked,
             )
-            kill_group(worker.pid)  # what it started itself
             if self._guardian:
                 self._guardian.forget(worker.pid)
 
@@ -180,13 +177,6 @@ class _Job:
         if time.monotonic() - since > self._request.heartbeat_timeout:
             self._stopped.add(worker.rank)
             kill_group(worker.pid)
-
-    def _drain(self) -> None:
-        """What was written before an end; whatever still holds a pipe open is not waited for."""
-        while ready := self._selector.select(0):
-            for key, _ in ready:
-                if not key.data.pass_on():
-                    self._selector.unregister(key.fileobj)
 
     def _left(self) -> list[Worker]:
         return [w for w in self._workers if w.rank not in self._ends]

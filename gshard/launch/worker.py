@@ -68,6 +68,11 @@ class Worker:
         for pipe, stream in self._streams.items():
             selector.register(pipe, selectors.EVENT_READ, stream)
 
+    def drain(self) -> None:
+        """Passes on what it wrote before it ended."""
+        for stream in self._streams.values():
+            stream.drain()
+
     def close(self) -> None:
         """Ends the log."""
         for pipe in self._streams:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from gshard.processes.guardian import kill_group
 
 FAILED_GRACE = 3.0  # seconds that the others have when one has failed
+_SETTLE = 0.5  # seconds in which those that lost a peer fail by themselves
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -19,6 +20,13 @@ def send(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
         except ProcessLookupError:
             pass
+
+
+def settle(running: Callable[[], list[int]], meanwhile: Callable[[], None]) -> None:
+    """Waits a moment after a failure: those that follow from it say so, if they may."""
+    deadline = time.monotonic() + _SETTLE
+    while running() and time.monotonic() < deadline:
+        meanwhile()
 
 
 def end(running: Callable[[], list[int]], grace: float, meanwhile: Callable[[], None]) -> None:

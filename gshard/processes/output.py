@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
@@ -59,6 +60,11 @@ class Stream:
         for line in lines:
             self._show(line)
         return bool(raw)
+
+    def drain(self) -> None:
+        """Passes on what was written before the process ended, without waiting for more."""
+        while select.select([self._pipe], [], [], 0)[0] and self.pass_on():
+            pass
 
     def _show(self, raw: bytes) -> None:
         # Of a progress bar that was drawn over and over, what one would see.

@@ -17,14 +17,13 @@ from typing import Any
 from gshard.errors import GShardError
 from gshard.processes.address import Kept
 from gshard.processes.child import Failure, Result
-from gshard.processes.ending import FAILED_GRACE, end, send
+from gshard.processes.ending import FAILED_GRACE, end, send, settle
 from gshard.processes.guardian import Guardian, kill_group
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, first_cause, in_words, meaning
 
 _TICK = 0.05  # seconds
-_SETTLE = 0.5  # seconds in which those that follow a failure fail by themselves
 _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 
 
@@ -116,9 +115,7 @@ class Spawned:
                 self._tick()
                 failed = any(e.code not in (0, PREEMPTED) for e in self._ends.values())
                 if failed and not self._told.is_set():
-                    until = time.monotonic() + _SETTLE
-                    while self._left() and time.monotonic() < until:
-                        self._tick()
+                    settle(self._pids, self._tick)
                 if failed or self._told.is_set():
                     self._told.set()
                     end(self._pids, FAILED_GRACE, self._tick)
@@ -151,8 +148,8 @@ class Spawned:
 
     def _end(self, rank: int, code: int) -> End:
         stream = self._streams.get(self._errors[rank].fileno())
-        while stream and self._errors[rank].poll() and stream.pass_on():
-            pass
+        if stream:
+            stream.drain()
         said, lines = self._said.get(rank), self._lines[rank]
         text = said.text if isinstance(said, Failure) else "\n".join(lines.every)
         seconds = time.monotonic() - self._began
