@@ -24,6 +24,7 @@ _NEED = "Call gshard.init_parallel_env() first, before any other use of JAX in t
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
+_told: list[tuple[int, int]] = []  # number of processes and rank, as JAX was told them
 
 
 def init_parallel_env(
@@ -90,13 +91,19 @@ def init_parallel_env(
 
 
 def get_rank() -> int:
-    """This process's rank, from 0."""
-    return jax.process_index()
+    """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
+    known = _known()
+    return jax.process_index() if known is None else known[1]
 
 
 def get_world_size() -> int:
-    """The number of processes."""
-    return jax.process_count()
+    """The number of processes.
+
+    After an `init_parallel_env` that was told it, by arguments or by gshard's variables, and on
+    CPUs alone, this does not start JAX: `virtual_devices` may still come.
+    """
+    known = _known()
+    return jax.process_count() if known is None else known[0]
 
 
 def barrier() -> None:
@@ -109,6 +116,15 @@ def barrier() -> None:
 
 
 # ---- who this process is -------------------------------------------------------------------------
+
+
+def _known() -> tuple[int, int] | None:
+    """Number of processes and rank, where both are certain before JAX has devices."""
+    if _told:
+        return _told[0]
+    # Without `jax.distributed` only the runtime of a TPU knows of other processes.
+    alone = _joined and not jax.distributed.is_initialized()
+    return (1, 0) if alone and jax.config.jax_platforms == "cpu" else None
 
 
 def _complete(asked: Place) -> Place:
@@ -205,6 +221,7 @@ def _join(
         initialization_timeout=start,
         **secure,
     )
+    _told.append((count, rank))
 
 
 def _join_detected(
