@@ -111,7 +111,7 @@ def barrier() -> None:
 
     Alone in its job, a process goes on at once.
     """
-    if jax.process_count() > 1:
+    if get_world_size() > 1:
         multihost_utils.sync_global_devices("gshard.barrier")
 
 
@@ -228,12 +228,12 @@ def _join_detected(
     heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
 ) -> None:
     """What JAX detects, which may be nothing: then this process is alone."""
+    several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
-        several = [v for v in _CLUSTERS if os.environ.get(v, "1") not in ("", "1")]
         if several:
             raise CallOrderError(
-                f"init_parallel_env: JAX has already started, and {several[0]}="
-                f"{os.environ[several[0]]} says that this process is one of several. {_NEED}"
+                f"init_parallel_env: JAX has already started, and {several[0]} says that this "
+                f"process is one of several. {_NEED}"
             )
         return
     try:
@@ -246,6 +246,12 @@ def _join_detected(
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise GShardError(f"init_parallel_env: {error}") from error
+        if several:
+            raise GShardError(
+                f"init_parallel_env: {several[0]} says that this process is one of several, but "
+                "not where they meet, so that JAX detects none. Give coordinator, num_processes "
+                "and process_id; with num_processes=1, process_id=0 this process is alone."
+            ) from error
 
 
 def _initialize(**arguments: Any) -> None:
