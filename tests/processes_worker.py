@@ -26,6 +26,7 @@ class Run(NamedTuple):
         kind: a key of `KINDS`.
         model: in the zoo.
         level, micro_batches, accumulate: gshard's.
+        replica: copies of the divided state, each on processes of its own.
     """
 
     kind: str
@@ -33,6 +34,7 @@ class Run(NamedTuple):
     level: str
     micro_batches: int = 1
     accumulate: str = "level"
+    replica: int = 1
 
 
 def runs(tier: str, group: tuple[int, int]) -> list[Run]:
@@ -41,14 +43,15 @@ def runs(tier: str, group: tuple[int, int]) -> list[Run]:
         return QUICK.get(group, [])
     turn, found = GROUPS.index(group), []
     models = ["linen_mlp", "nnx_mlp"][:: (-1) ** turn]
+    replica = 2 if group in ((2, 2), (4, 2)) else 1
     for i, level in enumerate(LEVELS):
         how = ("level", "local", "scatter", "sync")[(i + turn) % 4]
-        found += [
-            Run("step", models[0], level),
-            Run("step", models[1], level, 2, how),
-            Run("own loop", models[i % 2], level, 1, ("level", "local", "scatter")[(i + turn) % 3]),
-            Run("bad step", models[(i + 1) % 2], level, 1 + i % 2),
-        ]
+        found += [Run("step", models[0], level), Run("step", models[1], level, 2, how, replica)]
+        if (i + turn) % 2:
+            found.append(Run("bad step", models[i // 2], level, 1 + i % 2))
+        else:
+            separately = ("level", "local", "scatter")[(i + turn) % 3]
+            found.append(Run("own loop", models[i // 2], level, 1, separately))
     found += [Run("step", "linen_gpt_scan_remat", "p_g_os", 2), Run("no_sync", "nnx_mlp", "dp")]
     return [run for run in found if run not in QUICK.get(group, [])]
 
@@ -57,7 +60,7 @@ QUICK = {
     (2, 2): [
         Run("step", "linen_mlp", "os_g", 2),
         Run("step", "nnx_mlp", "p_g_os"),
-        Run("own loop", "linen_mlp", "os", 1, "local"),
+        Run("own loop", "linen_mlp", "os", 1, "local", 2),
         Run("no_sync", "nnx_mlp", "dp"),
     ],
     (3, 1): [Run("bad step", "linen_mlp", "p_g_os", 2)],
@@ -70,6 +73,7 @@ def train(run: Run, mesh: Any, rank: int, world_size: int) -> dict[str, Any]:
     from tests.zoo import ZOO
 
     model = ZOO[run.model]
+    mesh = gshard.make_mesh(replica=run.replica, devices=list(mesh.devices.flat))
     own = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
 
     def rows(step: int) -> dict[str, Any]:
