@@ -92,6 +92,11 @@ def test_numbers_are_those_of_one_process(found, group, run):
     )
     zero = tuple(f"params/{path}" for path in ZOO[run.model].zero)
     reference.assert_same_leaves(theirs, params, 1e-6, relative_to="tree", without=zero)
+    if run.kind == "step":  # and without gshard, those of one device
+        losses, _, alone = reference.train(run.model, "adamw", ROWS, STEPS)
+        reference.assert_same_values(processes[0]["loss"], losses, 5e-6)
+        alone = {f"params/{path}": x for path, x in alone.items()}
+        reference.assert_same_leaves(theirs, alone, 1e-5, relative_to="tree", without=zero)
     if "each" in expected:  # losses of the devices, each on its own process
         each = [process["each"] for process in processes]
         assert (np.sum(np.isfinite(each), axis=0) == 1).all()
