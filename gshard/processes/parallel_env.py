@@ -124,7 +124,7 @@ def _known() -> tuple[int, int] | None:
         return _told[0]
     # Without `jax.distributed` only the runtime of a TPU knows of other processes.
     alone = _joined and not jax.distributed.is_initialized()
-    return (1, 0) if alone and jax.config.jax_platforms == "cpu" else None
+    return (1, 0) if alone and getattr(jax.config, "jax_platforms", None) == "cpu" else None
 
 
 def _complete(asked: Place) -> Place:
