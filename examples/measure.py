@@ -44,8 +44,8 @@ class Run:
 
 
 def bytes_on_first_device(tree) -> int:
-    """Bytes of the shards that the first device holds of every array in `tree`."""
-    device = jax.devices()[0]
+    """Bytes of the shards that this process's first device holds of every array in `tree`."""
+    device = jax.local_devices()[0]
     return sum(
         shard.data.nbytes
         for array in jax.tree.leaves(tree)

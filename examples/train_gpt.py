@@ -2,6 +2,8 @@
 
     python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--model.width 128] ...
 
+As one of several processes, which share the devices, it prints on the first alone.
+
 Every run starts from the same parameters and sees the same batches, so that all of them should
 give the numbers of one device. What they differ in is what a device holds and moves: the table at
 the end shows it, measured, beside what the plan promised.
@@ -78,7 +80,7 @@ def train_on_one_device(model, state, batch_of, config: Config, meter: RunMeter)
     return run
 
 
-def train_at(level: str, mesh, model, start, batch_of, config: Config, meter: RunMeter):
+def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: RunMeter):
     """The same with gshard: two calls, and a loop that looks like the one above."""
 
     def loss_fn(params, batch_BxT1):
@@ -88,11 +90,11 @@ def train_at(level: str, mesh, model, start, batch_of, config: Config, meter: Ru
         state, plan = gshard.shard_train_state(start, mesh, level, **how_to_divide(config))
         step = gshard.make_train_step(loss_fn, plan, micro_batches=config.micro_batches)
     with meter.phase("compiling"):
-        run = measured(level, step, state, batch_of(0))
+        run = measured(level, step, state, own_rows(0))
 
     clock = time.monotonic()
     for i in range(config.steps):
-        state, metrics = step(state, batch_of(i))
+        state, metrics = step(state, own_rows(i))
         run.losses.append(float(metrics["loss"]))
         run.tokens_per_second = tokens(config) * (i + 1) / (time.monotonic() - clock)
         meter.step(i + 1, run.losses[-1], run.tokens_per_second)
@@ -136,13 +138,20 @@ def printable(sampled: bytes) -> str:
 
 def main(config: Config) -> None:
     began = time.monotonic()
-    console = Console(highlight=False, markup=False)
 
-    # ---- devices, text, model --------------------------------------------------------------------
+    # ---- processes, devices, text, model ---------------------------------------------------------
 
     jax.config.update("jax_platforms", "cpu")
-    gshard.virtual_devices(config.devices)  # before anything else uses JAX
-    mesh = gshard.make_mesh(devices=jax.devices()[: config.devices])
+    gshard.init_parallel_env()  # alone, or one of several processes that share the devices
+    rank, processes = gshard.get_rank(), gshard.get_world_size()
+    each = config.devices // processes
+    if config.devices % processes:
+        raise ConfigError(f"devices={config.devices} do not divide over {processes} processes")
+    gshard.virtual_devices(each)  # before anything else uses JAX
+    mesh = gshard.make_mesh(
+        devices=[device for i in range(processes) for device in jax.local_devices(i)[:each]]
+    )
+    console = Console(highlight=False, markup=False, quiet=rank > 0)
 
     text_N = text.standard_library()
 
@@ -150,12 +159,17 @@ def main(config: Config) -> None:
         length = config.model.sequence + 1  # the last byte is only predicted
         return text.batch(text_N, step, config.batch_size, length, config.seed)
 
+    def own_rows(step: int) -> np.ndarray:
+        return np.split(batch_of(step), processes)[rank]  # of the batch that all make alike
+
     model, start = make_state(config)
     parameters = sum(x.size for x in jax.tree.leaves(start.params))
     console.print(
         f"GPT of {parameters:,} parameters, {text_N.size:,} bytes of Python source; "
         f"{config.steps} steps of {config.batch_size} rows x {config.model.sequence} bytes on "
-        f"{config.devices} virtual CPU devices, {config.micro_batches} micro-batches a step"
+        f"{config.devices} virtual CPU devices"
+        + (f" of {processes} processes, " if processes > 1 else ", ")
+        + f"{config.micro_batches} micro-batches a step"
     )
     # A plan needs no arrays: a level that does not exist is refused now, not after the first run.
     for level in config.levels:
@@ -172,12 +186,15 @@ def main(config: Config) -> None:
         )
         for level in config.levels:
             run, state = train_at(
-                level, mesh, model, start, batch_of, config, meter.run(level, config.steps)
+                level, mesh, model, start, own_rows, config, meter.run(level, config.steps)
             )
             runs.append(run)
 
     # ---- what came out ---------------------------------------------------------------------------
 
+    whole = gshard.full_params(state)  # on the host: every process calls it, and has them
+    if rank > 0:
+        return
     console.print()
     # The table is never cut: a narrow terminal breaks its lines, a file has them whole.
     console.width = max(console.width, TABLE_WIDTH)
@@ -186,7 +203,7 @@ def main(config: Config) -> None:
     key = jax.random.key(config.seed)
     sampled = gpt.sample(
         model,
-        gshard.full_params(state),  # whole again, on the host
+        whole,
         config.prompt.encode(),
         config.sample_bytes,
         config.model.sequence,

@@ -20,6 +20,8 @@ import gshard
 from examples import config, gpt, text
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
+from tests.processes import assert_all_well, free_address, run_together, variables
+from tests.tiers import quick
 
 ROOT = Path(__file__).parents[1]
 
@@ -286,6 +288,49 @@ def test_demo_refuses_in_one_line_and_at_once(arguments, said):
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
     assert "compiling" not in ran.stdout
+
+
+def test_demo_says_that_devices_do_not_divide_over_processes(tmp_path):
+    command = ["-m", "examples.train_gpt", "configs/smallest.toml", "--devices", "1"]
+    at = free_address()
+    ended = run_together(
+        tmp_path, [command] * 2, [variables(at, 2, i) for i in range(2)], to_the_end=True
+    )
+    for end in ended:
+        assert end.code == 1
+        assert "error: devices=1 do not divide over 2 processes" in end.said
+        assert "Traceback" not in end.said
+
+
+SMALL = tuple("--devices 2 --levels p_g_os --steps 3 --model.layers 1 --sample_bytes 1".split())
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    quick([(2, ("--steps", "20")), (4, ("--steps", "4")), (2, SMALL)], [(2, SMALL)]),
+    ids=lambda x: str(x) if type(x) is int else "small" if x == SMALL else "whole",
+)
+def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, settings):
+    """They share its devices: the same losses, bytes and elements moved, at every level."""
+    results, said = [], []
+    for n in (1, processes):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        command = ["-m", "examples.train_gpt", "configs/smallest.toml", *settings]
+        command += ["--output", str(folder / "output")]
+        at = free_address()
+        ended = run_together(folder, [command] * n, [variables(at, n, i) for i in range(n)])
+        assert_all_well(ended)
+        results.append(json.loads((folder / "output" / "results.json").read_text())["runs"])
+        said.append([end.said for end in ended])
+    assert f"virtual CPU devices of {processes} processes, " in said[1][0]
+    assert "Sampled from the model" in said[1][0]
+    for other in said[1][1:]:  # gloo says on its own who is connected
+        assert not re.sub(r"^\[Gloo\].*\n", "", other, flags=re.MULTILINE)
+    for one, several in zip(*results, strict=True):
+        np.testing.assert_allclose(several.pop("losses"), one.pop("losses"), rtol=1e-6)
+        assert several.pop("tokens_per_second") > 0 < one.pop("tokens_per_second")
+        assert several == one
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.paddle_worker import LEVELS, ROWS, STEPS
+from tests.processes import run_workers
 from tests.test_paddle import assert_same, on_one_device, rows
-from tests.test_two_processes import run_workers
 from tests.tiers import quick
 
 

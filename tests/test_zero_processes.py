@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.test_two_processes import run_workers
+from tests.processes import run_workers
 from tests.test_zero_redundancy import on_one_device, rows
 from tests.zero_worker import PARTITIONS, ROWS, STEPS, UNEVEN
 

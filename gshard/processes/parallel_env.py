@@ -24,6 +24,7 @@ _NEED = "Call gshard.init_parallel_env() first, before any other use of JAX in t
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
+_told: list[tuple[int, int]] = []  # number of processes and rank, as JAX was told them
 
 
 def init_parallel_env(
@@ -90,13 +91,19 @@ def init_parallel_env(
 
 
 def get_rank() -> int:
-    """This process's rank, from 0."""
-    return jax.process_index()
+    """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
+    known = _known()
+    return jax.process_index() if known is None else known[1]
 
 
 def get_world_size() -> int:
-    """The number of processes."""
-    return jax.process_count()
+    """The number of processes.
+
+    After an `init_parallel_env` that was told it, by arguments or by gshard's variables, and on
+    CPUs alone, this does not start JAX: `virtual_devices` may still come.
+    """
+    known = _known()
+    return jax.process_count() if known is None else known[0]
 
 
 def barrier() -> None:
@@ -104,11 +111,20 @@ def barrier() -> None:
 
     Alone in its job, a process goes on at once.
     """
-    if jax.process_count() > 1:
+    if get_world_size() > 1:
         multihost_utils.sync_global_devices("gshard.barrier")
 
 
 # ---- who this process is -------------------------------------------------------------------------
+
+
+def _known() -> tuple[int, int] | None:
+    """Number of processes and rank, where both are certain before JAX has devices."""
+    if _told:
+        return _told[0]
+    # Without `jax.distributed` only the runtime of a TPU knows of other processes.
+    alone = _joined and not jax.distributed.is_initialized()
+    return (1, 0) if alone and getattr(jax.config, "jax_platforms", None) == "cpu" else None
 
 
 def _complete(asked: Place) -> Place:
@@ -206,6 +222,7 @@ def _join(
         initialization_timeout=start,
         **secure,
     )
+    _told.append((count, rank))
 
 
 def _reach_directly(host: str) -> None:
@@ -219,12 +236,12 @@ def _join_detected(
     heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
 ) -> None:
     """What JAX detects, which may be nothing: then this process is alone."""
+    several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
-        several = [v for v in _CLUSTERS if os.environ.get(v, "1") not in ("", "1")]
         if several:
             raise CallOrderError(
-                f"init_parallel_env: JAX has already started, and {several[0]}="
-                f"{os.environ[several[0]]} says that this process is one of several. {_NEED}"
+                f"init_parallel_env: JAX has already started, and {several[0]} says that this "
+                f"process is one of several. {_NEED}"
             )
         return
     try:
@@ -237,10 +254,17 @@ def _join_detected(
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise GShardError(f"init_parallel_env: {error}") from error
+        if several:
+            raise GShardError(
+                f"init_parallel_env: {several[0]} says that this process is one of several, but "
+                "not where they meet, so that JAX detects none. Give coordinator, num_processes "
+                "and process_id; with num_processes=1, process_id=0 this process is alone."
+            ) from error
 
 
 def _initialize(**arguments: Any) -> None:
     try:
         jax.distributed.initialize(**arguments)
     except RuntimeError as error:
-        raise CallOrderError(f"init_parallel_env could not start: {error} {_NEED}") from error
+        mend = f" {_NEED}" if "must be called before" in str(error) else ""
+        raise CallOrderError(f"init_parallel_env could not start: {error}{mend}") from error

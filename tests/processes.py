@@ -1,0 +1,107 @@
+"""Starts the processes of a test. None is left behind, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 300  # seconds for all of a group together
+
+
+class Ended(NamedTuple):
+    """How a process ended, None if it had to be killed, and what it said."""
+
+    code: int | None
+    said: str
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def variables(coordinator: str, processes: int, rank: int) -> dict[str, str]:
+    """Who a process is, in gshard's words."""
+    names = ("GSHARD_COORDINATOR", "GSHARD_NUM_PROCESSES", "GSHARD_PROCESS_ID")
+    return dict(zip(names, (coordinator, str(processes), str(rank)), strict=True))
+
+
+def run_together(
+    folder: Path,
+    commands: Sequence[Sequence[str]],
+    variables: Sequence[Mapping[str, str]] = (),
+    *,
+    limit: float = LIMIT,
+    to_the_end: bool = False,
+) -> list[Ended]:
+    """Runs `python *command` for each, all at once, with its variables beside the environment's.
+
+    Until all have ended or time is up; or until one has failed, unless it is `to_the_end`.
+    """
+    apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")  # a cluster's, around the tests
+    common = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
+    common |= {"JAX_PLATFORMS": "cpu"}
+    logs = [folder / f"{i}.log" for i in range(len(commands))]
+    started: list[subprocess.Popen] = []
+    try:
+        for i, command in enumerate(commands):
+            own = variables[i] if variables else {}
+            with logs[i].open("w") as log:
+                started.append(
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        cwd=ROOT,
+                        env=common | own,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in started]
+            if None not in codes or (any(codes) and not to_the_end):
+                break
+            time.sleep(0.05)
+        codes = [process.poll() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [Ended(code, log.read_text()) for code, log in zip(codes, logs, strict=True)]
+
+
+def assert_all_well(ended: Sequence[Ended]) -> None:
+    said = "\n".join(f"--- process {i} ---\n{end.said}" for i, end in enumerate(ended))
+    codes = [end.code for end in ended]
+    assert codes == [0] * len(ended), f"exit codes {codes} (None: time was up)\n{said}"
+
+
+def run_workers(
+    folder: Path,
+    module: str,
+    *what: str,
+    processes: int = 2,
+    devices_each: int = 2,
+    limit: float = LIMIT,
+) -> list[dict[str, np.ndarray]]:
+    """What each process of `python -m tests.MODULE COORDINATOR PROCESSES RANK FILE *what` saved."""
+    coordinator = free_address()
+    files = [folder / f"{rank}.npz" for rank in range(processes)]
+    commands = [
+        ["-m", f"tests.{module}", coordinator, str(processes), str(rank), str(file), *what]
+        for rank, file in enumerate(files)
+    ]
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}"}
+    assert_all_well(run_together(folder, commands, [flags] * processes, limit=limit))
+    return [dict(np.load(file)) for file in files]
