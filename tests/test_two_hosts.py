@@ -31,10 +31,10 @@ LIMIT = 240  # seconds for anything that has no bound of its own
 class Launcher:
     """`gshard launch` on one of the hosts."""
 
-    def __init__(self, host, rank: int, folder: Path, *words: object):
+    def __init__(self, host, rank: int, folder: Path, *words: object, master: str = "10.77.0.1"):
         self.host = host
         self._log = folder / f"launcher-{rank}.log"
-        options = ["--nnodes", 2, "--rank", rank, "--master", f"10.77.0.1:{PORT}"]
+        options = ["--nnodes", 2, "--rank", rank, "--master", f"{master}:{PORT}"]
         options += ["--virtual_devices", DEVICES_EACH, "--heartbeat_timeout", HEARTBEAT]
         options += ["--log_dir", folder / "log"]
         command = (sys.executable, "-m", "gshard", "launch", *options, *words)
@@ -206,6 +206,24 @@ def test_who_is_missing_is_said(hosts, tmp_path):
     assert "arrived: 0, 1; missing: 2, 3" in launcher.said
     assert "Not all processes of the job came in time" in launcher.said
     assert not hosts[0].processes()
+
+
+@pytest.mark.slow
+def test_a_machine_that_knows_itself_as_loopback(hosts, tmp_path):
+    """As Debian sets it up: refused as --master, and explained where Gloo takes it."""
+    for i, host in enumerate(hosts):
+        names, other = tmp_path / f"hosts-{i}", hosts[1 - i]
+        names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
+        with names.open("a") as file:
+            file.write(f"{other.address} {other.name}\n")
+        host.knows(names)
+    worker = ("-m", "tests.two_hosts_worker", "numbers", tmp_path, "os_g")
+    launcher = Launcher(hosts[0], 0, tmp_path, *worker, master="host-a")
+    assert launcher.wait(LIMIT) == 2
+    assert "--master host-a:29500 is this machine alone (127.0.1.1 in its own" in launcher.said
+    job = Job(hosts, tmp_path, *worker)
+    assert 0 not in job.wait(LIMIT)
+    assert "for one of several machines that is loopback" in job.said
 
 
 @pytest.mark.slow
