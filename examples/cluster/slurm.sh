@@ -27,7 +27,7 @@ export MASTER="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"
 #   may still save. The launchers end theirs when a peer is lost.
 # bash -c: SLURM_NODEID is another one on every node, so each task has to read it. exec: the
 #   launcher itself gets Slurm's signals.
-# --grace: shorter than the 60 s of --signal, and than the KillWait of Slurm if you can.
+# --grace: shorter than the 60 s of --signal.
 rc=0
 srun --kill-on-bad-exit=0 --wait=0 bash -c 'exec gshard launch \
     --nnodes "$SLURM_JOB_NUM_NODES" --rank "$SLURM_NODEID" --master "$MASTER" \
