@@ -196,7 +196,7 @@ def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
         job.wait_until(lambda: job.out.count("first step") == 2, "both train")
         job.process.send_signal(signal.SIGTERM)
         assert job.code(limit=1 + 5) == 128 + signal.SIGTERM
-        assert "ranks [0, 1] did not stop in time" in job.err
+        assert "ranks [0, 1] had not stopped and were killed. A script" in job.err
         job.assert_nobody_left()
 
 

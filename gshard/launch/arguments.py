@@ -10,7 +10,7 @@ from pathlib import Path
 from gshard.arguments import whole_number
 from gshard.errors import GShardError, did_you_mean
 from gshard.processes import accelerators
-from gshard.processes.address import Address, address, is_loopback
+from gshard.processes.address import Address, address, found_at, is_loopback
 from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT
 
 _EXAMPLES = """examples:
@@ -176,8 +176,13 @@ def _check_machines(given: argparse.Namespace, master: Address | None) -> None:
             f"--rank {given.rank} is no machine of --nnodes {given.nnodes}: they run from 0 to "
             f"{given.nnodes - 1}."
         )
-    if master is not None and is_loopback(master.host):
+    if master is None:
+        return
+    # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.
+    place = master.host if given.rank else found_at(master.host)
+    if is_loopback(place):
+        here = "" if place == master.host else f" ({place} in its own /etc/hosts or DNS)"
         raise GShardError(
-            f"--master {master} is this machine alone, and the job has {given.nnodes}. Name the "
-            "address by which the others reach machine 0."
+            f"--master {master} is this machine alone{here}, and the job has {given.nnodes}. Name "
+            "the address by which the others reach machine 0."
         )

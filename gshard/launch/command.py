@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from signal import SIGTERM, Signals
 
 from gshard.errors import GShardError
 from gshard.launch.arguments import Request, parser, request
@@ -47,12 +48,18 @@ def _exit_code(outcome: Outcome) -> int:
         _say("gshard: the job was told to stop, and all processes did so in order")
         return PREEMPTED
     if outcome.told is not None:
-        late = [end.rank for end in outcome.ends if end.asked]
-        killed = f"; ranks {late} did not stop in time and were killed" if late else ""
-        _say(f"gshard: the job was ended by signal {outcome.told}{killed}")
+        _say(f"gshard: the job was ended by {Signals(outcome.told).name}{_killed(outcome)}")
         return 128 + outcome.told
     code = first_cause(outcome.ends).code
     return code if code > 0 else 128 - code
+
+
+def _killed(outcome: Outcome) -> str:
+    late = [end.rank for end in outcome.ends if end.asked]
+    if not late:
+        return ""
+    hint = ". A script stops in order by gshard.until_preempted" if outcome.told == SIGTERM else ""
+    return f"; ranks {late} had not stopped and were killed{hint}"
 
 
 def _say(text: str) -> None:

@@ -51,6 +51,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def found_at(host: str) -> str:
+    """The address that this machine has for a host; the host itself where it knows none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return host
+
+
 class PortTakenError(GShardError, OSError):
     """Another program listens where process 0 should."""
 

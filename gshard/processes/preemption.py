@@ -93,8 +93,7 @@ def _listen() -> None:
         )
 
     def hear(number: int, frame: object) -> None:
-        _told.set()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who sends it twice means it
+        _told.set()  # again and again: the scheduler may say it, and the launcher too
 
     signal.signal(signal.SIGTERM, hear)
     _listening = True

@@ -149,6 +149,12 @@ _MEANINGS = (
         "Not all processes of the job came in time: see which are missing, and their logs.",
     ),
     (
+        r"Gloo context initialization failed[^\n]*remote=\[(127\.|::1)",
+        "On CPUs processes talk at the address of their machine's own name, and for one of several "
+        "machines that is loopback: let `getent hosts $(hostname)` give, on each of them, the "
+        "address by which the others reach it (/etc/hosts).",
+    ),
+    (
         r"ModuleNotFoundError|No module named",
         "A package is missing in the Python that runs the job.",
     ),

@@ -1,0 +1,100 @@
+"""A training for one process or many that stops when its job is told to, and then goes on.
+
+    python examples/train.py
+    gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50
+
+Parameters, gradients and optimizer state are divided over all devices. Every process makes its own
+rows. After SIGTERM all processes save at the same step and leave, and the next start goes on from
+there. With several machines `--output` is a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import gshard
+
+gshard.init_parallel_env()  # before anything else uses JAX
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+ROWS, WIDTH = 64, 256  # of the batch of all processes, of a layer
+
+
+class Net(nnx.Module):
+    """Three layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(nnx.relu(self.second(nnx.relu(self.first(x)))))
+
+
+def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The mean squared error over the rows at hand."""
+    x, y = batch
+    return jnp.mean((model(x)[:, 0] - y) ** 2)
+
+
+def own_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """This process's part of batch `step`: the same batch, however many processes share it."""
+    x = np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    own = np.array_split(x, gshard.get_world_size())[gshard.get_rank()]
+    return own, np.sin(own.sum(axis=1))
+
+
+def main() -> None:
+    """Trains to the last step, from the last one that was saved."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200, help="in all, over every start")
+    parser.add_argument("--save_every", type=int, default=50, help="steps")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, help="seconds after a step, to watch it"
+    )
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder for the state")
+    args = parser.parse_args()
+
+    model, optimizer, _ = gshard.group_sharded_parallel(
+        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
+    )
+    if (args.output / "gshard_state").exists():
+        gshard.load_group_sharded_model(model, args.output, optimizer)
+    start = int(optimizer.step)
+    gshard.barrier()  # nobody writes while another process still looks
+    say(f"from step {start}, {jax.device_count()} devices, {gshard.get_world_size()} processes")
+
+    def save() -> None:
+        gshard.save_group_sharded_model(model, args.output, optimizer)
+        say(f"saved after step {int(optimizer.step)}")
+
+    loss = None
+    for step in gshard.until_preempted(range(start, args.steps), last=save):
+        loss = model.backward(loss_fn, own_rows(step))
+        optimizer.step()
+        optimizer.clear_grad()
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            save()
+        time.sleep(args.pause)
+    say("nothing left to do" if loss is None else f"done: loss {float(loss):.4f}")
+
+
+def say(text: str) -> None:
+    """Once for all processes."""
+    if gshard.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

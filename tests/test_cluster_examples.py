@@ -1,0 +1,214 @@
+"""`examples/cluster`: what can be run without a cluster is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import gshard
+from gshard.launch.arguments import request
+from tests.hosts import NoHostsError, two_hosts, until
+
+ROOT = Path(__file__).parents[1]
+SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
+KUBERNETES = ROOT / "examples" / "cluster" / "kubernetes.yaml"
+JOB_ID, MANY, LIMIT = 4711, 100_000, 240
+
+
+# ---- Kubernetes ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def objects():
+    found = {o["kind"]: o for o in yaml.safe_load_all(KUBERNETES.read_text())}
+    assert set(found) == {"Service", "NetworkPolicy", "Job"}
+    return found
+
+
+def pod(objects):
+    spec = objects["Job"]["spec"]["template"]["spec"]
+    return spec, spec["containers"][0]
+
+
+def asked_of(objects, index: int):
+    """What the launcher of a pod is asked for, with the variables that Kubernetes sets."""
+    _, container = pod(objects)
+    variables = {"JOB_COMPLETION_INDEX": str(index), "NAMESPACE": "research"}
+    set_here = {entry["name"] for entry in container["env"]} | {"JOB_COMPLETION_INDEX"}
+    program, command, *words = container["command"]
+    assert (program, command) == ("gshard", "launch")
+    used = {name for word in words for name in re.findall(r"\$\((\w+)\)", word)}
+    assert used <= set_here == set(variables)
+    words = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in words]
+    return request("gshard launch", words)
+
+
+def test_every_pod_is_a_machine_of_the_job(objects, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job, service = objects["Job"], objects["Service"]
+    pods = job["spec"]["completions"]
+    assert pods == job["spec"]["parallelism"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    asked = [asked_of(objects, i) for i in range(pods)]
+    assert [a.machine for a in asked] == list(range(pods))
+    assert {a.machines for a in asked} == {pods}
+    # Kubernetes names a pod JOB-INDEX, in the domain of the Service that is its subdomain.
+    spec, _ = pod(objects)
+    name, subdomain = job["metadata"]["name"], service["metadata"]["name"]
+    assert spec["subdomain"] == subdomain
+    assert {a.master.host for a in asked} == {f"{name}-0.{subdomain}.research.svc.cluster.local"}
+    labels = job["spec"]["template"]["metadata"]["labels"].items()
+    policy = objects["NetworkPolicy"]["spec"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"].items() <= labels
+    assert policy["podSelector"]["matchLabels"].items() <= labels
+    assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels
+
+
+def test_a_pod_that_stops_in_order_is_no_failure_and_has_time_to(objects):
+    spec, container = pod(objects)
+    rules = objects["Job"]["spec"]["podFailurePolicy"]["rules"]
+    ignored = [r["onExitCodes"] for r in rules if r["action"] == "Ignore" and "onExitCodes" in r]
+    assert ignored == [{"containerName": container["name"], "operator": "In", "values": [75]}]
+    assert spec["restartPolicy"] == "Never"  # podFailurePolicy is refused without it
+    grace = int(container["command"][container["command"].index("--grace") + 1])
+    assert grace + 10 <= spec["terminationGracePeriodSeconds"]
+
+
+def test_a_pod_may_do_little(objects):
+    spec, container = pod(objects)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["automountServiceAccountToken"] is False
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    words = container["command"]
+    for option in ("--log_dir", "--output"):  # the rest of it cannot be written
+        path = Path(words[words.index(option) + 1])
+        assert {str(parent) for parent in path.parents} & mounted
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+
+# What stands in for Slurm: `srun` runs its arguments on each node, with the variables of that node.
+SRUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do shift; done
+pids=()
+for node in 0 1; do
+    holder=HOLDERS[node]
+    nsenter --target "$holder" --net --uts --mount \\
+        env SLURM_NODEID="$node" SLURM_PROCID="$node" SLURM_LOCALID=0 \\
+        sh -c 'cd "$0" && exec "$@"' "$PWD" "$@" &
+    pids+=($!)
+done
+echo "${pids[@]}" > launchers
+rc=0
+for pid in "${pids[@]}"; do
+    wait "$pid" && its=0 || its=$?
+    if (( its > rc )); then rc=$its; fi
+done
+exit "$rc"
+"""
+SCONTROL = """#!/usr/bin/env bash
+case "$1 $2" in
+    "show hostnames") printf 'host-a\\nhost-b\\n' ;;
+    *) echo "$@" >> scontrol.log ;;
+esac
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """`start(*command)`: as the first of two nodes of Slurm would run it, and where it does."""
+    programs, work = tmp_path / "bin", tmp_path / "work"
+    programs.mkdir()
+    work.mkdir()
+    (work / "examples").symlink_to(ROOT / "examples")
+
+    def program(name: str, text: str) -> None:
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    program("scontrol", SCONTROL)
+    program("gshard", f'#!/bin/sh\nexec {sys.executable} -m gshard "$@"\n')
+    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    variables = {
+        **own,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "SLURM_JOB_ID": str(JOB_ID),
+        "SLURM_JOB_NODELIST": "host-[a-b]",
+        "SLURM_STEP_NODELIST": "host-[a-b]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
+    try:
+        with two_hosts(tmp_path) as hosts:
+            holders = " ".join(str(host.pid) for host in hosts)
+            text = SRUN.replace("holder=HOLDERS[node]", f"of=({holders}); holder=${{of[node]}}")
+            program("srun", text)
+
+            def start(*words: object) -> tuple[subprocess.Popen, Path]:
+                log = tmp_path / "job.out"
+                run = ("sh", "-c", 'cd "$0" && exec "$@"', work, *words)
+                return hosts[0].start(log, variables, *run), log
+
+            yield start, work
+    except NoHostsError as error:
+        pytest.skip(f"no network namespaces here (they need root and `ip`): {error}")
+
+
+def test_the_script_parses_and_says_what_slurm_has_to_know():
+    assert subprocess.run(["bash", "-n", SLURM]).returncode == 0
+    text = SLURM.read_text()
+    options = re.findall(r"^#SBATCH (--\S+)", text, re.MULTILINE)
+    # Slurm reads no option behind the first command.
+    assert text.rindex("#SBATCH") < text.index("set -euo")
+    assert {"--requeue", "--signal=TERM@60", "--ntasks-per-node=1", "--open-mode=append"} <= {
+        *options
+    }
+    assert int(re.search(r"--grace (\d+)", text)[1]) < 60
+
+
+@pytest.mark.slow
+def test_a_job_of_two_nodes_is_put_back_and_goes_on(cluster):
+    """Slurm itself cannot run here: `srun` and `scontrol` are scripts that do what it would.
+
+    SIGTERM goes to one launcher alone, which is harder than `--signal`, where both get it.
+    """
+    start, work = cluster
+    script, log = start("bash", SLURM, "--steps", MANY, "--pause", 0.05, "--save_every", 10)
+    until("saved", lambda: "saved after step 10" in log.read_text() or script.poll(), LIMIT)
+    assert script.poll() is None, log.read_text()
+    os.kill(int((work / "launchers").read_text().split()[1]), signal.SIGTERM)
+    assert script.wait(LIMIT) == gshard.PREEMPTED, log.read_text()
+    assert (work / "scontrol.log").read_text() == f"requeue {JOB_ID}\n"
+    saved = re.findall(r"saved after step (\d+)", log.read_text())[-1]
+    assert {path.name for path in (work / "log" / str(JOB_ID)).iterdir()} == {
+        "rank-0.log", "rank-1.log",
+    }  # fmt: skip
+    script, log = start("bash", SLURM, "--steps", int(saved) + 3)
+    assert script.wait(LIMIT) == 0, log.read_text()
+    assert f"from step {saved}, 2 devices, 2 processes" in log.read_text()
+    assert (work / "scontrol.log").read_text() == f"requeue {JOB_ID}\n"  # not again
+
+
+@pytest.mark.slow
+def test_srun_alone(cluster):
+    """Without the launcher: JAX reads who is who from Slurm's variables."""
+    start, work = cluster
+    script, log = start("srun", sys.executable, "examples/train.py", "--steps", 10)
+    assert script.wait(LIMIT) == 0, log.read_text()
+    assert "from step 0, 2 devices, 2 processes" in log.read_text()
