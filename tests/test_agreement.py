@@ -8,7 +8,9 @@ import pytest
 
 import gshard
 from tests.data_worker import loaded
-from tests.test_two_processes import DEVICES_EACH, PROCESSES, run_workers
+from tests.processes import run_workers
+
+PROCESSES, DEVICES_EACH = 2, 2
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ EACH = {"virtual_devices": 2}  # devices of each process
 @pytest.fixture(autouse=True)
 def forget_the_devices_of_the_tests(monkeypatch):
     """The processes say themselves how many virtual devices they have."""
+    jax.devices()  # this process has its eight before they are forgotten
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
