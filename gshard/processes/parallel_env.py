@@ -1,4 +1,4 @@
-"""Joining the processes of a job, and who is who. `jax.distributed` is the engine."""
+"""Joining the processes of a job. `jax.distributed` is the engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import os
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from gshard.arguments import shown, whole_number
 from gshard.errors import CallOrderError, GShardError, did_you_mean
-from gshard.processes import environment
+from gshard.processes import environment, world
 from gshard.processes.address import LOOPBACK, address
 from gshard.processes.arrival import meet
 from gshard.processes.environment import Place
@@ -24,7 +23,6 @@ _NEED = "Call gshard.init_parallel_env() first, before any other use of JAX in t
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
-_told: list[tuple[int, int]] = []  # number of processes and rank, as JAX was told them
 
 
 def init_parallel_env(
@@ -73,58 +71,24 @@ def init_parallel_env(
     )
     _check_secure(secure)
     place = _complete(asked)
-    if place.num_processes == 1:
-        _joined.append((asked, place))
-        return
-    if jax.distributed.is_initialized():  # by the user's own call
-        leave_when_it_fails()
-        _joined.append((asked, place))
-        return
-    # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if place.num_processes is None:
-        _join_detected(*timeouts, bind_address, secure)
-    else:
-        _join(place, *timeouts, bind_address, secure)
-    leave_when_it_fails()
+    by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
+    if place.num_processes != 1 and not by_the_user:
+        # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        if place.num_processes is None:
+            _join_detected(*timeouts, bind_address, secure)
+        else:
+            _join(place, *timeouts, bind_address, secure)
     _joined.append((asked, place))
-
-
-def get_rank() -> int:
-    """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
-    known = _known()
-    return jax.process_index() if known is None else known[1]
-
-
-def get_world_size() -> int:
-    """The number of processes.
-
-    After an `init_parallel_env` that was told it, by arguments or by gshard's variables, and on
-    CPUs alone, this does not start JAX: `virtual_devices` may still come.
-    """
-    known = _known()
-    return jax.process_count() if known is None else known[0]
-
-
-def barrier() -> None:
-    """Waits until every process has called it, and until their devices have done what was asked.
-
-    Alone in its job, a process goes on at once.
-    """
-    if get_world_size() > 1:
-        multihost_utils.sync_global_devices("gshard.barrier")
+    if not jax.distributed.is_initialized():
+        world.joined(1, 0)
+        return
+    leave_when_it_fails()
+    if place.num_processes is not None and not by_the_user:
+        world.joined(int(place.num_processes), int(place.process_id or 0))
 
 
 # ---- who this process is -------------------------------------------------------------------------
-
-
-def _known() -> tuple[int, int] | None:
-    """Number of processes and rank, where both are certain before JAX has devices."""
-    if _told:
-        return _told[0]
-    # Without `jax.distributed` only the runtime of a TPU knows of other processes.
-    alone = _joined and not jax.distributed.is_initialized()
-    return (1, 0) if alone and getattr(jax.config, "jax_platforms", None) == "cpu" else None
 
 
 def _complete(asked: Place) -> Place:
@@ -222,7 +186,6 @@ def _join(
         initialization_timeout=start,
         **secure,
     )
-    _told.append((count, rank))
 
 
 def _reach_directly(host: str) -> None:
