@@ -58,8 +58,12 @@ def waits(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def nested() -> None:
-    gshard.spawn(waits, (0.0,), nprocs=1)
+def one_fails_others_sleep() -> None:
+    """The others would notice nothing."""
+    if os.environ["GSHARD_PROCESS_ID"] == "1":
+        raise ValueError("of rank 1")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(1000)
 
 
 def steps() -> None:

@@ -171,7 +171,6 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
         job.assert_nobody_left()
 
 
-@pytest.mark.slow
 def test_one_process_that_is_told_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.wait_until(lambda: job.out.count("first step") == 2, "both train")

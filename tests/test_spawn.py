@@ -114,6 +114,13 @@ def test_a_failure_comes_back_with_rank_and_traceback(how, said, code):
     assert not any(name.startswith("GSHARD_") for name in os.environ)
 
 
+def test_when_one_fails_the_others_are_ended():
+    spawned = gshard.spawn(functions.one_fails_others_sleep, nprocs=NPROCS, join=False, **EACH)
+    with pytest.raises(gshard.ProcessFailedError, match="ValueError: of rank 1"):
+        spawned.join(timeout=60)
+    assert [process.exitcode for process in spawned.processes] == [-signal.SIGKILL, 1]
+
+
 def test_join_may_wait_later_and_processes_can_be_ended():
     spawned = gshard.spawn(functions.waits, (60.0,), nprocs=NPROCS, join=False, daemon=True, **EACH)
     assert spawned.join(timeout=0.2) is False
