@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -56,6 +58,28 @@ def fails(how: str, rank: int) -> str:
 
 def waits(seconds: float) -> None:
     time.sleep(seconds)
+
+
+class NeedsTwoError(Exception):
+    """Which a copy of its message cannot make again."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def raises_what_needs_two() -> None:
+    raise NeedsTwoError("one", "other")
+
+
+def mixed(extra: object) -> dict:
+    """No tree to JAX; and something that writes for ever."""
+    subprocess.Popen(["yes"], stdout=2)
+    return {1: jnp.ones(3), "b": extra, "key": jax.random.key_data(jax.random.key(0))}
+
+
+def lags_behind() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    raise ValueError("and a thread goes on")
 
 
 def one_fails_others_sleep() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import signal
 import socket
 import stat
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 import gshard
 from gshard.command import main
 from gshard.launch.arguments import request
+from gshard.launch.log import Log
+from gshard.launch.worker import Worker
+from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, Readable, first_cause, in_words, meaning, silent_ranks
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
@@ -28,7 +34,9 @@ WORKER = ROOT / "tests" / "job_worker.py"
 def described(tmp_path_factory):
     """One job of three processes, run twice into the same logs."""
     folder = tmp_path_factory.mktemp("job")
-    command = launch("--nproc_per_node", 3, "--virtual_devices", 2, WORKER, "describe", "a", "-b")
+    command = launch(
+        "--nproc_per_node", 3, "--virtual_devices", 2, WORKER, "describe", "--", "a", "-b"
+    )
     for _ in range(2):
         with running(command, folder) as job:
             assert job.code() == 0, job.err
@@ -50,7 +58,7 @@ def test_every_process_knows_its_place(described):
 
 def test_the_script_runs_as_python_runs_it(described):
     for process in described[1].values():
-        assert process["arguments"] == ["a", "-b"]
+        assert process["arguments"] == ["--", "a", "-b"]
         assert process["main"] == str(WORKER)
         assert process["path"] == str(WORKER.parent)
 
@@ -133,6 +141,58 @@ def test_a_code_of_sys_exit_ends_the_job_with_it(tmp_path):
         assert job.code() == 3
         assert "rank 0 exited with code 3" in job.err
         job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_a_last_hook_that_fails_is_reported(tmp_path):
+    script = tmp_path / "hook.py"
+    script.write_text(
+        "import time, gshard\n"
+        "gshard.init_parallel_env()\n"
+        "gshard.barrier()\n"
+        "print('first step', flush=True)\n"
+        "def last():\n"
+        "    if gshard.get_rank() == 0: raise OSError('disk full while saving')\n"
+        "    gshard.barrier()\n"
+        "def steps():\n"
+        "    while True:\n"
+        "        time.sleep(0.05)\n"
+        "        yield 1\n"
+        "for _ in gshard.until_preempted(steps(), last): pass\n"
+    )
+    with running(launch("--nproc_per_node", 2, script), tmp_path) as job:
+        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.code(20) == 1
+        assert "rank 0 exited with code 1" in job.err
+        assert "disk full while saving" in job.err
+        job.assert_nobody_left()
+
+
+@pytest.mark.slow
+def test_a_restart_needs_no_reader(tmp_path):
+    script = tmp_path / "second.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "first = os.environ['GSHARD_RESTARTS'] == '0'\n"
+        "print('x' * 100, flush=True)\n"
+        "pathlib.Path('done').touch() if not first else 1 / 0\n"
+    )
+    command = " ".join([*launch("--max_restarts", 1, script), "2>&1 | head -c 1"])
+    with running(["bash", "-o", "pipefail", "-c", command], tmp_path) as job:
+        assert job.code() == 0
+        assert (tmp_path / "done").exists()
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_ends_and_the_job_does_not(tmp_path):
+    script = tmp_path / "much.py"
+    script.write_text("for i in range(2000): print(i, 'x' * 40)\nprint('the end')")
+    command = "ulimit -f 8; " + " ".join(launch(script))
+    with running(["bash", "-c", command], tmp_path) as job:
+        # The output of this test is a file too: what is left of it is no matter here.
+        assert job.code() == 0
+        assert "rank-0.log ends here: File too large" in job.err
 
 
 def test_a_job_starts_again(tmp_path):
@@ -287,6 +347,49 @@ def test_a_port_that_is_taken_is_said_at_once(tmp_path):
             assert f"port {port} of 127.0.0.1 is taken" in job.err
 
 
+def test_a_log_that_is_a_pipe_is_refused(tmp_path):
+    (tmp_path / "log").mkdir()
+    os.mkfifo(tmp_path / "log" / "rank-0.log")
+    with running(launch(WORKER, "bar"), tmp_path) as job:
+        assert job.code(30) == 2
+        assert "rank-0.log cannot be written" in job.err
+
+
+def test_a_process_that_has_just_ended_is_not_stopped(tmp_path):
+    for rank in range(3):
+        worker = Worker(rank, ["file", os.devnull], dict(os.environ), Log(tmp_path, rank), "")
+        while Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        assert worker.is_stopped() is False
+        assert worker.code() == 0
+        worker.close()
+
+
+def test_a_pipe_that_somebody_else_fills_is_not_read_for_ever():
+    reading, writing = os.pipe()
+    other = subprocess.Popen(["yes"], stdout=writing)
+    try:
+        lines = Lines()
+        Stream(reading, None, "", lines, lambda raw: None).drain()
+        assert set(lines.every) <= {"y", ""}
+    finally:
+        other.kill()
+        other.wait()
+        os.close(reading)
+        os.close(writing)
+
+
+def test_letters_that_a_terminal_has_not_are_spelt():
+    reading, writing = os.pipe()
+    os.write(writing, "one\nü\u2028€\nthree\n".encode())
+    os.close(writing)
+    screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Stream(reading, screen, "> ", Lines(), lambda raw: None).drain()
+    os.close(reading)
+    said = screen.buffer.getvalue().decode().split("\n")
+    assert said == ["> one", "> \\xfc\\u2028\\u20ac", "> three", ""]
+
+
 def test_a_log_that_cannot_be_written_is_said(tmp_path):
     (tmp_path / "log").write_text("mine")
     with running(launch(WORKER, "bar"), tmp_path) as job:
@@ -403,6 +506,20 @@ def test_the_first_cause_is_not_who_follows():
 def test_what_an_end_means(end, said):
     assert said in meaning(end)
     assert bool(said) == bool(meaning(end))
+
+
+def test_what_a_script_survived_does_not_explain_its_end():
+    text = "batch 64: RESOURCE_EXHAUSTED: Out of memory; now 32\n"
+    text += "Traceback (most recent call last):\nKeyError: 'loss'"
+    assert meaning(End(0, 1, (), text)) == ""
+
+
+def test_a_connection_of_the_users_own_is_no_lost_peer():
+    end = End(
+        0, 1, (), "Traceback (most recent call last):\nBrokenPipeError: [Errno 32] Broken pipe"
+    )
+    assert not end.follows
+    assert meaning(end) == ""
 
 
 def test_the_kernel_that_killed_for_memory_is_named():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import os
 import re
 import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +20,6 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard.processes import environment
 from tests import spawned_functions as functions
 from tests.jobs import ROOT, launch, running
 
@@ -112,6 +115,41 @@ def test_a_failure_comes_back_with_rank_and_traceback(how, said, code):
         assert "child.py" not in str(caught.value), "frames that are not the user's"
     assert not any(process.is_alive() for process in spawned.processes)
     assert not any(name.startswith("GSHARD_") for name in os.environ)
+
+
+def test_an_exception_that_cannot_be_copied_keeps_its_traceback():
+    with pytest.raises(gshard.ProcessFailedError, match="NeedsTwoError: one and other"):
+        gshard.spawn(functions.raises_what_needs_two, nprocs=1, virtual_devices=1)
+
+
+def test_any_callable_and_any_result_with_a_process_that_writes_for_ever():
+    call = functools.partial(functions.mixed, "text")
+    began = time.monotonic()
+    found = gshard.spawn(call, nprocs=1, virtual_devices=1)[0]
+    assert time.monotonic() - began < 60
+    assert found["b"] == "text"
+    assert (np.asarray(found[1]) == 1).all()
+
+
+@pytest.mark.slow
+def test_a_process_that_failed_is_not_kept_by_its_threads():
+    spawned = gshard.spawn(functions.lags_behind, nprocs=1, virtual_devices=1, join=False)
+    with pytest.raises(gshard.ProcessFailedError, match="and a thread goes on"):
+        assert spawned.join(timeout=30), "it waits for its thread"
+
+
+def test_a_function_of_a_prompt_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(functions.waits, "__module__", "__main__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
+    with pytest.raises(gshard.ArgumentTypeError, match="at a prompt, in a notebook"):
+        gshard.spawn(functions.waits, (0.0,), nprocs=1)
+
+
+@pytest.mark.slow
+def test_threads_may_spawn_at_once():
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(gshard.spawn, functions.rank_of_alone, (), 2, **EACH) for _ in range(3)]
+    assert [job.result() for job in jobs] == [[(0, 2), (1, 2)]] * 3
 
 
 def test_when_one_fails_the_others_are_ended():
@@ -214,7 +252,7 @@ def test_gpus_as_paddle_checks_them(monkeypatch, visible, options, kind, said):
 
 
 def test_a_spawned_process_does_not_spawn(monkeypatch):
-    monkeypatch.setenv(environment.PROCESS_ID, "1")
+    monkeypatch.setattr(importlib.import_module("gshard.processes.spawn"), "_IS_STARTED", True)
     with pytest.raises(gshard.CallOrderError, match="__main__"):
         gshard.spawn(functions.waits, (0.0,), nprocs=1)
 

@@ -88,9 +88,17 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--start_timeout", type=int, default=START_TIMEOUT, metavar="SECONDS",
         help=f"all processes have so long to arrive (default {START_TIMEOUT})")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
-    add("script", nargs="?", metavar="SCRIPT", help="the Python file to run")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="given to the script")
     return made
+
+
+def _split(made: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's words, and the script with its own, among which anything may be."""
+    takes = {name: a.nargs != 0 for a in made._actions for name in a.option_strings}
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        at += 2 if takes.get(words[at]) else 1
+    script = words[at:]
+    return words[:at], script[1:] if script[:1] == ["--"] else script
 
 
 def request(program: str, words: list[str]) -> Request:
@@ -101,19 +109,20 @@ def request(program: str, words: list[str]) -> Request:
     """
     made = parser(program)
     options = [name for action in made._actions for name in action.option_strings]
+    words, script = _split(made, words)
     try:
         given, unknown = made.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise GShardError(f"{error}. `{program} --help` lists the options.") from error
-    stray = [w for w in (*unknown, given.script or "") if w.startswith("-")]
-    if stray:
-        name = stray[0].split("=")[0]
+    if unknown:
+        name = unknown[0].split("=")[0]
         raise GShardError(
             f"{name!r} is no option of {program}.{did_you_mean(name, options)} Options of the "
             "script come after its name."
         )
-    if given.script is None:
+    if not script:
         raise GShardError(f"{program}: name the script to run. `{program} --help` says more.")
+    given.script, *given.arguments = script
     if not given.module and not os.path.exists(given.script):
         hint = " For a module say -m." if "." in given.script and "/" not in given.script else ""
         raise GShardError(f"{program}: there is no file {given.script!r} here.{hint}")

@@ -10,6 +10,7 @@ from gshard.errors import GShardError
 from gshard.launch.arguments import Request, parser, request
 from gshard.launch.job import Outcome, run
 from gshard.launch.report import report
+from gshard.launch.signals import heard
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.verdict import first_cause
 
@@ -22,21 +23,24 @@ def main(words: list[str], program: str = "gshard launch") -> int:
         print(parser(program).format_help(), end="")
         return 0
     try:
-        return _run(request(program, words))
+        with heard() as told:
+            return _run(request(program, words), told)
     except GShardError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
 
 
-def _run(asked: Request) -> int:
+def _run(asked: Request, told: list[int]) -> int:
     restarts = 0
-    while (outcome := run(asked, restarts)).failed:
+    while (outcome := run(asked, restarts, told)).failed:
         _say(report(outcome, asked.log_dir))
-        if restarts == asked.max_restarts:
+        if restarts == asked.max_restarts or told:
             break
         restarts += 1
         _say(f"gshard: starting all processes again ({restarts} of {asked.max_restarts})")
-        time.sleep(_BEFORE_RESTART)
+        until = time.monotonic() + _BEFORE_RESTART
+        while time.monotonic() < until and not told:
+            time.sleep(0.05)
     return _exit_code(outcome)
 
 
@@ -44,10 +48,10 @@ def _exit_code(outcome: Outcome) -> int:
     codes = {end.code for end in outcome.ends}
     if codes == {0}:
         return 0
-    if codes <= {0, PREEMPTED}:
+    if codes and codes <= {0, PREEMPTED}:
         _say("gshard: the job was told to stop, and all processes did so in order")
         return PREEMPTED
-    if outcome.told is not None:
+    if outcome.told is not None and not outcome.failed:
         _say(f"gshard: the job was ended by {Signals(outcome.told).name}{_killed(outcome)}")
         return 128 + outcome.told
     code = first_cause(outcome.ends).code
@@ -63,4 +67,7 @@ def _killed(outcome: Outcome) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # nobody reads any more
+        pass

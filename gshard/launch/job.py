@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from gshard.errors import GShardError
 from gshard.launch.arguments import Request
+from gshard.launch.log import Log
 from gshard.launch.worker import Worker
 from gshard.processes import environment
 from gshard.processes.address import LOOPBACK, Address, Kept
 from gshard.processes.ending import FAILED_GRACE, end, send, settle
-from gshard.processes.guardian import Guardian, kill_group
+from gshard.processes.guardian import Guardian, kill_group, kill_rest
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.verdict import End
 
@@ -28,7 +26,7 @@ class Outcome(NamedTuple):
     """What came of a job.
 
     Attributes:
-      ends: of its processes, in the order of their ranks.
+      ends: of the processes that were started, in the order of their ranks.
       told: the signal that this program was sent meanwhile, if any.
       memory_kills: processes that the kernel killed for memory meanwhile.
     """
@@ -39,27 +37,37 @@ class Outcome(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether a process failed, by itself."""
-        return self.told is None and any(e.code not in (0, PREEMPTED) for e in self.ends)
+        """Whether a process failed by itself, and not by the signal that the job was told."""
+        by_signal = () if self.told is None else (128 + self.told, -self.told)
+        return any(e.code not in (0, PREEMPTED, *by_signal) and not e.asked for e in self.ends)
 
 
-def run(request: Request, restarts: int) -> Outcome:
+def run(request: Request, restarts: int, told: list[int]) -> Outcome:
     """Starts the processes and waits for all; when one fails, ends the others.
 
+    Args:
+      request: what to start.
+      restarts: how often it was started before.
+      told: signals that come meanwhile; the first is passed on, the second ends patience.
+
     Raises:
-      GShardError: the port is taken, a log cannot be written.
+      GShardError: the port is taken, a log cannot be written, a process cannot be started.
     """
     kept = _keep_port(request)
-    at = kept.address if kept else request.master
-    guardian, job = Guardian(), _Job(request)
     try:
-        with job.hearing_signals():
-            for local in range(request.processes):
-                job.start(local, at, restarts, kept is not None, guardian)
+        guardian = Guardian()
+        job = _Job(request, restarts, kept, guardian, told)
+        try:
+            job.start()
             job.wait()
+        finally:
+            job.close()
+            guardian.close()
+    except OSError as error:
+        if isinstance(error, GShardError):
+            raise
+        raise GShardError(f"the processes cannot be started: {error.strerror}.") from error
     finally:
-        job.close()
-        guardian.close()
         if kept:
             kept.release()
     return job.outcome()
@@ -73,40 +81,49 @@ def _keep_port(request: Request) -> Kept | None:
 
 
 class _Job:
-    def __init__(self, request: Request):
-        self._request = request
+    def __init__(
+        self,
+        request: Request,
+        restarts: int,
+        kept: Kept | None,
+        guardian: Guardian,
+        told: list[int],
+    ):
+        self._request, self._restarts, self._kept = request, restarts, kept
+        self._guardian, self._told = guardian, told
         self._workers: list[Worker] = []
         self._ends: dict[int, End] = {}
         self._selector = selectors.DefaultSelector()
-        self._told: list[int] = []
         self._stopped: set[int] = set()
         self._still: dict[int, float] = {}  # since when a rank has been stopped
         self._asked: set[int] = set()
         self._began, self._kills = time.monotonic(), _memory_kills()
-        self._guardian: Guardian | None = None
 
     # ---- start -----------------------------------------------------------------------------------
 
-    def start(
-        self, local: int, at: Address | None, restarts: int, kept: bool, guardian: Guardian
-    ) -> None:
+    def start(self) -> None:
+        for local in range(self._request.processes):
+            if self._told:
+                return
+            self._start(local)
+
+    def _start(self, local: int) -> None:
         request, rank = self._request, self._request.rank(local)
         told = environment.variables(
-            at or Address(LOOPBACK, 1),
+            self._kept.address if self._kept else request.master or Address(LOOPBACK, 1),
             request.world_size,
             rank,
             local,
             heartbeat_timeout=request.heartbeat_timeout,
             start_timeout=request.start_timeout,
-            restarts=restarts,
-            port_is_kept=kept,
+            restarts=self._restarts,
+            port_is_kept=self._kept is not None,
         )
         variables = {**os.environ, **request.variables[local], **told, "PYTHONUNBUFFERED": "1"}
         command = ["module" if request.module else "file", request.target, *request.arguments]
         tag = f"[rank {rank}] " if request.world_size > 1 else ""
-        worker = Worker(rank, command, variables, _log(request.log_dir, rank), tag)
-        guardian.watch(worker.pid)
-        self._guardian = guardian
+        worker = Worker(rank, command, variables, Log(request.log_dir, rank), tag)
+        self._guardian.watch(worker.pid)
         self._workers.append(worker)
         worker.register(self._selector)
 
@@ -117,8 +134,11 @@ class _Job:
             self._tick()
             if self._told:
                 self._stop_in_order()
-            elif any(e.code not in (0, PREEMPTED) for e in self._ends.values()):
+            elif self._one_failed():
                 self._end_the_others()
+
+    def _one_failed(self) -> bool:
+        return any(e.code not in (0, PREEMPTED) for e in self._ends.values())
 
     def _end_the_others(self) -> None:
         settle(self._running, self._tick)
@@ -130,11 +150,14 @@ class _Job:
         end(self._running, FAILED_GRACE, self._tick)
 
     def _stop_in_order(self) -> None:
-        """Passes a signal on, once; a second one ends patience."""
-        number, deadline = self._told[0], time.monotonic() + self._request.grace
-        send(self._running(), number)
+        """Passes a signal on, once; a second one, or a process that fails, ends patience."""
+        deadline = time.monotonic() + self._request.grace
+        send(self._running(), self._told[0])
         while self._running() and time.monotonic() < deadline and len(self._told) == 1:
             self._tick()
+            if self._one_failed():
+                settle(self._running, self._tick)
+                break
         self._asked = {w.rank for w in self._left()}
         for pid in self._running():
             kill_group(pid)
@@ -154,7 +177,7 @@ class _Job:
             if code is None:
                 self._note_stopped(worker)
                 continue
-            kill_group(worker.pid)  # what it started itself
+            kill_rest(worker.pid)  # what it started itself
             worker.drain()
             self._ends[worker.rank] = End(
                 worker.rank,
@@ -165,8 +188,7 @@ class _Job:
                 worker.rank in self._stopped,
                 worker.rank in self._asked,
             )
-            if self._guardian:
-                self._guardian.forget(worker.pid)
+            self._guardian.forget(worker.pid)
 
     def _note_stopped(self, worker: Worker) -> None:
         """A process that is stopped counts as dead as one that hangs does, also while it starts."""
@@ -186,23 +208,6 @@ class _Job:
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    @contextmanager
-    def hearing_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT are noted, instead of ending this program in front of the others."""
-
-        def hear(number: int, frame: object) -> None:
-            self._told.append(number)
-
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        before: list[tuple[int, Callable | int | None]] = [
-            (n, signal.signal(n, hear)) for n in numbers
-        ]
-        try:
-            yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
-
     def close(self) -> None:
         """Leaves nobody behind, also after an error of this program itself."""
         for worker in self._left():
@@ -215,23 +220,6 @@ class _Job:
     def outcome(self) -> Outcome:
         ends = [self._ends[w.rank] for w in self._workers]
         return Outcome(ends, self._told[0] if self._told else None, _memory_kills() - self._kills)
-
-
-def _log(folder: Path, rank: int) -> BinaryIO:
-    """A log that its owner alone may read, at its end."""
-    path = folder / f"rank-{rank}.log"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        number = os.open(path, flags, 0o600)
-        os.fchmod(number, 0o600)
-    except OSError as error:
-        raise GShardError(
-            f"--log_dir {folder}: {path} cannot be written ({error.strerror}). Name another folder."
-        ) from error
-    file = os.fdopen(number, "ab", buffering=0)
-    file.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} ---\n".encode())
-    return file
 
 
 def _memory_kills() -> int:

@@ -21,10 +21,11 @@ def main() -> None:
     """Runs what the command line names."""
     kind, target, *_ = sys.argv[1:]
     del sys.argv[:2]
-    sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "file" else os.getcwd()
+    if not sys.flags.safe_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "file" else os.getcwd()
     try:
         if kind == "file":
-            runpy.run_path(target, run_name="__main__")
+            runpy.run_path(os.path.abspath(target), run_name="__main__")
         else:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
     except SystemExit as asked:

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import BinaryIO
 
+from gshard.launch.log import Log
 from gshard.processes.output import Lines, Stream
 
 _RUN = Path(__file__).with_name("script.py")
@@ -23,7 +23,7 @@ class Worker:
         rank: int,
         command: list[str],
         environment: dict[str, str],
-        log: BinaryIO,
+        log: Log,
         tag: str,
     ):
         self.rank, self.lines = rank, Lines()
@@ -60,7 +60,10 @@ class Worker:
         """Whether a signal stopped it; it can be continued."""
         if self._process.returncode is not None or not hasattr(os, "waitid"):  # macOS
             return False
-        found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it has ended since it was last asked
+            return False
         return found is not None and found.si_status != signal.SIGCONT
 
     def register(self, selector: selectors.BaseSelector) -> None:

@@ -51,6 +51,7 @@ class _Roll:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._said: dict[socket.socket, bytes] = {}
+        self._since: dict[socket.socket, float] = {}
         self._here: dict[int, socket.socket] = {}
 
     def call(self, deadline: float) -> None:
@@ -62,6 +63,7 @@ class _Roll:
                     self._refuse(NotArrivedError(self._who_is_missing()))
                 for key, _ in self._selector.select(min(left, _RETRY)):
                     self._hear(key.fileobj)
+                self._forget_the_silent()
                 wait.remind(f"process 0 waits at {self._at}: {self._state()}")
             self._tell({"go": True})
             self._until_closed()
@@ -78,12 +80,16 @@ class _Roll:
                 return
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._said[connection] = b""
+            self._said[connection], self._since[connection] = b"", time.monotonic()
             return
         try:
             more = connection.recv(_LONGEST)
         except OSError:
             more = b""
+        if connection in self._here.values():  # it has nothing more to say
+            if not more:
+                self._forget(connection)
+            return
         self._said[connection] += more
         line, end, _ = self._said[connection].partition(b"\n")
         if not more or len(line) > _LONGEST:
@@ -93,18 +99,28 @@ class _Roll:
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._said[connection]
+        del self._said[connection], self._since[connection]
         self._here = {r: c for r, c in self._here.items() if c is not connection}
         connection.close()
+
+    def _forget_the_silent(self) -> None:
+        """Who connects and says nothing must not keep others out."""
+        known, now = set(self._here.values()), time.monotonic()
+        late = [c for c, since in self._since.items() if now - since > _PATIENCE]
+        for connection in late:
+            if connection not in known:
+                self._forget(connection)
 
     def _note(self, connection: socket.socket, line: bytes) -> None:
         try:
             said = json.loads(line)
-            rank, processes = int(said["gshard_rank"]), int(said["of"])
-        except (ValueError, TypeError, KeyError):
+            rank, processes = said["gshard_rank"], said["of"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            rank = processes = None
+        if type(rank) is not int or type(processes) is not int or not 0 < rank < processes:
             self._forget(connection)  # a stranger
             return
-        if processes != self._processes or not 0 < rank < processes:
+        if processes != self._processes:
             self._here[rank] = connection
             self._refuse(
                 GShardError(

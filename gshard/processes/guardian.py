@@ -13,6 +13,18 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
+
+_END = "end\n"
+_pipes: weakref.WeakSet = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for pipe in _pipes:
+        pipe.close()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Guardian:
@@ -21,6 +33,7 @@ class Guardian:
     def __init__(self) -> None:
         read, write = os.pipe()
         self._pipe = os.fdopen(write, "wb", buffering=0)
+        _pipes.add(self._pipe)
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=read,
@@ -40,6 +53,7 @@ class Guardian:
 
     def close(self) -> None:
         """Kills whatever is still watched."""
+        self._say(_END.strip())  # a fork of this program may hold the pipe open
         self._pipe.close()
         self._process.wait()
 
@@ -51,7 +65,7 @@ class Guardian:
 
 
 def kill_group(pid: int) -> None:
-    """Kills a process and the group it leads; nothing happens where they have ended."""
+    """Kills a process that has not been waited for, and the group it leads."""
     for kill in (os.killpg, os.kill):
         try:
             kill(pid, signal.SIGKILL)
@@ -59,11 +73,21 @@ def kill_group(pid: int) -> None:
             pass
 
 
+def kill_rest(pid: int) -> None:
+    """Kills what is left of the group of a process that has ended; its number may be another's."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
 def _watch_over() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent may still need it
     watched: set[int] = set()
     for line in sys.stdin:
+        if line == _END:
+            break
         (watched.add if line[0] == "+" else watched.discard)(int(line[1:]))
     for pid in watched:
         kill_group(pid)

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from traceback import extract_tb
 from types import TracebackType
 
@@ -21,27 +22,29 @@ import jax  # noqa: F401  its exit function, registered by this import, must run
 # "try again later".
 PREEMPTED = 75
 
-# What a collective or JAX's coordinator says when another process has gone.
+# What a collective or JAX's coordinator says when another process has gone. No more than that: the
+# words are looked for in what the user's program prints, too.
 LOST_PEER = re.compile(
-    r"connection (reset|closed|refused) by peer|connection closed|broken pipe|"
-    r"gloo.{0,80}(failed|timed? ?out)|stopped sending heartbeats|another task died|"
-    r"tasks are unhealthy|coordination service.{0,80}(unavailable|error)|socket closed|"
-    r"remote process exited|nccl(remote|system)error",
-    re.IGNORECASE | re.DOTALL,
+    r"gloo [\w ]{1,40} failed|coordination service|distributed service detected|"
+    r"remote process exited|nccl(remote|system)error|lost its connection to another one",
+    re.IGNORECASE,
 )
 
-# ... in an exception, where the words above could be about a connection of the user's own.
-_LOST_IN_JAX = re.compile(
-    r"gloo \w+ failed|coordination service|distributed service", re.IGNORECASE
-)
+_THREADS = 3.0  # seconds that other threads have to end
 
 _code = 0
 
 
 def at_exit_with(code: int) -> None:
-    """Lets this process end with `code` and without waiting for others, when it ends."""
+    """Lets this process end with `code` and without waiting for others, when it ends.
+
+    Threads that go on do not keep it: the others would wait for them too.
+    """
     global _code
-    _code = code
+    _code = code & 0xFF or 1  # what the system keeps of a code; 0 would be a success
+    late = threading.Timer(_THREADS, _leave)
+    late.daemon = True
+    late.start()
 
 
 @atexit.register
@@ -64,7 +67,7 @@ def leave_when_it_fails() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         at_exit_with(130 if issubclass(kind, KeyboardInterrupt) else 1)
-        if _LOST_IN_JAX.search(str(error)):
+        if LOST_PEER.search(str(error)):
             _say_lost(error, traceback)
         else:
             before(kind, error, traceback)

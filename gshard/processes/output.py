@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import TextIO
@@ -12,6 +12,7 @@ from gshard.processes.verdict import TAIL, Readable
 
 _JUDGED = 200  # lines; a stack of C++ is among them
 _LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces
+_DRAIN = 0.5  # seconds; something else may hold the pipe and write for ever
 
 
 class Lines:
@@ -32,26 +33,42 @@ class Stream:
 
     Args:
       pipe: its file descriptor, which this makes non-blocking.
-      to: where lines go, each with `tag` in front.
+      to: where lines go, each with `tag` in front; None: nowhere.
       tag: such as the rank.
       lines: notes them too.
       raw: gets every byte as it comes.
     """
 
     def __init__(
-        self, pipe: int, to: TextIO, tag: str, lines: Lines, raw: Callable[[bytes], object]
+        self, pipe: int, to: TextIO | None, tag: str, lines: Lines, raw: Callable[[bytes], object]
     ):
-        self._pipe, self._tag, self._lines, self._raw = pipe, tag, lines, raw
-        self._to: TextIO | None = to
+        self._pipe, self._to, self._tag = pipe, to, tag
+        self._lines, self._raw = lines, raw
         self._begun, self._readable = b"", Readable()
         os.set_blocking(pipe, False)
 
     def pass_on(self) -> bool:
         """Passes on what has come until now; whether more may come."""
+        raw = self._read()
+        if raw is not None:
+            self._take(raw)
+        return raw != b""
+
+    def drain(self) -> None:
+        """Passes on what was written before the process ended, without waiting for more."""
+        end = time.monotonic() + _DRAIN
+        while (raw := self._read()) and time.monotonic() < end:
+            self._take(raw)
+        self._take(b"")
+
+    def _read(self) -> bytes | None:
+        """Some bytes; none at the end, None for nothing yet."""
         try:
-            raw = os.read(self._pipe, _LONGEST)
+            return os.read(self._pipe, _LONGEST)
         except BlockingIOError:
-            return True
+            return None
+
+    def _take(self, raw: bytes) -> None:
         if raw:
             self._raw(raw)
         *lines, self._begun = (self._begun + raw).split(b"\n")
@@ -59,12 +76,6 @@ class Stream:
             lines, self._begun = [*lines, self._begun], b""
         for line in lines:
             self._show(line)
-        return bool(raw)
-
-    def drain(self) -> None:
-        """Passes on what was written before the process ended, without waiting for more."""
-        while select.select([self._pipe], [], [], 0)[0] and self.pass_on():
-            pass
 
     def _show(self, raw: bytes) -> None:
         # Of a progress bar that was drawn over and over, what one would see.
@@ -72,12 +83,19 @@ class Stream:
         self._lines.every.append(line)
         if self._readable.shows(line):
             self._lines.shown.append(line)
-            self._print(line)
+            self._print(f"{self._tag}{line}")
 
     def _print(self, line: str) -> None:
         if self._to is None:
             return
         try:
-            print(f"{self._tag}{line}", file=self._to, flush=True)
-        except (OSError, ValueError):  # nobody reads any more: the job goes on, and its log
+            try:
+                print(line, file=self._to, flush=True)
+            except UnicodeEncodeError:  # a terminal of few letters
+                known = self._to.encoding or "ascii"
+                plain = line.encode(known, "backslashreplace").decode(known)
+                print(plain, file=self._to, flush=True)
+        except BlockingIOError:
+            pass  # nobody reads fast enough: the log has it
+        except (OSError, ValueError, AttributeError):  # nobody reads any more: the job goes on
             self._to = None

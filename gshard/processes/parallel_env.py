@@ -93,30 +93,33 @@ def init_parallel_env(
 
 def _complete(asked: Place) -> Place:
     """Arguments, then variables. All None: nothing says anything."""
-    names = ("coordinator", "num_processes", "process_id")
     told = {name: value for name, value in asked._asdict().items() if value is not None}
     place = environment.place()._replace(**told)
     if place == (None, None, None):
         return place
-    for name, value in zip(names[1:], place[1:], strict=True):
+    # Who is told what by whom, for messages.
+    source = {n: n if n in told else f"GSHARD_{n.upper()}" for n in Place._fields}
+    for name, value in list(place._asdict().items())[1:]:
         if value is None:
-            given = {n: v for n, v in zip(names, place, strict=True) if v is not None}
+            given = {source[n]: v for n, v in place._asdict().items() if v is not None}
             raise GShardError(
                 f"init_parallel_env: {name} is missing beside {given}. Give coordinator, "
                 "num_processes and process_id together, or none of them."
             )
-    count = whole_number("num_processes", place.num_processes, 1)
-    rank = whole_number("process_id", place.process_id, 0)
+    count = whole_number(source["num_processes"], place.num_processes, 1)
+    rank = whole_number(source["process_id"], place.process_id, 0)
     if rank >= count:
         raise GShardError(
-            f"process_id={rank} is not a rank of num_processes={count}. Ranks run from 0 to "
-            f"{count - 1}."
+            f"{source['process_id']}={rank} is not a rank of {source['num_processes']}={count}. "
+            f"Ranks run from 0 to {count - 1}."
         )
     if count > 1 and place.coordinator is None:
         raise GShardError(
             f"init_parallel_env: coordinator is missing: with {count} processes give 'host:port' "
             f"of process 0, such as '{LOOPBACK}:29500' on one machine."
         )
+    if place.coordinator is not None:
+        address(place.coordinator, source["coordinator"])
     return Place(place.coordinator, count, rank)
 
 
@@ -132,7 +135,8 @@ def _check_again(asked: Place) -> None:
 
 def _seconds(name: str, value: int | None, default: int) -> int:
     if value is None:
-        value = environment.number(f"GSHARD_{name.upper()}")
+        name = f"GSHARD_{name.upper()}"
+        value = environment.number(name)
     return default if value is None else whole_number(name, value, 1, " of seconds")
 
 

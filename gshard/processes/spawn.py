@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
@@ -26,6 +28,9 @@ _OPTIONS = {
     "heartbeat_timeout": HEARTBEAT_TIMEOUT,
     "start_timeout": START_TIMEOUT,
 }
+# As this process began, whatever another thread spawns meanwhile.
+_IS_STARTED = environment.place().process_id is not None
+_STARTING = threading.Lock()  # the environment is one for all threads
 _NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
 
 
@@ -61,7 +66,7 @@ def spawn(
       ProcessFailedError: a process failed; with its traceback and rank.
       GShardError: for arguments that cannot be, before anything starts.
     """
-    if environment.place().process_id is not None:
+    if _IS_STARTED:
         raise CallOrderError(
             "spawn was called in a process that spawn or launch has started. Call it in the "
             'program that starts them, under `if __name__ == "__main__":`, since every new process '
@@ -84,8 +89,15 @@ def spawn(
     else:
         own = accelerators.shares("devices", devices, count)
     timeouts = {name: chosen[name] for name in ("heartbeat_timeout", "start_timeout")}
-    spawned = _start(call, own, timeouts, daemon)
-    return spawned.results if join else spawned
+    with _STARTING:
+        spawned = _start(call, own, timeouts, daemon)
+    if not join:
+        return spawned
+    try:
+        return spawned.results
+    except BaseException:  # Ctrl-C, or what a signal handler of the user raises
+        spawned.terminate()
+        raise
 
 
 def _start(
@@ -95,25 +107,29 @@ def _start(
     daemon: bool,
 ) -> Spawned:
     context, kept, guardian = multiprocessing.get_context("spawn"), Kept(), Guardian()
-    processes, pipes, errors = [], [], []
-    for rank, variables in enumerate(own):
-        told = environment.variables(
-            kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
-        )
-        (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-        process = context.Process(
-            target=run, args=(*call, its, err), daemon=daemon, name=f"gshard rank {rank}"
-        )
-        # Set before it starts, since it imports the user's program before anything of gshard.
-        with _variables({**variables, **told}):
-            process.start()
-        its.close()
-        err.close()
-        guardian.watch(process.pid or 0)
-        processes.append(process)
-        pipes.append(mine)
-        errors.append(heard)
-    return Spawned(processes, pipes, errors, guardian, kept, daemon)
+    started = []
+    try:
+        for rank, variables in enumerate(own):
+            told = environment.variables(
+                kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
+            )
+            (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            process = context.Process(
+                target=run, args=(*call, its, err), daemon=daemon, name=f"gshard rank {rank}"
+            )
+            # Set before it starts, since it imports the user's program before anything of gshard.
+            with _variables({**variables, **told}):
+                process.start()
+            its.close()
+            err.close()
+            guardian.watch(process.pid or 0)
+            started.append((process, mine, heard))
+    except BaseException:
+        guardian.close()  # ends those that have started
+        kept.release()
+        raise
+    processes, results, errors = (list(each) for each in zip(*started, strict=True))
+    return Spawned(processes, results, errors, guardian, kept, daemon)
 
 
 @contextmanager
@@ -141,6 +157,11 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             f"spawn(args={shown(args)}) must be a tuple of the function's arguments, such as "
             "args=(config,)."
         )
+    if getattr(func, "__module__", "") == "__main__" and not _main_is_a_file():
+        raise ArgumentTypeError(
+            f"spawn: {getattr(func, '__name__', func)} was defined at a prompt, in a notebook or "
+            "in `python -c`, where no new process finds it. Write it into a file and import it."
+        )
     for what, value in (("func", func), *((f"args[{i}]", a) for i, a in enumerate(args))):
         try:
             ForkingPickler.dumps(value)
@@ -155,6 +176,10 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
                 f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {mend}"
             ) from error
     return func, tuple(args)
+
+
+def _main_is_a_file() -> bool:
+    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:

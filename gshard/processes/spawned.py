@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gshard.errors import GShardError
 from gshard.processes.address import Kept
 from gshard.processes.child import Failure, Result
 from gshard.processes.ending import FAILED_GRACE, end, send, settle
-from gshard.processes.guardian import Guardian, kill_group
+from gshard.processes.guardian import Guardian, kill_rest
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, first_cause, in_words, meaning
@@ -67,7 +68,7 @@ class Spawned:
         self._said: dict[int, Result | Failure] = {}
         self._ends: dict[int, End] = {}
         self._began, self._told = time.monotonic(), threading.Event()
-        self._wanted = False
+        self._wanted, self._broken = False, list[BaseException]()
         # Results are read as they come, and a failure ends the others, whoever waits or not.
         self._watch = threading.Thread(target=self._run, name="gshard.spawn", daemon=True)
         self._watch.start()
@@ -119,8 +120,10 @@ class Spawned:
                 if failed or self._told.is_set():
                     self._told.set()
                     end(self._pids, FAILED_GRACE, self._tick)
+        except BaseException as error:  # raised by whoever waits
+            self._broken.append(error)
         finally:
-            self._guardian.close()
+            self._guardian.close()  # ends whatever is left
             for pipe in self._errors:
                 pipe.close()
             if self._kept:
@@ -142,8 +145,8 @@ class Spawned:
                 continue
             if rank in self._pipes and self._pipes[rank].poll():
                 self._hear(rank, self._pipes[rank])
+            kill_rest(process.pid or 0)  # what it started itself
             self._ends[rank] = self._end(rank, process.exitcode)
-            kill_group(process.pid or 0)  # what it started itself
             self._guardian.forget(process.pid or 0)
 
     def _end(self, rank: int, code: int) -> End:
@@ -160,8 +163,8 @@ class Spawned:
             self._said[rank] = pipe.recv()
         except (EOFError, OSError):  # it has ended, with or without a word
             pass
-        except Exception as error:  # what cannot be read here, such as a type of `__main__` there
-            self._said[rank] = Failure(f"its result cannot be read: {error!r}", error, False)
+        except BaseException as error:  # what unpacking it does is the user's
+            self._said[rank] = Failure(f"its result cannot be read: {error!r}", None, False)
         del self._pipes[rank]
 
     def _left(self) -> list[int]:
@@ -173,6 +176,8 @@ class Spawned:
     # ---- the end ---------------------------------------------------------------------------------
 
     def _raise(self) -> None:
+        if self._broken:
+            raise self._broken[0]
         codes = {end.code for end in self._ends.values()}
         unread = [(r, s) for r, s in self._said.items() if isinstance(s, Failure)]
         if self._wanted or (codes == {0} and not unread):
@@ -185,7 +190,7 @@ class Spawned:
         of = f"process {first.rank} of {len(self.processes)}"
         if isinstance(said, Failure):
             message = f"{of} failed:\n\n{said.text}"
-            raise ProcessFailedError(message, first.rank, first.code) from said.error
+            raise ProcessFailedError(message, first.rank, first.code) from _unpacked(said.error)
         message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
         if first.code == 1 and not first.tail:
             message += "It failed before the function ran: what it said is above."
@@ -210,8 +215,14 @@ class Spawned:
         signal.signal(signal.SIGTERM, hear)
         try:
             yield
-        except KeyboardInterrupt:
-            self.terminate()
-            raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _unpacked(error: bytes | None) -> BaseException | None:
+    """The child's exception, where its type can be made here."""
+    try:
+        found = None if error is None else ForkingPickler.loads(error)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception:  # such as one whose arguments are not its message
+        return None
+    return found if isinstance(found, BaseException) else None

@@ -24,7 +24,7 @@ _MACHINERY = re.compile(r"[IWEF]\d{4} [\d:.]+\s+\d+ (coordination|preemption|cli
 _CONTINUED = re.compile(
     r"[\d, ]*$|/job:\S+$|The tasks have crashed|RPC: /xla|\s*$|Error: |Additional GRPC"
 )
-_SILENT = re.compile(r"stopped sending heartbeats\):\s*\n((?:[^\n]*(?:task:)?\d+\s*\n)+)")
+_SILENT = re.compile(r"stopped sending heartbeats\):\n((?:(?:/job:\S*task:)?\d+\n)+)")
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,10 @@ def meaning(end: End, memory_kills: int = 0) -> str:
                 "that divides more."
             )
         return "Somebody killed it (kill -9), or a memory limit of its container did."
+    said = end.text.rpartition("Traceback (most recent call last)")[2]
+    said = "\n".join(said.splitlines()[-2 * TAIL :])  # not what it survived
     for pattern, words in _MEANINGS:
-        if re.search(pattern, end.text):
+        if re.search(pattern, said):
             return words
     if end.follows:
         silent = silent_ranks(end.text)
@@ -153,6 +155,11 @@ _MEANINGS = (
         "On CPUs processes talk at the address of their machine's own name, and for one of several "
         "machines that is loopback: let `getent hosts $(hostname)` give, on each of them, the "
         "address by which the others reach it (/etc/hosts).",
+    ),
+    (
+        r"BarrierError|Barrier failed|barrier.{0,80}(timed out|timeout)",
+        "At exit it waited in vain for the others: processes did not do equally many steps, and "
+        "one finished while others went on.",
     ),
     (
         r"ModuleNotFoundError|No module named",
