@@ -80,7 +80,7 @@ def place(batch: Any, plan: Plan, copy: bool = True) -> Any:
     """
     mesh = plan.mesh
     rows, whole = NamedSharding(mesh, plan.batch_spec), NamedSharding(mesh, jax.P())
-    copy = copy and mesh.devices.flat[0].platform == "cpu"
+    copy = copy and next(iter(rows.device_set)).platform == "cpu"
     if not rows.mesh.is_multi_process:
 
         def put_all(x: Any) -> jax.Array:
