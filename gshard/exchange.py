@@ -70,10 +70,11 @@ def _tell(
 ) -> tuple[dict[int, str], int]:
     """The texts, and the bytes of the longest."""
     refuse_given_up(plan)
+    limit = _limit()
     long = text.encode()
     message = _LENGTH.pack(len(long)) + long[:size].ljust(size, b"\0")
     try:
-        found = _exchange(message, plan.mesh, change, fault)
+        found = _exchange(message, plan.mesh, change, fault, limit)
     except GShardError as error:
         _given_up.add(plan)
         if fault is None:
@@ -97,14 +98,13 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _exchange(
-    message: bytes, mesh: Any, change: str, fault: GShardError | None
+    message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
 ) -> dict[int, bytes]:
     """What every process of the mesh says, by rank.
 
     Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
     processes without a device in it, and wants as many devices on each.
     """
-    limit = _limit()
     devices = list(mesh.devices.flat)
     flat = Mesh(np.array(devices), ("all",))
     mine = np.frombuffer(message, np.uint8)[None]

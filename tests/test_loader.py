@@ -435,6 +435,12 @@ def test_examples_that_differ(example, said):
     assert said in str(caught.value)
 
 
+def test_the_first_row_has_a_note_too():
+    with pytest.raises(OSError, match="no such file") as caught:
+        DataLoader(Items(broken={0}), 8, PLAN)
+    assert "row 0 of the source" in caught.value.__notes__[0]
+
+
 def test_an_abstract_mesh_has_no_devices():
     mesh = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     plan = gshard.shard_train_state(({"w": jnp.ones(16)}, optax.sgd(0.1)), mesh, "dp")[1]
