@@ -135,7 +135,9 @@ def cases(rank: int) -> dict[str, list[Any]]:
         ],
         "constant_then_same": [{"x": np.zeros((4, 2), np.float32)}, rows(4)],
         "nan": [{"x": np.full((4, 2), np.nan, np.float32)}],
-        "same_head": [{"x": np.hstack([np.arange(4 << 18).reshape(4, -1), rows(4, own)["x"]])}],
+        "same_head": [
+            {"x": np.hstack([np.arange(4 << 18).reshape(4, -1), rows(4, own, width=64)["x"]])}
+        ],
         "one_text": [{**rows(4, own), "t": ["text", 1][rank]}],
         "one_object": [{"x": np.array([[1] * 2] * 4, [object, int][rank])}],
         "crosswise": [

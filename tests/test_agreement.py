@@ -24,7 +24,7 @@ FINE = {
     "scalars": "{'step': (), 'x': (8, 2)}",
     "constant": "{'x': (8, 2)}",
     "nan": "{'x': (8, 2)}",
-    "same_head": "{'x': (8, 262146)}",
+    "same_head": "{'x': (8, 262208)}",
     "loader_fine": "5",
     "two_kinds": "{'x': (8, 2)}",
     "uneven": "{'x': (6, 2)}",
