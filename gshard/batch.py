@@ -51,7 +51,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
         return batch
     local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
     try:
-        _check_leaves(local)
+        _check_leaves(local, mesh.is_multi_process)
         if not any(placed):
             check_rows(local, local_places(plan), 1)
         elif any(np.ndim(x) for x in local.values()):
@@ -136,8 +136,8 @@ def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
     return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
 
 
-def _check_leaves(batch: Any) -> None:
-    """Checks that the leaves are numbers, and no keys.
+def _check_leaves(batch: Any, several: bool) -> None:
+    """Checks that the leaves are numbers, or keys of `jax.random` where one process has them all.
 
     Raises:
       GShardError: names the first that is not.
@@ -145,6 +145,8 @@ def _check_leaves(batch: Any) -> None:
     for x in jax.tree.leaves(batch):
         dtype = getattr(x, "dtype", None)
         if dtype is None and isinstance(x, (bool, int, float, complex)):
+            continue
+        if not several and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
             continue
         if dtype is None or no_numbers(dtype):
             paths, leaves, _ = flatten(batch)

@@ -111,6 +111,7 @@ def rows(count: int, base: int = 0, width: int = 2) -> dict[str, Any]:
 
 def cases(rank: int) -> dict[str, list[Any]]:
     """Batches in the order given to one plan, by name of the case; the last one is of interest."""
+    import jax
     import numpy as np
 
     own = 100 * rank
@@ -138,6 +139,7 @@ def cases(rank: int) -> dict[str, list[Any]]:
         "same_head": [
             {"x": np.hstack([np.arange(4 << 18).reshape(4, -1), rows(4, own, width=64)["x"]])}
         ],
+        "keys": [{**rows(4, own), "k": jax.random.split(jax.random.key(rank), 4)}],
         "one_text": [{**rows(4, own), "t": ["text", 1][rank]}],
         "one_object": [{"x": np.array([[1] * 2] * 4, [object, int][rank])}],
         "crosswise": [

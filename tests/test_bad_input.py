@@ -332,7 +332,6 @@ def test_arrays_of_a_batch_that_disagree():
         ({"x": ["a"] * 8}, ("'x/0'", "'a'", "arrays")),
         ([1.0, 2.0], ("no array with rows", "make them arrays")),
         ({"x": np.zeros(8, [("a", float)])}, ("'x'", "has dtype [('a',")),
-        ({"x": jax.random.split(jax.random.key(0), 8)}, ("'x'", "keys", "key_data")),
     ],
 )
 def test_batches_that_cannot_be(given, parts):
