@@ -66,6 +66,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder for the state")
     args = parser.parse_args()
 
+    if ROWS % jax.device_count():
+        raise SystemExit(f"{ROWS} rows do not divide over {jax.device_count()} devices")
     model, optimizer, _ = gshard.group_sharded_parallel(
         Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
     )

@@ -2,14 +2,14 @@
 
 JAX does not ask: with 4 rows on one process and 6 on another each makes a global array of its own
 shape, and training goes on with numbers that are nobody's. So what a process gives is compared with
-the others' in one small all-gather, whenever it differs from what this process gave before; a call
-that changes nothing is compared on the host alone.
+the others', whenever it is not what this process gave in its last call; a call that changes nothing
+is compared on the host alone. Loaders are compared where a `for` begins.
 """
 
 from __future__ import annotations
 
-import struct
-import threading
+import dataclasses
+import json
 import weakref
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,26 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
 
-from gshard.errors import GShardError, some, warn
+from gshard.errors import GShardError, UnevenInputsError, some, warn
+from gshard.exchange import refuse_given_up, tell, tell_all
 from gshard.plan import Plan
-from gshard.tree import flatten
+from gshard.statement import Statement, rows_of, statement
 
-LIMIT = 300.0
-"""Seconds that a process waits for the others to compare; they may be saving or evaluating."""
-PATIENCE = 30.0
-"""Seconds after which it says that it waits."""
-HASHED = 1 << 20
-"""Bytes of each array that tell whether two processes give the same data."""
+LOOKS = 8
+"""Calls in which it is looked for data, until there is some: zeros and the like are none."""
 
-_TEXT = 1024  # bytes: what a process gives, in words, or why it cannot
-_HEAD = struct.Struct("<IIIQ")  # whether it can, arrays, data, rows
 
-# What each plan's processes agreed on: the shapes of arrays, by their tree and dtypes. So two kinds
-# of batch in turn (with targets and without) are compared once each.
-_agreed: weakref.WeakKeyDictionary[Plan, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
+@dataclasses.dataclass
+class _Known:
+    """What the processes of a plan agreed on; the same on each of them."""
+
+    last: Any = None
+    shapes: Sequence[tuple[int, ...]] = ()
+    looks: int = 0  # left
+
+
+_known: weakref.WeakKeyDictionary[Plan, _Known] = weakref.WeakKeyDictionary()
 
 
 def agree(
@@ -46,7 +45,7 @@ def agree(
     places: Mapping[int, AbstractSet[int]],
     fault: GShardError | None,
 ) -> None:
-    """Compares what this process gives with what the others give, unless it is what it gave before.
+    """Compares what this process gives with what the others give, unless it is as in its last call.
 
     Called by every process that has a device in the mesh, before any of them may raise.
 
@@ -60,167 +59,156 @@ def agree(
       GShardError: `fault`; another process's; arrays or rows that differ; or a process that did not
         come to compare.
     """
+    refuse_given_up(plan)
     leaves, structure = jax.tree.flatten(batch)
-    kind = (structure, [getattr(x, "dtype", type(x)) for x in leaves])
     shapes = [getattr(x, "shape", ()) for x in leaves]
-    agreed = _agreed.setdefault(plan, [])
-    before = next((i for i, known in enumerate(agreed) if known[0] == kind), None)
-    if before is not None and agreed[before][1] == shapes:
+    now = (structure, [getattr(x, "dtype", type(x)) for x in leaves], shapes)
+    known = _known.setdefault(plan, _Known(looks=LOOKS))
+    if known.last == now and not known.looks:
         if fault is not None:
             raise fault
         return
-    was = None if before is None else _rows(agreed[before][1])
-    mine = _message(batch, fault, with_data=not agreed)
-    try:
-        found = _exchange(mine, plan.mesh, _change(was, _rows(shapes)))
-    except GShardError as error:
-        raise fault or error from error.__cause__
+    was = rows_of(known.shapes) if known.last is not None and known.last[:2] == now[:2] else None
+    change = _change(was, rows_of(shapes))
+    mine = statement(batch, fault)
+    said = _told(tell(f"batch\n{mine}", plan, change, fault), "batch")
     if fault is not None:
         raise fault
-    _compare({rank: _read(x) for rank, x in found.items()}, places)
-    if before is None:
-        agreed.append((kind, shapes))
-    else:
-        agreed[before] = (kind, shapes)
+    found = {rank: Statement.read(text) for rank, text in said.items()}
+    _compare_arrays(found, mine, plan, change)
+    _compare_rows(found, places)
+    _compare_data(found, places, known.looks > 0)
+    known.last, known.shapes = now, shapes
+    known.looks = 0 if all(x.says for x in found.values()) else max(0, known.looks - 1)
 
 
-def _rows(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Rows of the first array that has some; 0 when there are only scalars."""
-    return next((shape[0] for shape in shapes if shape), 0)
+def agree_on_loader(state: Mapping[str, int], example: Sequence[str], plan: Plan) -> None:
+    """Compares how this process's loader was made, its data and where it is with the others'.
+
+    Raises:
+      GShardError: names what differs, and on which process.
+    """
+    change = "a for over a DataLoader begins on this process"
+    words = "\n".join(example)
+    mine = json.dumps({**state, "example": zlib.crc32(words.encode())})
+    said = _told(tell(f"loader\n{mine}", plan, change), "loader")
+    found = {rank: json.loads(text) for rank, text in said.items()}
+    differ = [n for n in [*state, "example"] if len({x[n] for x in found.values()}) > 1]
+    if "example" in differ:
+        given = _differing(tell_all(words, plan, change))
+        raise GShardError(
+            f"the examples of the processes' DataLoaders differ: {given}. Give every process the "
+            "same source and transform."
+        )
+    if differ:
+        given = "; ".join(
+            f"{name}: {some((f'{x[name]} on process {r}' for r, x in found.items()), 8)}"
+            for name in differ
+        )
+        raise GShardError(
+            f"the processes' DataLoaders differ in {given}. Each reads its own rows of one order: "
+            "make all of them with the same arguments and the same data (checksum is of its first "
+            "and last row), and load the same state on all (epoch, position)."
+        )
+
+
+def _told(said: Mapping[int, str], mine: str) -> dict[int, str]:
+    """The texts without what they are about, after checking that it is the same."""
+    kinds = {rank: text.partition("\n")[0] for rank, text in said.items()}
+    if set(kinds.values()) != {mine}:
+        what = {"batch": "gives a batch", "loader": "begins a for over a DataLoader"}
+        given = some((f"process {rank} {what.get(kind)}" for rank, kind in kinds.items()), 8)
+        raise GShardError(
+            f"the processes are at different places of the program: {given}. All of them make the "
+            "same calls, in the same order."
+        )
+    return {rank: text.partition("\n")[2] for rank, text in said.items()}
 
 
 def _change(was: int | None, now: int) -> str:
     if was is None:
-        return f"this process gave {now} rows of arrays that are new to this plan"
+        return f"this process gave {now} rows of other arrays than before"
     if was == now:
         return f"the shapes of this process's arrays changed (it still gives {now} rows)"
     return f"this process's rows changed from {was} to {now}"
 
 
-def _message(batch: Any, fault: GShardError | None, with_data: bool) -> bytes:
-    """What this process tells the others, `_HEAD.size + _TEXT` bytes."""
-    paths, leaves, _ = flatten(batch)
-    rows = _rows([getattr(x, "shape", ()) for x in leaves])
-    words = []
-    for path, x in zip(paths, leaves, strict=True):
-        shape = getattr(x, "shape", ())
-        own = ["rows" if n == rows else str(n) for n in shape[:1]] + [str(n) for n in shape[1:]]
-        dtype = getattr(x, "dtype", type(x).__name__)
-        words.append(f"{path or 'batch'} {dtype}[{', '.join(own)}]")
-    text = ", ".join(words)
-    kind, data = zlib.crc32(text.encode()), 0
-    if fault is not None:
-        text = str(fault)
-    elif with_data:
-        data = _checksum(leaves)
-    short = text.encode()
-    if len(short) > _TEXT:
-        short = short[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
-    return _HEAD.pack(fault is None, kind, data, rows) + short.ljust(_TEXT, b"\0")
-
-
-def _read(message: bytes) -> tuple[bool, int, int, int, str]:
-    """Whether a process can place its batch, its arrays, data and rows, and the words."""
-    can, kind, data, rows = _HEAD.unpack_from(message)
-    return bool(can), kind, data, rows, message[_HEAD.size :].rstrip(b"\0").decode()
-
-
-def _checksum(leaves: Sequence[Any]) -> int:
-    """A number that tells this process's rows from another's; 0 when they say nothing.
-
-    Scalars are the same everywhere, and an array whose entries are all equal is no data yet.
-    """
-    found, says = 0, False
-    for x in leaves:
-        if not np.ndim(x) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            continue
-        x = np.asarray(x).reshape(-1)
-        head = np.ascontiguousarray(x[: HASHED // x.itemsize])
-        says |= bool((head != head[:1]).any())
-        found = zlib.crc32(head.tobytes(), found)
-    return (found or 1) if says else 0
-
-
-def _compare(
-    found: Mapping[int, tuple[bool, int, int, int, str]], places: Mapping[int, AbstractSet[int]]
+def _compare_arrays(
+    found: Mapping[int, Statement], mine: Statement, plan: Plan, change: str
 ) -> None:
-    """The same on every process, so that all of them raise, or none."""
-    for rank, (can, *_, text) in found.items():
-        if not can:
-            raise GShardError(f"process {rank} cannot place its batch: {text}")
-    if len({kind for _, kind, *_ in found.values()}) > 1:
-        given = some((f"process {rank}: {text}" for rank, (*_, text) in found.items()), 8)
+    """Each comparison is the same on every process, so that all of them raise, or none."""
+    for rank, x in found.items():
+        if not x.can:
+            raise GShardError(f"process {rank} cannot place its batch: {x.text}")
+    if len({x.kind for x in found.values()}) > 1:
+        given = _differing(tell_all(mine.text, plan, change))
         raise GShardError(
             f"the processes gave batches of different arrays; {given}. Every process must give the "
-            "same tree, with the same dtypes and shapes, and its own rows of it."
+            "same tree, with the same dtypes, shapes and scalars, and its own rows of it."
         )
+
+
+def _differing(texts: Mapping[int, str]) -> str:
+    """Those lines of each process that not all of them have."""
+    lines = {rank: text.split("\n") for rank, text in texts.items()}
+    everywhere = set.intersection(*(set(own) for own in lines.values()))
+    only = {rank: [x for x in own if x not in everywhere] for rank, own in lines.items()}
+    # The tree says more than the arrays only where these are the same.
+    arrays = {rank: [x for x in own if not x.startswith("tree ")] for rank, own in only.items()}
+    shown = arrays if any(arrays.values()) else only
+    return some(
+        (
+            f"process {rank}: {some((x[:300] for x in own), 4) or 'none'}"
+            for rank, own in shown.items()
+        ),
+        8,
+    )
+
+
+def _compare_rows(found: Mapping[int, Statement], places: Mapping[int, AbstractSet[int]]) -> None:
     first = next(iter(found))
-    rows = {rank: n for rank, (_, _, _, n, _) in found.items()}
+    rows = {rank: x.rows for rank, x in found.items()}
     if any(n * len(places[first]) != rows[first] * len(places[r]) for r, n in rows.items()):
         given = some((f"process {r} gave {n} for {len(places[r])}" for r, n in rows.items()), 16)
-        raise GShardError(
+        raise UnevenInputsError(
             f"Every process must give the same number of rows for each of its devices: {given}. "
             "Give all of them the same; drop the last, smaller batch of uneven data, or pad it "
             "with rows of weight 0 (gshard.Weighted). gshard.DataLoader does the dividing itself."
         )
+
+
+def _compare_data(
+    found: Mapping[int, Statement], places: Mapping[int, AbstractSet[int]], look: bool
+) -> None:
+    groups: dict[frozenset[int], list[int]] = {}
+    for rank in found:
+        groups.setdefault(frozenset(places[rank]), []).append(rank)
+    for ranks in groups.values():
+        if len({found[rank].data for rank in ranks}) > 1:
+            raise GShardError(
+                f"processes {some(ranks)} have devices of the same rows of the batch (axes of your "
+                "own, such as tensor parallelism, lie over them) and gave different data: each "
+                f"would compute with its own. {_ADVICE_OF_SHARED}"
+            )
     same: dict[int, list[int]] = {}
-    for rank, (_, _, data, _, _) in found.items():
-        if data:
-            same.setdefault(data, []).append(rank)
+    for rank, x in found.items():
+        if look and x.says:
+            same.setdefault(x.data, []).append(rank)
+    own = len(groups) == len(found) and len({len(p) for p in groups}) == 1
+    advice = _ADVICE if own and len(found) == jax.process_count() else _ADVICE_OF_SHARED
     for ranks in same.values():
-        # Processes that share a place of the data group (tensor parallelism) must give the same.
         if any(places[r].isdisjoint(places[ranks[0]]) for r in ranks):
             warn(
-                f"processes {some(ranks)} gave the same data. Each must take its own rows, such as "
-                "x[gshard.get_rank() :: gshard.get_world_size()] of the whole; otherwise they all "
-                "compute the same gradient. gshard.DataLoader takes each process's rows."
+                f"processes {some(ranks)} gave the same data, by some bytes of every row. {advice} "
+                "Otherwise they probably all compute the same gradient."
             )
 
 
-def _same(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _exchange(message: bytes, mesh: Any, change: str) -> dict[int, bytes]:
-    """What every process of the mesh says, by rank.
-
-    Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
-    processes without a device in it, and wants as many devices on each.
-    """
-    devices = list(mesh.devices.flat)
-    flat = Mesh(np.array(devices), ("all",))
-    mine = np.frombuffer(message, np.uint8)[None]
-    result: list[Any] = []
-
-    def run() -> None:
-        try:
-            rows = NamedSharding(flat, jax.P("all"))
-            shape = (len(devices), mine.size)
-            sent = jax.make_array_from_callback(shape, rows, lambda _: mine)
-            got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
-            result.append(np.asarray(got.addressable_data(0)))
-        except Exception as error:  # raised where the caller waits
-            result.append(error)
-
-    # In a thread of its own: no collective can be given up from the one that waits for it.
-    thread = threading.Thread(target=run, name="gshard-agreement", daemon=True)
-    thread.start()
-    thread.join(min(PATIENCE, LIMIT))
-    wait = LIMIT - PATIENCE
-    if thread.is_alive() and wait > 0:
-        warn(
-            f"{change}, and for {PATIENCE:g} s the other processes have not come to compare theirs "
-            f"with it. This process waits {wait:g} s more."
-        )
-        thread.join(wait)
-    got = result[0] if result else None
-    if not isinstance(got, np.ndarray):
-        why = f"within {LIMIT:g} s" if got is None else f"({got})"
-        raise GShardError(
-            f"{change}, and the other processes did not follow {why}. Either they gave what they "
-            "gave before, as with a last, smaller batch of uneven data (drop it, or pad it with "
-            "rows of weight 0, gshard.Weighted), or they came to no batch at all, or have ended. "
-            "Every process must give the same number of rows in every call."
-        ) from got
-    ranks = {d.process_index: row for d, row in zip(devices, got, strict=True)}
-    return {rank: ranks[rank].tobytes() for rank in sorted(ranks)}
+_ADVICE = (
+    "Each must take its own rows, such as x[gshard.get_rank() :: gshard.get_world_size()] of the "
+    "whole; gshard.DataLoader takes each process's rows."
+)
+_ADVICE_OF_SHARED = (
+    "Processes with the same place on the data axes must take the same rows, and those with "
+    "another place other rows, as many as they have places; gshard.DataLoader does that."
+)

@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Sequence, Set
 from typing import Any
 
+import numpy as np
+
 from gshard.errors import GShardError
 
 
@@ -43,14 +45,14 @@ def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A boolean argument.
+    """A boolean argument as a `bool`: Python's or NumPy's.
 
     Raises:
       GShardError: for anything else.
     """
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise GShardError(f"{name}={shown(value)} must be True or False.")
-    return value
+    return bool(value)
 
 
 def dimension(value: Any, rank: int) -> int | None:

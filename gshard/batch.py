@@ -19,7 +19,7 @@ from gshard.agreement import agree
 from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.plan import Plan
-from gshard.tree import flatten
+from gshard.tree import flatten, no_numbers
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:
@@ -50,11 +50,14 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     if placed and all(placed):
         return batch
     local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
-    if not any(placed) or any(np.ndim(x) for x in local.values()):
-        try:
+    try:
+        _check_leaves(local, mesh.is_multi_process)
+        if not any(placed):
             check_rows(local, local_places(plan), 1)
-        except GShardError as error:
-            fault = error
+        elif any(np.ndim(x) for x in local.values()):
+            _check_beside(batch, placed, check_rows(local, local_places(plan), 1), plan)
+    except GShardError as error:
+        fault = error
     # One process must not raise while the others wait for it in a collective: they are told.
     if mesh.is_multi_process and mesh.local_devices:
         agree(local, plan, places_of(plan), fault)
@@ -63,32 +66,37 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     return place(batch, plan)
 
 
-def place(batch: Any, plan: Plan) -> Any:
+def place(batch: Any, plan: Plan, copy: bool = True) -> Any:
     """Places this process's rows on its devices; nothing is compared, and nothing communicates.
 
     Args:
       batch: as in `shard_batch`, its rows known to be right on every process.
       plan: its mesh is concrete.
+      copy: False where nobody else writes into the NumPy arrays of the batch. JAX on CPU may take
+        their memory over as it is, and the caller may fill it with the next batch.
 
     Returns:
       The same tree of global arrays.
     """
     mesh = plan.mesh
     rows, whole = NamedSharding(mesh, plan.batch_spec), NamedSharding(mesh, jax.P())
+    copy = copy and next(iter(rows.device_set)).platform == "cpu"
     if not rows.mesh.is_multi_process:
-        return jax.tree.map(
-            lambda x: (
-                x if _is_global(x, rows) else jax.device_put(x, rows if np.ndim(x) else whole)
-            ),
-            batch,
-        )
+
+        def put_all(x: Any) -> jax.Array:
+            if _is_global(x, rows):
+                return x
+            x = np.array(x) if copy and isinstance(x, np.ndarray) else x
+            return jax.device_put(x, rows if np.ndim(x) else whole)
+
+        return jax.tree.map(put_all, batch)
     # By place and not by process: these may have different numbers of devices, in any order.
     mine = sorted(places_of(plan)[jax.process_index()])
 
     def put(x: Any) -> jax.Array:
         if _is_global(x, rows):
             return x
-        x = np.asarray(x)
+        x = np.array(x) if copy else np.asarray(x)
         if not x.ndim:
             return jax.make_array_from_callback((), whole, lambda _: x)
         each = x.shape[0] // len(mine)
@@ -128,6 +136,43 @@ def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
     return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
 
 
+def _check_leaves(batch: Any, several: bool) -> None:
+    """Checks that the leaves are numbers, or keys of `jax.random` where one process has them all.
+
+    Raises:
+      GShardError: names the first that is not.
+    """
+    for x in jax.tree.leaves(batch):
+        dtype = getattr(x, "dtype", None)
+        if dtype is None and isinstance(x, (bool, int, float, complex)):
+            continue
+        if not several and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            continue
+        if dtype is None or no_numbers(dtype):
+            paths, leaves, _ = flatten(batch)
+            path = next(p for p, leaf in zip(paths, leaves, strict=True) if leaf is x)
+            if dtype is None:
+                raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
+            raise GShardError(f"batch{_at(path)} {no_numbers(dtype)}: pass numbers.")
+
+
+def _check_beside(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
+    """Checks this process's rows against the global arrays in the same tree.
+
+    Raises:
+      GShardError: names a global array of another number of rows.
+    """
+    paths, leaves, _ = flatten(batch)
+    whole = rows // local_places(plan) * plan.group.devices
+    for path, x, known in zip(paths, leaves, placed, strict=True):
+        if known and x.ndim and x.shape[0] != whole:
+            raise GShardError(
+                f"batch{_at(path)} is a global array of {x.shape[0]} rows, and the {rows} rows of "
+                f"the arrays beside it, which are this process's own, make {whole}. All arrays of "
+                "a batch share their leading dimension."
+            )
+
+
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
     """The rows of a batch, after checking that they divide over devices and micro-batches.
 
@@ -138,8 +183,8 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
     for path, x in zip(paths, leaves, strict=True):
         if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
             raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
-        if isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "OSUMm":  # no numbers
-            raise GShardError(f"batch{_at(path)} has dtype {x.dtype}: pass numbers.")
+        if isinstance(x, (np.ndarray, np.generic)) and (why := no_numbers(x.dtype)):
+            raise GShardError(f"batch{_at(path)} {why}: pass numbers.")
     if not devices:
         raise GShardError("this process has no device in the mesh of the plan: it has no rows.")
     rows = {path: x.shape[0] for path, x in zip(paths, leaves, strict=True) if jnp.ndim(x)}

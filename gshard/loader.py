@@ -6,15 +6,14 @@ loader is at is two numbers, so that training can go on where it stopped.
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh
 
+from gshard.agreement import agree_on_loader
+from gshard.ahead import in_thread
 from gshard.arguments import flag, shown, whole_number
 from gshard.batch import local_places, place, shard_batch
 from gshard.errors import CallOrderError, GShardError
@@ -43,7 +42,8 @@ class DataLoader:
         rows.
       plan: of `shard_train_state`; its mesh says which rows are this process's.
       seed: 0 or more; the order of an epoch is
-        `np.random.default_rng((seed, epoch)).permutation(len(source))`, 8 bytes for each row.
+        `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))
+        .permutation(len(source))`, 8 bytes for each row.
       shuffle: False keeps the order of the source.
       num_epochs: epochs that one `for` gives; None: it has no end.
       drop_remainder: what does not fill a batch at the end of an epoch is left out. If not, the
@@ -90,6 +90,7 @@ class DataLoader:
             "batch_size": size,
             "shuffle": int(shuffle),
             "drop_remainder": int(drop),
+            "checksum": self._source.checksum,
         }
         self._epoch = self._position = 0
         self._walk = 0  # how often an iteration began, or a state was loaded
@@ -106,10 +107,17 @@ class DataLoader:
     def state_dict(self) -> dict[str, int]:
         """Where the loader is, as plain integers, the same on every process.
 
-        `position` counts the batches of `epoch` that were given out, not those read ahead. After
-        the last batch of an epoch it is `len(loader)` until the `for` has ended.
+        `position` counts the batches of `epoch` that were given out, not those read ahead; after
+        the last one it is 0, of the next epoch. `checksum` is of the first and the last row of
+        arrays or of a list.
         """
-        return {"epoch": self._epoch, "position": self._position, **self._made_with}
+        epoch, position = self._next()
+        return {"epoch": epoch, "position": position, **self._made_with}
+
+    def _next(self) -> tuple[int, int]:
+        """Epoch and position of the next batch."""
+        over = self._position == len(self)
+        return (self._epoch + 1, 0) if over else (self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to where another loader was, on any number of processes; the rest is bit-identical.
@@ -127,11 +135,11 @@ class DataLoader:
         given = {name: whole_number(f"state[{name!r}]", x, 0) for name, x in state.items()}
         for name, mine in self._made_with.items():
             if given[name] != mine:
-                what = "a source of" if name == "length" else f"{name}="
+                theirs, own_one = _as_given(name, given[name]), _as_given(name, mine)
                 raise GShardError(
-                    f"the state is of a loader with {what} {given[name]}, and this one has {mine}: "
-                    f"the same position is not the same place in the data. Make the loader with "
-                    f"{what} {given[name]}, or begin anew without the state."
+                    f"the state is of a loader with {theirs}, and this one has {own_one}: the same "
+                    f"position is not the same place in the data. Make the loader with {theirs}, "
+                    "or begin anew without the state."
                 )
         if given["position"] > len(self):
             raise GShardError(
@@ -142,12 +150,21 @@ class DataLoader:
         self._walk += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches from here to the end of the epoch, or of `num_epochs`."""
+        """The batches from here to the end of the epoch, or of `num_epochs`.
+
+        Processes compare their loaders here: how they were made, their data, where they are.
+
+        Raises:
+          GShardError: they differ, or not all processes came.
+        """
         self._walk += 1
+        self._epoch, self._position = self._next()  # after a `break` at the last batch
+        if self._plan.mesh.is_multi_process:
+            agree_on_loader(self.state_dict(), self._source.words, self._plan)
         return self._iterate(self._walk)
 
     def _iterate(self, walk: int) -> Iterator[Any]:
-        for at, batch in self._read_ahead(self._batches_from_here()):
+        for at, batch in in_thread(self._batches_from_here(), self._batch, self._prefetch):
             self._refuse_left_behind(walk)
             self._epoch, self._position = at[0], at[1] + 1
             yield batch
@@ -166,36 +183,14 @@ class DataLoader:
             if self._num_epochs is not None and epoch % self._num_epochs == 0:
                 return
 
-    def _read_ahead(
-        self, order: Iterator[tuple[int, int]]
-    ) -> Iterator[tuple[tuple[int, int], Any]]:
-        """Each batch with its epoch and position, `prefetch` of them begun before they are due."""
-        if not self._prefetch:
-            for at in order:
-                yield at, self._batch(*at)
-            return
-        pool = ThreadPoolExecutor(1, "gshard-loader")
-
-        def begin(count: int) -> list[tuple[tuple[int, int], Future[Any]]]:
-            return [(at, pool.submit(self._batch, *at)) for at in itertools.islice(order, count)]
-
-        try:
-            ahead = deque(begin(self._prefetch))
-            while ahead:
-                at, future = ahead.popleft()
-                batch = future.result()
-                ahead.extend(begin(1))
-                yield at, batch
-        finally:  # also when the iterator is dropped
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _batch(self, epoch: int, position: int) -> Any:
+    def _batch(self, at: tuple[int, int]) -> Any:
         """A global batch; this process reads its own rows."""
+        epoch, position = at
         rows = own_part(self._plan, self._order.rows(epoch, position), jax.process_index())
         try:
-            # Rows and examples agree by construction, so no process asks another: that would be a
-            # collective in a thread, in no order with those of the step.
-            return place(self._source.read(rows, epoch), self._plan)
+            # The loaders were compared where the `for` began, so no process asks another: that
+            # would be a collective in a thread, in no order with those of the step.
+            return place(self._source.read(rows, epoch), self._plan, copy=False)
         except Exception as error:
             error.add_note(f"gshard.DataLoader was at batch {position} of epoch {epoch}.")
             raise
@@ -230,6 +225,15 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
             "gshard.shard_batch."
         )
     return (shard_batch(batch, plan) for batch in batches)
+
+
+def _as_given(name: str, value: int) -> str:
+    """How a loader was made, in a message."""
+    if name == "length":
+        return f"a source of {value} rows"
+    if name == "checksum":
+        return f"a first and a last row of checksum {value:#010x}"
+    return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 
 def _check_plan(plan: Any, call: str) -> None:

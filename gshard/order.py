@@ -38,7 +38,8 @@ class Order:
             return np.arange(start, stop)
         kept = self._kept
         if kept is None or kept[0] != epoch:
-            shuffled = np.random.default_rng((self._seed, epoch)).permutation(self.length)
+            entropy = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
+            shuffled = np.random.default_rng(entropy).permutation(self.length)
             self._kept = kept = (epoch, shuffled)
         return kept[1][start:stop]
 

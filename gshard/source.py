@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,89 +11,132 @@ import numpy as np
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
-from gshard.tree import differences, flatten
+from gshard.statement import structure_words
+from gshard.transform import Transform
+from gshard.tree import differences, flatten, no_numbers
 
 
 class Source:
-    """Rows of the user's data, read by number and stacked.
+    """Rows of the user's data, read by number and written into a batch.
 
     Every example has the tree, shapes and dtypes of the first one, which is read at once: so all
     processes know that their batches agree.
+
+    Attributes:
+      length: rows.
+      words: what an example is: its tree, and each array's path, dtype and shape.
+      checksum: of the first and the last row of arrays or of a list, before `transform`, uint32; 0
+        for an object with a `__getitem__` of its own, which may draw another example each time.
     """
 
     def __init__(self, data: Any, transform: Callable[..., Any] | None, seed: int):
-        self._data, self._transform, self._seed = data, transform, seed
-        self._arrays = _arrays(data)
-        self.length = _common_length(self._arrays) if self._arrays else _length(data)
+        self._data, self._structure = data, jax.tree.structure(None)
+        self._transform = None if transform is None else Transform(transform, seed)
+        self._arrays: list[Any] = []
+        arrays = _arrays(data)
+        if arrays:
+            _check_arrays(arrays, transform is not None)
+            self._arrays = [x for _, x in arrays]
+            self._structure = jax.tree.structure(data)
+        self.length = self._arrays[0].shape[0] if arrays else _length(data)
         if not self.length:
             raise GShardError("the source is empty: it has no row to make a batch of.")
-        if transform is not None and not callable(transform):
-            raise GShardError(
-                f"transform={shown(transform)} is not a function. It takes an example and returns "
-                "one: transform(example), or transform(example, rng)."
-            )
-        self._random = transform is not None and _names_rng(transform)
-        self._like = self._example(0, 0)
-        if not self._like[0]:
-            raise GShardError(f"source[0] is {shown(data[0])}: it holds no number or array.")
+        self._like = self._first()
+        paths, forms, structure = self._like
+        arrays_of = zip(paths, forms, strict=True)
+        self.words = [f"{p or 'example'} {d}{list(s)}" for p, (s, d) in arrays_of]
+        self.words.append(structure_words(structure))
+        self.checksum = self._checksum() if arrays or isinstance(data, list) else 0
 
     def read(self, rows: np.ndarray, epoch: int) -> Any:
         """The examples with these numbers, as a tree of NumPy arrays that they are the rows of.
+
+        Each is copied before the next one is read: the user's code may give one buffer for all.
 
         Raises:
           GShardError: for an example of another form. What the user's code raises is passed on,
             with a note that names the row.
         """
         if self._arrays and self._transform is None:
-            return jax.tree.map(lambda x: np.asarray(x[rows]), self._data)
-        found = []
-        for row in rows.tolist():
-            try:
-                found.append(self._example(row, epoch))
-            except Exception as error:
-                error.add_note(f"gshard.DataLoader was reading row {row} of the source.")
-                raise
-            self._check(row, found[-1])
-        columns = zip(*(leaves for _, leaves, _ in found), strict=True)
-        return jax.tree.unflatten(self._like[2], [np.stack(column) for column in columns])
+            found = [np.asarray(x[rows]) for x in self._arrays]
+            return jax.tree.unflatten(self._structure, found)
+        _, forms, structure = self._like
+        batch = [np.empty((rows.size, *shape), dtype) for shape, dtype in forms]
+        for i, row in enumerate(rows.tolist()):
+            example = self._example(row, epoch)
+            leaves, own = jax.tree.flatten(example)
+            if own != structure:
+                raise self._other(row, example)
+            for column, x, (shape, dtype) in zip(batch, leaves, forms, strict=True):
+                x = np.asarray(x)
+                if x.shape != shape or x.dtype != dtype:
+                    raise self._other(row, example)
+                column[i] = x
+        return jax.tree.unflatten(structure, batch)
 
-    def _example(self, row: int, epoch: int) -> tuple[list[str], list[np.ndarray], Any]:
-        """One example, transformed: paths, leaves and structure."""
+    def _raw(self, row: int) -> Any:
+        """One row as the data has it."""
         if self._arrays:
-            example = jax.tree.map(lambda x: np.asarray(x[row]), self._data)
-        else:
-            example = self._data[row]
-        if self._random:
-            # Of the row and not of the process that reads it.
-            entropy = np.random.SeedSequence((self._seed, epoch), spawn_key=(row,))
-            example = self._transform(example, rng=np.random.default_rng(entropy))  # pyright: ignore[reportOptionalCall]
-        elif self._transform is not None:
-            example = self._transform(example)
-        paths, leaves, structure = flatten(example)
-        leaves = [np.asarray(x) for x in leaves]
-        for path, x in zip(paths, leaves, strict=True):
-            if x.dtype.kind in "OSUMm":
-                raise GShardError(
-                    f"source[{row}]{_at(path)} has dtype {x.dtype}: a batch holds numbers. Turn "
-                    "it into numbers, or leave it out, with transform=."
-                )
-        return paths, leaves, structure
+            return jax.tree.unflatten(self._structure, [np.asarray(x[row]) for x in self._arrays])
+        return self._data[row]
 
-    def _check(self, row: int, example: tuple[list[str], list[np.ndarray], Any]) -> None:
-        paths, leaves, structure = self._like
-        if example[2] != structure:
-            what = differences(example[0], paths)
-            raise GShardError(
-                f"source[{row}] is another tree than source[0]: {what}. All examples have the same "
-                "tree, so that they can be stacked."
+    def _example(self, row: int, epoch: int) -> Any:
+        """One example, transformed."""
+        try:
+            example = self._raw(row)
+            return example if self._transform is None else self._transform(example, row, epoch)
+        except Exception as error:
+            error.add_note(f"gshard.DataLoader was reading row {row} of the source.")
+            raise
+
+    def _first(self) -> tuple[list[str], list[tuple[tuple[int, ...], np.dtype]], Any]:
+        """Paths, (shape, dtype) of each leaf and structure of the first example."""
+        example = self._example(0, 0)
+        paths, leaves, structure = flatten(example)
+        what = "source[0]" if self._transform is None else "transform(source[0])"
+        if not leaves:
+            raise GShardError(f"{what} is {shown(example)}: it holds no number or array.")
+        forms = []
+        for path, x in zip(paths, leaves, strict=True):
+            dtype = getattr(x, "dtype", None)
+            if dtype is None:
+                dtype = np.asarray(x).dtype
+            if why := no_numbers(dtype):
+                raise GShardError(f"{what}{_at(path)} {why}. Change or leave it out in transform=.")
+            x = np.asarray(x)
+            forms.append((x.shape, x.dtype))
+        return paths, forms, structure
+
+    def _other(self, row: int, example: Any) -> GShardError:
+        """What makes an example another one than the first, in words."""
+        paths, forms, structure = self._like
+        found, leaves, own = flatten(example)
+        mapped = self._transform is not None
+        at, first = (f"transform(source[{i}])" if mapped else f"source[{i}]" for i in (row, 0))
+        if own != structure:
+            return GShardError(
+                f"{at} is another tree than {first}: {differences(found, paths)}. All examples "
+                "have the same tree, so that they can be stacked; lists are trees too, make them "
+                "arrays."
             )
-        for path, x, like in zip(paths, example[1], leaves, strict=True):
-            if x.shape != like.shape or x.dtype != like.dtype:
-                raise GShardError(
-                    f"source[{row}]{_at(path)} is {x.dtype}{list(x.shape)}, and that of source[0] "
-                    f"is {like.dtype}{list(like.shape)}. All examples have the same shapes and "
-                    "dtypes, so that they can be stacked; pad or cast them with transform=."
+        for path, x, (shape, dtype) in zip(paths, map(np.asarray, leaves), forms, strict=True):
+            if x.shape != shape or x.dtype != dtype:
+                return GShardError(
+                    f"{at}{_at(path)} is {x.dtype}{list(x.shape)}, and that of {first} is "
+                    f"{dtype}{list(shape)}. All examples have the same shapes and dtypes, so that "
+                    "they can be stacked; pad or cast them with transform=."
                 )
+        raise RuntimeError("an example that differs in nothing")
+
+    def _checksum(self) -> int:
+        found = 0
+        for row in (0, self.length - 1):
+            for x in jax.tree.leaves(self._raw(row)):
+                x = np.asarray(x)
+                # The bytes of an object are its address, which is another one in every process.
+                own = b"" if x.dtype.hasobject else np.ascontiguousarray(x).tobytes()
+                found = zlib.crc32(own, found)
+        return found
 
 
 def _arrays(data: Any) -> list[tuple[str, Any]]:
@@ -106,7 +149,7 @@ def _arrays(data: Any) -> list[tuple[str, Any]]:
     return list(zip(paths, leaves, strict=True))
 
 
-def _common_length(arrays: list[tuple[str, Any]]) -> int:
+def _check_arrays(arrays: list[tuple[str, Any]], transformed: bool) -> None:
     first, length = "", None
     for path, x in arrays:
         if not x.shape:
@@ -121,7 +164,9 @@ def _common_length(arrays: list[tuple[str, Any]]) -> int:
                 f"source{_at(path)} has {x.shape[0]} rows and source{_at(first)} has {length}. All "
                 "arrays of a source share their leading dimension."
             )
-    return int(length or 0)
+        why = no_numbers(x.dtype)
+        if why and (not transformed or not isinstance(x, np.ndarray)):
+            raise GShardError(f"source{_at(path)} {why}. Leave it out, or change it in transform=.")
 
 
 def _length(data: Any) -> int:
@@ -129,10 +174,14 @@ def _length(data: Any) -> int:
     if isinstance(data, (str, bytes, dict, tuple)) or not (
         hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     ):
+        lists = isinstance(data, (dict, tuple)) and any(
+            isinstance(x, list) for x in (data.values() if isinstance(data, dict) else data)
+        )
+        hint = " The lists in it must be arrays: np.asarray." if lists else ""
         raise GShardError(
-            f"source={shown(data)} has no rows that can be read by number. Pass a tree of arrays, "
-            "or an object with len(source) and source[i], such as a list of examples; for batches "
-            "that come one after the other use gshard.global_batches."
+            f"source={shown(data)} has no rows that can be read by number.{hint} Pass a tree of "
+            "arrays, or an object with len(source) and source[i], such as a list of examples; for "
+            "batches that come one after the other use gshard.global_batches."
         )
     try:
         return len(data)
@@ -141,13 +190,6 @@ def _length(data: Any) -> int:
             f"len(source) of {shown(data)} is not known ({error}). The loader needs the number of "
             "rows; for batches that come one after the other use gshard.global_batches."
         ) from error
-
-
-def _names_rng(transform: Callable[..., Any]) -> bool:
-    try:
-        return "rng" in inspect.signature(transform).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
 
 
 def _at(path: str) -> str:

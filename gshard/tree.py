@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from gshard.errors import GShardError, some
 
@@ -78,3 +80,15 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
             "step again)."
         )
     return structure
+
+
+def no_numbers(dtype: Any) -> str:
+    """Why arrays of this dtype are no data of a batch, in words; empty for numbers and bools."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return (
+            "holds keys of jax.random, whose rows cannot lie on several processes: pass "
+            "jax.random.key_data of them (and jax.random.wrap_key_data in the loss)"
+        )
+    if dtype != np.bool_ and not jnp.issubdtype(dtype, np.number):
+        return f"has dtype {dtype}: a batch holds numbers"
+    return ""

@@ -40,6 +40,49 @@ def flipped(example: dict[str, Any], rng: Any) -> dict[str, Any]:
     return {**example, "x": example["x"] * rng.choice([-1, 1]), "noise": rng.normal()}
 
 
+class Examples:
+    """A source of examples whose form depends on the process."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, i: int) -> Any:
+        import numpy as np
+
+        return np.full(self.width, i)
+
+
+def begun(plan: Any, rank: int, at: int = 0, **options: Any) -> str:
+    """What the first `for` over a loader gave; `at` is the position that process 1 loads."""
+    source = options.pop("source", None)
+    loader = gshard.DataLoader(
+        examples() if source is None else source, options.pop("batch_size", BATCH), plan, **options
+    )
+    if rank and at:
+        loader.load_state_dict({**loader.state_dict(), "position": at})
+    try:
+        return str(len(list(loader)))
+    except gshard.GShardError as error:
+        return f"error: {error}"
+
+
+def loaders(plan: Any, rank: int) -> dict[str, str]:
+    """Loaders that differ between the processes."""
+    return {
+        "loader_seed": begun(plan, rank, seed=rank),
+        "loader_length": begun(plan, rank, source=examples(LENGTH + 12 * rank)),
+        "loader_batch_size": begun(plan, rank, batch_size=BATCH * (1 + rank)),
+        "loader_shuffle": begun(plan, rank, shuffle=bool(rank)),
+        "loader_form": begun(plan, rank, source=Examples(2 + rank)),
+        "loader_data": begun(plan, rank, source={"x": examples()["x"] + rank}),
+        "loader_state": begun(plan, rank, at=2),
+        "loader_fine": begun(plan, rank),
+    }
+
+
 def loaded(mesh: Any, state: dict[str, int] | None = None) -> list[dict[str, Any]]:
     """The local parts of the global batches of two epochs, put together by their place in it."""
     loader = gshard.DataLoader(
@@ -68,6 +111,7 @@ def rows(count: int, base: int = 0, width: int = 2) -> dict[str, Any]:
 
 def cases(rank: int) -> dict[str, list[Any]]:
     """Batches in the order given to one plan, by name of the case; the last one is of interest."""
+    import jax
     import numpy as np
 
     own = 100 * rank
@@ -84,6 +128,25 @@ def cases(rank: int) -> dict[str, list[Any]]:
         "dtypes": [{"x": rows(4, own)["x"].astype([np.float32, np.float16][rank])}],
         "widths": [rows(4, own, width=2 + rank)],
         "names": [{"ab"[rank]: rows(4, own)["x"]}],
+        "trees": [[(*rows(4, own).values(),), [*rows(4, own).values()]][rank]],
+        "values": [{**rows(4, own), "step": 3 + rank}],
+        "many_arrays": [
+            {f"a_long_name_of_array_{i}": rows(4, own)["x"] for i in range(60)}
+            | {"z": rows(4, own, width=2 + rank)["x"]}
+        ],
+        "constant_then_same": [{"x": np.zeros((4, 2), np.float32)}, rows(4)],
+        "nan": [{"x": np.full((4, 2), np.nan, np.float32)}],
+        "same_head": [
+            {"x": np.hstack([np.arange(4 << 18).reshape(4, -1), rows(4, own, width=64)["x"]])}
+        ],
+        "keys": [{**rows(4, own), "k": jax.random.split(jax.random.key(rank), 4)}],
+        "one_text": [{**rows(4, own), "t": ["text", 1][rank]}],
+        "one_object": [{"x": np.array([[1] * 2] * 4, [object, int][rank])}],
+        "crosswise": [
+            rows(4, own),
+            {**rows(8, own), "y": rows(8, own)["x"]},
+            rows(4 + 4 * rank, own),
+        ],
         "two_kinds": [rows(4, own), {**rows(8, own), "y": rows(8, own)["x"]}, rows(4, own)],
     }
 
@@ -107,18 +170,19 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     import jax
     import numpy as np
 
-    from gshard import agreement
+    from gshard import agreement, exchange
 
     found: dict[str, Any] = {}
     mesh, every = gshard.make_mesh(), jax.devices()
     for name, batches in cases(rank).items():
         found[name] = np.array(give(plan_for(mesh), batches))
     counted: list[Any] = []
-    exchange = agreement._exchange
-    agreement._exchange = lambda *args: counted.append(args) or exchange(*args)
+    tell = agreement.tell
+    agreement.tell = lambda *args: counted.append(args) or tell(*args)
     give(plan_for(mesh), cases(rank)["two_kinds"] * 5)
     found["exchanges"] = np.array(len(counted))
-    agreement._exchange = exchange
+    agreement.tell = tell
+    found |= {name: np.array(x) for name, x in loaders(plan_for(mesh), rank).items()}
 
     uneven = gshard.make_mesh(devices=every[:3])
     found["uneven"] = np.array(give(plan_for(uneven), [rows(4 - 2 * rank, 100 * rank)]))
@@ -128,6 +192,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
         found["without_the_other"] = np.array(give(plan_for(own), [rows(4), rows(6)]))
     extra = gshard.make_mesh(extra={"model": 4})
     found["shared_place"] = np.array(give(plan_for(extra), [rows(4)]))
+    found["shared_differ"] = np.array(give(plan_for(extra), [rows(4, 100 * rank)]))
     meshes = {
         "all": mesh,
         "uneven": uneven,
@@ -145,7 +210,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     plan = plan_for(own)
     found["before"] = np.array(give(plan, [rows(8, 100 * rank)]))
     total = jax.jit(lambda x: x.sum(), out_shardings=plan.sharding())
-    agreement.LIMIT, agreement.PATIENCE = 4.0, 2.0
+    os.environ["GSHARD_AGREEMENT_TIMEOUT"] = "4"
+    exchange.PATIENCE, exchange.SOON = 2.0, 0.5
 
     def leave() -> None:
         np.savez(file, **found)
@@ -171,6 +237,13 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             found["alone"] = np.array(str(error))
     found["alone_said"] = np.array("; ".join(str(w.message) for w in caught))
     found["alone_seconds"] = np.array(time.monotonic() - started)
+    started = time.monotonic()
+    found["afterwards"] = np.array(
+        give(plan, [rows(8, 5)]) + begun(plan, 0) + str(time.monotonic() - started < 1)
+    )
+    other, started = plan_for(own), time.monotonic()
+    found["fault_alone"] = np.array(give(other, [rows(5)]))
+    found["fault_seconds"] = np.array(time.monotonic() - started)
     leave()
 
 

@@ -23,6 +23,9 @@ FINE = {
     "identical_later": "{'x': (12, 2)}",
     "scalars": "{'step': (), 'x': (8, 2)}",
     "constant": "{'x': (8, 2)}",
+    "nan": "{'x': (8, 2)}",
+    "same_head": "{'x': (8, 262208)}",
+    "loader_fine": "5",
     "two_kinds": "{'x': (8, 2)}",
     "uneven": "{'x': (6, 2)}",
     "shared_place": "{'x': (4, 2)}",
@@ -41,6 +44,23 @@ REFUSED = {
     "one_does_not_divide": ("error in 0", "batch['x'] has 5 rows, which do not divide over 2"),
     "dtypes": ("error in 0", "x float32[rows, 2], process 1: x float16[rows, 2]"),
     "widths": ("error in 0", "x float32[rows, 2], process 1: x float32[rows, 3]"),
+    "crosswise": ("error in 2", "the same number of rows", "process 0 gave 4", "1 gave 8"),
+    "trees": ("different arrays; process 0: tree ((*,)), process 1: tree ([*])",),
+    "values": ("different arrays; process 0: step int[] = 3, process 1: step int[] = 4",),
+    "many_arrays": (
+        "different arrays; process 0: z float32[rows, 2], process 1: z float32[rows, 3",
+    ),
+    "keys": ("error in 0", "batch['k'] holds keys of jax.random", "jax.random.key_data"),
+    "one_text": ("batch['t'] is 'text'",),
+    "one_object": ("has dtype object",),
+    "shared_differ": ("processes 0, 1 have devices of the same rows", "gave different data"),
+    "loader_seed": ("DataLoaders differ in seed: 0 on process 0, 1 on process 1",),
+    "loader_length": ("length: 60 on process 0, 72 on process 1",),
+    "loader_batch_size": ("differ in batch_size: 12 on process 0, 24 on process 1",),
+    "loader_shuffle": ("differ in shuffle: 0 on process 0, 1 on process 1",),
+    "loader_form": ("examples of", "example int64[2], process 1: example int64[3]"),
+    "loader_data": ("differ in checksum",),
+    "loader_state": ("differ in position: 0 on process 0, 2 on process 1",),
     "names": ("error in 0", "a float32[rows, 2], process 1: b float32[rows, 2]"),
 }
 
@@ -57,15 +77,17 @@ def test_a_process_is_told_of_a_batch_that_another_cannot_place(found):
     assert "cannot place" not in str(found[1]["one_does_not_divide"])
 
 
-def test_the_same_data_on_every_process_is_warned_about_once(found):
+@pytest.mark.parametrize("case", ["identical", "constant_then_same"])
+def test_the_same_data_on_every_process_is_warned_about_once(found, case):
     for process in found:
-        said = str(process["identical"])
+        said = str(process[case])
         assert said.count("warning") == 1
         assert "processes 0, 1 gave the same data" in said
 
 
 def test_what_did_not_change_is_not_compared_again(found):
-    assert [int(process["exchanges"]) for process in found] == [2, 2]  # of 15 batches of two kinds
+    # Of 15 batches of two kinds; each change from one to the other is compared.
+    assert [int(process["exchanges"]) for process in found] == [11, 11]
 
 
 def test_a_process_without_a_device_in_the_mesh_is_not_waited_for(found):
@@ -80,6 +102,16 @@ def test_a_process_whose_rows_change_alone_says_so_and_ends(found):
     assert "last, smaller batch" in said and "gshard.Weighted" in said
     assert "have not come to compare" in str(found[1]["alone_said"])
     assert 3.9 < float(found[1]["alone_seconds"]) < 30
+
+
+def test_a_process_that_gave_up_says_so_at_once(found):
+    said = str(found[1]["afterwards"])
+    assert said.count("start the job again") == 2 and said.endswith("True")
+
+
+def test_a_fault_of_one_process_does_not_wait_as_long(found):
+    assert "batch['x'] has 5 rows" in str(found[1]["fault_alone"])
+    assert 1.9 < float(found[1]["fault_seconds"]) < 3.9
 
 
 def test_batches_of_local_rows_become_global_one_by_one(found):

@@ -331,6 +331,7 @@ def test_arrays_of_a_batch_that_disagree():
         ({"x": np.array([None] * 8)}, ("'x'", "object")),
         ({"x": ["a"] * 8}, ("'x/0'", "'a'", "arrays")),
         ([1.0, 2.0], ("no array with rows", "make them arrays")),
+        ({"x": np.zeros(8, [("a", float)])}, ("'x'", "has dtype [('a',")),
     ],
 )
 def test_batches_that_cannot_be(given, parts):
@@ -339,6 +340,22 @@ def test_batches_that_cannot_be(given, parts):
     with refused(*parts):
         step(state, given)
     step(state, batch())
+
+
+@pytest.mark.parametrize(
+    ("beside", "parts"),
+    [
+        ("text", ("'y'", "'text'", "arrays")),
+        (np.ones(8), ("'x'", "global array of 16 rows", "make 8")),
+        (np.ones(12), ("'y'", "12 rows", "8 devices")),
+    ],
+)
+def test_batches_that_are_global_in_part(beside, parts):
+    plan = divided()[1]
+    given = {"x": gshard.shard_batch(np.ones((16, 2)), plan), "y": beside}
+    with refused(*parts):
+        gshard.shard_batch(given, plan)
+    gshard.shard_batch({**given, "y": np.ones(16), "n": 3}, plan)
 
 
 @pytest.mark.parametrize("micro_batches", [0, -1, 1.5, "2", True])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -30,6 +34,11 @@ def data(length=50):
 
 def rows_of(loader):
     return [np.asarray(batch["y"]).tolist() for batch in loader]
+
+
+def order_of(seed, epoch):
+    entropy = np.random.SeedSequence(seed, spawn_key=(epoch,))
+    return np.random.default_rng(entropy).permutation(50)
 
 
 def threads():
@@ -60,7 +69,7 @@ def test_every_row_once_in_an_order_of_seed_and_epoch(devices, replica):
     loader = DataLoader(data(), 2 * devices, plan, seed=7)
     assert len(loader) == 50 // (2 * devices)
     for epoch in range(2):
-        order = np.random.default_rng((7, epoch)).permutation(50)
+        order = order_of(7, epoch)
         assert loader.epoch == epoch
         for i, batch in enumerate(loader):
             wanted = order[i * 2 * devices : (i + 1) * 2 * devices]
@@ -137,6 +146,51 @@ def test_a_transform_draws_for_each_row_and_epoch_the_same_whoever_reads_it():
     assert batch.shape == (8,)
 
 
+def test_a_source_may_give_one_buffer_for_every_row():
+    class Reused(Items):
+        row = {"x": np.zeros(3, np.float32), "y": np.zeros((), int)}
+
+        def __getitem__(self, i):
+            self.row["x"][:] = 3 * i + np.arange(3)
+            self.row["y"][...] = i
+            return self.row
+
+    for options in ({}, {"transform": lambda example: example}):
+        found = rows_of(DataLoader(Reused(), 8, PLAN, **options))
+        assert found == rows_of(DataLoader(data(), 8, PLAN))
+
+
+def test_a_transform_may_write_into_its_example():
+    def doubled(example):
+        example["x"] *= 2
+        return example
+
+    for source in (data(), [{"x": np.ones(3) * i, "y": i} for i in range(50)]):
+        loader = DataLoader(source, 8, PLAN, transform=doubled, num_epochs=2)
+        kept = jax.tree.map(np.array, source)
+        for batch in loader:
+            first = 6 if isinstance(source, dict) else 2
+            np.testing.assert_array_equal(batch["x"][:, 0], first * batch["y"])
+        jax.tree.map(np.testing.assert_array_equal, source, kept)
+
+
+def test_rng_that_the_user_gave_stays():
+    def noisy(example, rng):
+        assert rng is None
+        return example
+
+    noisy = functools.partial(noisy, rng=None)
+    assert rows_of(DataLoader(data(), 8, PLAN, transform=noisy)) == rows_of(
+        DataLoader(data(), 8, PLAN)
+    )
+
+
+def test_seeds_of_more_than_32_bits_have_orders_of_their_own():
+    found = [rows_of(DataLoader(data(), 8, PLAN, seed=s, num_epochs=2)) for s in (1, 1 + 2**32)]
+    epochs = {str(rows[i : i + 6]) for rows in found for i in (0, 6)}
+    assert len(epochs) == 4
+
+
 def test_it_trains():
     state, plan = gshard.shard_train_state(
         ({"w": jnp.zeros(3)}, optax.sgd(0.1)), gshard.make_mesh(), "dp"
@@ -155,6 +209,7 @@ def test_it_trains():
 @pytest.mark.parametrize("devices", [8, 2])
 def test_it_goes_on_bit_by_bit(stop, devices):
     wanted = rows_of(DataLoader(data(), 8, PLAN, seed=2, num_epochs=2))
+    third = rows_of(DataLoader(data(), 8, PLAN, seed=2, num_epochs=4))[12:]
     loader = DataLoader(data(), 8, PLAN, seed=2, num_epochs=2, prefetch=4)
     walk = iter(loader)
     assert [np.asarray(next(walk)["y"]).tolist() for _ in range(stop)] == wanted[:stop]
@@ -162,8 +217,8 @@ def test_it_goes_on_bit_by_bit(stop, devices):
     assert all(type(x) is int for x in state.values())
     later = DataLoader(data(), 8, plan_on(devices), seed=2, num_epochs=2)
     later.load_state_dict({name: np.array(x) for name, x in state.items()})  # as restored
-    assert rows_of(later) == wanted[stop:]
-    assert later.epoch == 2
+    assert rows_of(later) == (wanted[stop:] or third)
+    assert later.epoch == (2 if stop < 12 else 4)
 
 
 def test_a_for_goes_on_where_the_last_one_was_left():
@@ -172,6 +227,16 @@ def test_a_for_goes_on_where_the_last_one_was_left():
         assert np.asarray(batch["y"]).tolist() == wanted[0]
         break
     assert rows_of(loader) == wanted[1:]
+
+
+def test_a_for_left_at_its_last_batch_is_over():
+    wanted = rows_of(DataLoader(data(), 8, PLAN, num_epochs=2))
+    loader = DataLoader(data(), 8, PLAN)
+    given = [np.asarray(b["y"]).tolist() for b in itertools.islice(loader, len(loader))]
+    state = loader.state_dict()
+    assert (state["epoch"], state["position"]) == (1, 0)
+    assert given + rows_of(loader) == wanted
+    assert loader.epoch == 2
 
 
 def test_a_loader_is_at_one_place():
@@ -190,11 +255,12 @@ def test_a_loader_is_at_one_place():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"seed": 1}, "seed= 1, and this one has 0"),
-        ({"length": 51}, "a source of 51"),
-        ({"batch_size": 16}, "batch_size= 16"),
-        ({"shuffle": 0}, "shuffle= 0"),
-        ({"drop_remainder": 0}, "drop_remainder= 0"),
+        ({"seed": 1}, "seed=1, and this one has seed=0"),
+        ({"length": 51}, "a source of 51 rows"),
+        ({"batch_size": 16}, "batch_size=16, and"),
+        ({"shuffle": 0}, "shuffle=False"),
+        ({"drop_remainder": 0}, "drop_remainder=False"),
+        ({"checksum": 1}, "a first and a last row of checksum 0x00000001"),
         ({"position": 7}, "position is 7, and an epoch has 6"),
         ({"position": -1}, "position"),
         ({"epoch": "x"}, "epoch"),
@@ -233,8 +299,35 @@ def test_no_thread_is_left():
     assert gone()
 
 
+def test_prefetch_has_no_most():
+    assert len(rows_of(DataLoader(data(), 8, PLAN, prefetch=10**30))) == 6
+
+
+def test_a_script_that_fails_does_not_wait_for_what_is_read_ahead(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "import jax.numpy as jnp, numpy as np, optax, gshard\n"
+        "class Slow:\n"
+        "    def __len__(self):\n"
+        "        return 64\n"
+        "    def __getitem__(self, i):\n"
+        "        time.sleep(2 * (i > 8))\n"
+        "        return np.float32(i)\n"
+        "params = {'w': jnp.ones(3)}\n"
+        "plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), 'dp')[1]\n"
+        "for batch in gshard.DataLoader(Slow(), 8, plan, shuffle=False):\n"
+        "    print('failing', time.time(), flush=True)\n"
+        "    raise RuntimeError('mine')\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    ended = time.time()
+    assert done.returncode == 1 and "RuntimeError: mine" in done.stderr
+    assert ended - float(done.stdout.split()[1]) < 10
+
+
 def test_an_error_comes_where_its_batch_is_due():
-    order = np.random.default_rng((0, 0)).permutation(50)
+    order = order_of(0, 0)
     source = Items(broken={int(order[17])})
     loader = DataLoader(source, 8, PLAN)
     walk = iter(loader)
@@ -293,6 +386,10 @@ def odd_one(i, example):
         ((iter([1]), 8, PLAN), "use gshard.global_batches"),
         (("text", 8, PLAN), "no rows that can be read by number"),
         ((Endless(), 8, PLAN), "len(source) of a Endless is not known"),
+        (({"x": [1, 2]}, 8, PLAN), "lists in it must be arrays"),
+        (({"x": np.array([1, "a"] * 8, object)}, 8, PLAN), "source['x'] has dtype object"),
+        (({"x": np.zeros(8, [("a", int)])}, 8, PLAN), "source['x'] has dtype [('a',"),
+        (({"x": jax.random.split(jax.random.key(0), 8)}, 8, PLAN), "source['x'] holds keys"),
         (([None] * 8, 8, PLAN), "holds no number"),
         (([{"s": "text"}] * 8, 8, PLAN), "source[0]['s'] has dtype"),
     ],
@@ -308,6 +405,8 @@ def test_wrong_arguments(arguments, said):
     [
         ({"seed": -1}, "seed=-1"),
         ({"shuffle": 1}, "shuffle=1"),
+        ({"transform": lambda e, key: e}, "an argument 'key' that it is not given"),
+        ({"transform": lambda e: None}, "transform(source[0]) is None"),
         ({"num_epochs": 0}, "num_epochs=0"),
         ({"drop_remainder": None}, "drop_remainder=None"),
         ({"drop_remainder": False}, "Give 48 or 56 rows instead of 50"),
@@ -336,6 +435,12 @@ def test_examples_that_differ(example, said):
     assert said in str(caught.value)
 
 
+def test_the_first_row_has_a_note_too():
+    with pytest.raises(OSError, match="no such file") as caught:
+        DataLoader(Items(broken={0}), 8, PLAN)
+    assert "row 0 of the source" in caught.value.__notes__[0]
+
+
 def test_an_abstract_mesh_has_no_devices():
     mesh = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     plan = gshard.shard_train_state(({"w": jnp.ones(16)}, optax.sgd(0.1)), mesh, "dp")[1]
@@ -356,6 +461,19 @@ def test_global_batches_of_what_has_its_own_order():
             global_batches(wrong, PLAN)
     with pytest.raises(GShardError, match="as the plan"):
         global_batches([], None)
+
+
+def test_a_generator_may_fill_one_buffer():
+    def fill():
+        apart = np.zeros(64 + 4096 * 16 * 4, np.uint8)
+        start = -apart.ctypes.data % 64  # JAX takes over what is aligned like this
+        buffer = apart[start : start + 4096 * 16 * 4].view(np.float32).reshape(4096, 16)
+        for i in range(3):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    for plan in (PLAN, plan_on(1)):
+        assert [float(b["x"].max()) for b in list(global_batches(fill(), plan))] == [0, 1, 2]
 
 
 def test_an_iterator_of_grain_keeps_its_state():

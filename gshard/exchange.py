@@ -1,0 +1,148 @@
+"""What the processes of a mesh tell each other beside the step: a few words, in one all-gather.
+
+A process that waits for others that do not come says so, and gives up: then its next collective
+would never meet theirs, so nothing more is told over that plan.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from gshard.arguments import whole_number
+from gshard.errors import GShardError, warn
+from gshard.plan import Plan
+from gshard.processes import environment
+
+LIMIT = 300
+"""Seconds that a process waits for the others; they may be saving or evaluating."""
+PATIENCE = 30.0
+"""Seconds after which it says that it waits; all that it waits for to tell them of a fault."""
+SOON = 3.0
+"""Seconds after which it says a fault that the others have not come for."""
+
+_TEXT = 1024  # bytes of the first message; what is longer is told again where it is needed
+_LENGTH = struct.Struct("<I")
+_given_up: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+
+def tell(text: str, plan: Plan, change: str, fault: GShardError | None = None) -> dict[int, str]:
+    """What every process of the mesh says, by rank; each up to 1024 bytes.
+
+    Called by every process that has a device in the mesh.
+
+    Args:
+      text: what this process says; what is too long is cut on every process alike, see `tell_all`.
+      plan: its mesh spans several processes.
+      change: why it speaks, for what it says when nobody comes.
+      fault: what it will raise once the others know.
+
+    Raises:
+      GShardError: nobody came; `fault` with a note, if there is one.
+    """
+    return _tell(text, _TEXT, plan, change, fault)[0]
+
+
+def tell_all(text: str, plan: Plan, change: str) -> dict[int, str]:
+    """As `tell`, however long the texts are; every process knows that all of them ask."""
+    found, longest = _tell(text, _TEXT, plan, change, None)
+    return found if longest <= _TEXT else _tell(text, longest, plan, change, None)[0]
+
+
+def refuse_given_up(plan: Plan) -> None:
+    """Raises a `GShardError` where this process gave up waiting for the others of a plan."""
+    if plan in _given_up:
+        raise GShardError(
+            "this process gave up waiting for the others in an earlier call with this plan, and "
+            "its calls no longer meet theirs: start the job again."
+        )
+
+
+def _tell(
+    text: str, size: int, plan: Plan, change: str, fault: GShardError | None
+) -> tuple[dict[int, str], int]:
+    """The texts, and the bytes of the longest."""
+    refuse_given_up(plan)
+    limit = _limit()
+    long = text.encode()
+    message = _LENGTH.pack(len(long)) + long[:size].ljust(size, b"\0")
+    try:
+        found = _exchange(message, plan.mesh, change, fault, limit)
+    except GShardError as error:
+        _given_up.add(plan)
+        if fault is None:
+            raise
+        fault.add_note("The other processes did not come to be told: start the job again.")
+        raise fault from error.__cause__
+    lengths = [_LENGTH.unpack_from(said)[0] for said in found.values()]
+    texts = [said[_LENGTH.size :].rstrip(b"\0").decode(errors="ignore") for said in found.values()]
+    return dict(zip(found, texts, strict=True)), max(lengths)
+
+
+def _limit() -> float:
+    given = environment.number(environment.AGREEMENT_TIMEOUT)
+    if given is None:
+        return LIMIT
+    return whole_number(environment.AGREEMENT_TIMEOUT, given, 1, " of seconds")
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _exchange(
+    message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
+) -> dict[int, bytes]:
+    """What every process of the mesh says, by rank.
+
+    Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
+    processes without a device in it, and wants as many devices on each.
+    """
+    devices = list(mesh.devices.flat)
+    flat = Mesh(np.array(devices), ("all",))
+    mine = np.frombuffer(message, np.uint8)[None]
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            rows = NamedSharding(flat, jax.P("all"))
+            shape = (len(devices), mine.size)
+            sent = jax.make_array_from_callback(shape, rows, lambda _: mine)
+            got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
+            result.append(np.asarray(got.addressable_data(0)))
+        except Exception as error:  # raised where the caller waits
+            result.append(error)
+
+    # In a thread of its own: no collective can be given up from the one that waits for it.
+    thread = threading.Thread(target=run, name="gshard-agreement", daemon=True)
+    started = time.monotonic()
+    thread.start()
+    whole = limit if fault is None else min(PATIENCE, limit)
+    first = PATIENCE if fault is None else SOON
+    thread.join(min(first, whole))
+    wait = whole - first
+    if thread.is_alive() and wait > 0:
+        why = f"{change}, and" if fault is None else f"This process will raise: {fault} But"
+        warn(
+            f"{why} for {time.monotonic() - started:.0f} s the other processes have not come to "
+            f"compare theirs with it. This process waits {wait:g} s more."
+        )
+        thread.join(wait)
+    got = result[0] if result else None
+    if not isinstance(got, np.ndarray):
+        why = f"within {whole:g} s" if got is None else f"({got})"
+        raise GShardError(
+            f"{change}, and the other processes did not follow {why}. Either they gave what they "
+            "gave before, as with a last, smaller batch of uneven data (drop it, or pad it with "
+            "rows of weight 0, gshard.Weighted), or they came to no batch at all, or have ended. "
+            "Every process must give the same number of rows in every call. Start the job again."
+        ) from got
+    ranks = {d.process_index: row for d, row in zip(devices, got, strict=True)}
+    return {rank: ranks[rank].tobytes() for rank in sorted(ranks)}
