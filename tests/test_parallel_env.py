@@ -176,7 +176,7 @@ HERE = "127.0.0.1:29500"
     ("arguments", "said"),
     [
         ({"process_id": 1}, "num_processes is missing beside {'process_id': 1}"),
-        ({"num_processes": 2}, "process_id is missing beside {'num_processes': 2}"),
+        ({"num_processes": 2}, "process_id is missing beside {'GSHARD_NUM_PROCESSES': 2}"),
         ({"coordinator": HERE}, "num_processes is missing beside {'coordinator': '127"),
         ({"num_processes": 2, "process_id": 1}, "coordinator is missing: with 2 processes"),
         ({"num_processes": 2, "process_id": 2}, "process_id=2 is not a rank of num_processes=2"),
@@ -210,10 +210,10 @@ def test_bad_arguments(monkeypatch, arguments, said):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        (("", "2", ""), "process_id is missing beside {'num_processes': 2}"),
-        (("", "", "0"), "num_processes is missing beside {'process_id': 0}"),
+        (("", "2", ""), "process_id is missing beside {'GSHARD_NUM_PROCESSES': 2}"),
+        (("", "", "0"), "num_processes is missing beside {'GSHARD_PROCESS_ID': 0}"),
         (("", "two", "0"), "the variable GSHARD_NUM_PROCESSES='two' must be a whole number"),
-        (("", "2", "2"), "process_id=2 is not a rank of num_processes=2. Ranks run from 0 to 1."),
+        (("", "2", "2"), "GSHARD_PROCESS_ID=2 is not a rank of GSHARD_NUM_PROCESSES=2. Ranks"),
         ((HERE, "2", "0.5"), "the variable GSHARD_PROCESS_ID='0.5' must be a whole number"),
         (("nowhere", "2", "0"), "='nowhere' must be 'host:port' of process 0"),
     ],
