@@ -27,7 +27,7 @@ help:  ## say what each target does
 demo: setup-test  ## train a small GPT at every level on 8 virtual devices (3 minutes)
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
 
-test: setup-test  ## the quick tier of the tests (about 12 minutes on 2 cores)
+test: setup-test  ## the quick tier of the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup-test  ## every test, or every one of ARGS=tests/..., and docs/test-record.md

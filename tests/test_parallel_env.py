@@ -176,7 +176,7 @@ HERE = "127.0.0.1:29500"
     ("arguments", "said"),
     [
         ({"process_id": 1}, "num_processes is missing beside {'process_id': 1}"),
-        ({"num_processes": 2}, "process_id is missing beside {'GSHARD_NUM_PROCESSES': 2}"),
+        ({"num_processes": 2}, "process_id is missing beside {'num_processes': 2}"),
         ({"coordinator": HERE}, "num_processes is missing beside {'coordinator': '127"),
         ({"num_processes": 2, "process_id": 1}, "coordinator is missing: with 2 processes"),
         ({"num_processes": 2, "process_id": 2}, "process_id=2 is not a rank of num_processes=2"),

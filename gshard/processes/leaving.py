@@ -30,7 +30,7 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
-_THREADS = 3.0  # seconds that other threads have to end
+_THREADS = 8.0  # seconds that `atexit` functions and other threads have to end
 
 _code = 0
 
