@@ -19,7 +19,7 @@ from gshard.agreement import agree
 from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.plan import Plan
-from gshard.tree import flatten, no_numbers
+from gshard.tree import flatten, no_numbers, subscript
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:
@@ -40,18 +40,15 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
       GShardError: when the rows do not divide over this process's devices, or when the processes
         gave different arrays or rows.
     """
-    if not isinstance(plan, Plan):
-        raise GShardError(f"shard_batch(batch, plan) was called with {shown(plan)} as the plan.")
+    check_plan(plan, "shard_batch(batch, plan)")
     mesh = plan.mesh
-    if isinstance(mesh, AbstractMesh):
-        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
     rows = NamedSharding(mesh, plan.batch_spec)
     placed = [_is_global(x, rows) for x in jax.tree.leaves(batch)]
     if placed and all(placed):
         return batch
     local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
     try:
-        _check_leaves(local, mesh.is_multi_process)
+        check_leaves(local, keys=not mesh.is_multi_process)
         if not any(placed):
             check_rows(local, local_places(plan), 1)
         elif any(np.ndim(x) for x in local.values()):
@@ -136,8 +133,20 @@ def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
     return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
 
 
-def _check_leaves(batch: Any, several: bool) -> None:
-    """Checks that the leaves are numbers, or keys of `jax.random` where one process has them all.
+def check_plan(plan: Any, call: str) -> None:
+    """Checks that a plan can place a batch.
+
+    Raises:
+      GShardError: names the call where it is no plan, or says that its mesh is abstract.
+    """
+    if not isinstance(plan, Plan):
+        raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
+    if isinstance(plan.mesh, AbstractMesh):
+        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
+
+
+def check_leaves(batch: Any, keys: bool = True) -> None:
+    """Checks that the leaves are numbers, or keys of `jax.random` where these may be.
 
     Raises:
       GShardError: names the first that is not.
@@ -146,14 +155,16 @@ def _check_leaves(batch: Any, several: bool) -> None:
         dtype = getattr(x, "dtype", None)
         if dtype is None and isinstance(x, (bool, int, float, complex)):
             continue
-        if not several and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        if keys and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
             continue
         if dtype is None or no_numbers(dtype):
             paths, leaves, _ = flatten(batch)
             path = next(p for p, leaf in zip(paths, leaves, strict=True) if leaf is x)
             if dtype is None:
-                raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
-            raise GShardError(f"batch{_at(path)} {no_numbers(dtype)}: pass numbers.")
+                raise GShardError(
+                    f"batch{subscript(path)} is {shown(x)}: pass NumPy or JAX arrays."
+                )
+            raise GShardError(f"batch{subscript(path)} {no_numbers(dtype)}: pass numbers.")
 
 
 def _check_beside(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
@@ -167,24 +178,19 @@ def _check_beside(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None
     for path, x, known in zip(paths, leaves, placed, strict=True):
         if known and x.ndim and x.shape[0] != whole:
             raise GShardError(
-                f"batch{_at(path)} is a global array of {x.shape[0]} rows, and the {rows} rows of "
-                f"the arrays beside it, which are this process's own, make {whole}. All arrays of "
-                "a batch share their leading dimension."
+                f"batch{subscript(path)} is a global array of {x.shape[0]} rows, and the {rows} "
+                f"rows of the arrays beside it, which are this process's own, make {whole}. All "
+                "arrays of a batch share their leading dimension."
             )
 
 
 def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
-    """The rows of a batch, after checking that they divide over devices and micro-batches.
+    """The rows of a batch of numbers, checked to divide over devices and micro-batches.
 
     Raises:
       GShardError: names the array that does not fit.
     """
     paths, leaves, _ = flatten(batch)
-    for path, x in zip(paths, leaves, strict=True):
-        if not hasattr(x, "dtype") and not isinstance(x, (bool, int, float, complex)):
-            raise GShardError(f"batch{_at(path)} is {shown(x)}: pass NumPy or JAX arrays.")
-        if isinstance(x, (np.ndarray, np.generic)) and (why := no_numbers(x.dtype)):
-            raise GShardError(f"batch{_at(path)} {why}: pass numbers.")
     if not devices:
         raise GShardError("this process has no device in the mesh of the plan: it has no rows.")
     rows = {path: x.shape[0] for path, x in zip(paths, leaves, strict=True) if jnp.ndim(x)}
@@ -198,8 +204,8 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
     for path, n in rows.items():
         if n != count:
             raise GShardError(
-                f"batch{_at(path)} has {n} rows and batch{_at(first)} has {count}. All arrays of a "
-                "batch share their leading dimension."
+                f"batch{subscript(path)} has {n} rows and batch{subscript(first)} has {count}. All "
+                "arrays of a batch share their leading dimension."
             )
     if count % unit or not count:
         over = f"{devices} devices" + (
@@ -207,8 +213,8 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
         )
         nearest = max(unit, count // unit * unit)
         raise GShardError(
-            f"batch{_at(first)} has {count} rows, which do not divide over {over} = {unit}. Use "
-            f"{nearest} or {nearest + unit} rows (or fewer micro-batches or devices)."
+            f"batch{subscript(first)} has {count} rows, which do not divide over {over} = {unit}. "
+            f"Use {nearest} or {nearest + unit} rows (or fewer micro-batches or devices)."
         )
     return count
 
@@ -218,7 +224,3 @@ def _is_global(x: Any, rows: NamedSharding) -> bool:
     if isinstance(x, core.Tracer):  # a step inside the user's own jit
         return True
     return isinstance(x, jax.Array) and x.sharding.device_set == rows.device_set
-
-
-def _at(path: str) -> str:
-    return f"[{path!r}]" if path else ""

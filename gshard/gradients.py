@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.arguments import flag, whole_number
-from gshard.batch import check_rows
+from gshard.batch import check_leaves, check_rows
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
 from gshard.errors import GShardError, warn
@@ -182,6 +182,7 @@ def _on_devices(
     apart = own_extras or {}
     layouts = extra_layouts({k: x for k, x in parts.extras.items() if k not in apart}, plan)
     own_layouts = {name: all_whole(tree, plan.group) for name, tree in apart.items()}
+    check_leaves(batch)  # in the user's own loop it need not come from shard_batch
     check_rows(batch, plan.group.devices, options.micro_batches)
     _check_dtypes(parts.params, plan)
 

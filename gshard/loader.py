@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
 
 from gshard.agreement import agree_on_loader
 from gshard.ahead import in_thread
 from gshard.arguments import flag, shown, whole_number
-from gshard.batch import local_places, place, shard_batch
+from gshard.batch import check_plan, local_places, place, shard_batch
 from gshard.errors import CallOrderError, GShardError
 from gshard.order import Order, own_part
 from gshard.plan import Plan
@@ -69,7 +68,7 @@ class DataLoader:
         prefetch: int = 2,
         transform: Callable[..., Any] | None = None,
     ):
-        _check_plan(plan, "DataLoader(source, batch_size, plan)")
+        check_plan(plan, "DataLoader(source, batch_size, plan)")
         if not local_places(plan):
             raise GShardError(
                 "this process has no device in the mesh of the plan: it has no rows to load."
@@ -217,7 +216,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     Raises:
       GShardError: for arguments that cannot be; while iterating, as `shard_batch`.
     """
-    _check_plan(plan, "global_batches(batches, plan)")
+    check_plan(plan, "global_batches(batches, plan)")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
         raise GShardError(
             f"global_batches(batches, plan): batches={shown(batches)} does not give batches one by "
@@ -234,10 +233,3 @@ def _as_given(name: str, value: int) -> str:
     if name == "checksum":
         return f"a first and a last row of checksum {value:#010x}"
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
-
-
-def _check_plan(plan: Any, call: str) -> None:
-    if not isinstance(plan, Plan):
-        raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
-    if isinstance(plan.mesh, AbstractMesh):
-        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")

@@ -13,7 +13,7 @@ from gshard.arguments import shown
 from gshard.errors import GShardError
 from gshard.statement import structure_words
 from gshard.transform import Transform
-from gshard.tree import differences, flatten, no_numbers
+from gshard.tree import differences, flatten, no_numbers, subscript
 
 
 class Source:
@@ -102,7 +102,9 @@ class Source:
             if dtype is None:
                 dtype = np.asarray(x).dtype
             if why := no_numbers(dtype):
-                raise GShardError(f"{what}{_at(path)} {why}. Change or leave it out in transform=.")
+                raise GShardError(
+                    f"{what}{subscript(path)} {why}. Change or leave it out in transform=."
+                )
             x = np.asarray(x)
             forms.append((x.shape, x.dtype))
         return paths, forms, structure
@@ -122,7 +124,7 @@ class Source:
         for path, x, (shape, dtype) in zip(paths, map(np.asarray, leaves), forms, strict=True):
             if x.shape != shape or x.dtype != dtype:
                 return GShardError(
-                    f"{at}{_at(path)} is {x.dtype}{list(x.shape)}, and that of {first} is "
+                    f"{at}{subscript(path)} is {x.dtype}{list(x.shape)}, and that of {first} is "
                     f"{dtype}{list(shape)}. All examples have the same shapes and dtypes, so that "
                     "they can be stacked; pad or cast them with transform=."
                 )
@@ -154,19 +156,21 @@ def _check_arrays(arrays: list[tuple[str, Any]], transformed: bool) -> None:
     for path, x in arrays:
         if not x.shape:
             raise GShardError(
-                f"source{_at(path)} is a single number: the arrays of a source have their rows in "
-                "the leading dimension."
+                f"source{subscript(path)} is a single number: the arrays of a source have their "
+                "rows in the leading dimension."
             )
         if length is None:
             first, length = path, x.shape[0]
         if x.shape[0] != length:
             raise GShardError(
-                f"source{_at(path)} has {x.shape[0]} rows and source{_at(first)} has {length}. All "
-                "arrays of a source share their leading dimension."
+                f"source{subscript(path)} has {x.shape[0]} rows and source{subscript(first)} has "
+                f"{length}. All arrays of a source share their leading dimension."
             )
         why = no_numbers(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
-            raise GShardError(f"source{_at(path)} {why}. Leave it out, or change it in transform=.")
+            raise GShardError(
+                f"source{subscript(path)} {why}. Leave it out, or change it in transform=."
+            )
 
 
 def _length(data: Any) -> int:
@@ -190,7 +194,3 @@ def _length(data: Any) -> int:
             f"len(source) of {shown(data)} is not known ({error}). The loader needs the number of "
             "rows; for batches that come one after the other use gshard.global_batches."
         ) from error
-
-
-def _at(path: str) -> str:
-    return f"[{path!r}]" if path else ""

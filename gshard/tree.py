@@ -26,6 +26,11 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
+def subscript(path: str) -> str:
+    """A path behind the name of its tree, as in `batch['x/y']`; nothing for a tree of one leaf."""
+    return f"[{path!r}]" if path else ""
+
+
 def belongs_to(
     paths: Sequence[str],
     known: Collection[str],

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gshard.processes.address import Kept, PortTakenError
+from tests.processes import clean_environment
 
 ROOT = Path(__file__).parents[1]
 MARK = "GSHARD_TEST_JOB"
@@ -24,13 +25,12 @@ class Job:
 
     def __init__(self, command: list[str], folder: Path, **variables: str):
         self.mark, self.folder = uuid.uuid4().hex, folder
-        own = {k: v for k, v in os.environ.items() if not k.startswith(("GSHARD_", "XLA_FLAGS"))}
-        environment = own | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: self.mark}
+        own = {"PYTHONPATH": str(ROOT), MARK: self.mark}
         self._files = [(folder / f"{self.mark}.{name}").open("w+b") for name in ("out", "err")]
         self.process = subprocess.Popen(
             command,
             cwd=folder,
-            env=environment | variables,
+            env=clean_environment() | own | variables,
             stdin=subprocess.DEVNULL,
             stdout=self._files[0],
             stderr=self._files[1],
@@ -78,6 +78,10 @@ class Job:
             assert self.process.poll() is None, f"ended before {what}\n{self.out}\n{self.err}"
             assert time.monotonic() < end, f"not {what} in {limit} s\n{self.out}\n{self.err}"
             time.sleep(0.02)
+
+    def until_training(self, processes: int = 2) -> None:
+        """Waits until each has said `first step`, as the workers of the tests do."""
+        self.wait_until(lambda: self.out.count("first step") == processes, "all train")
 
     def assert_nobody_left(self, within: float = 2.0) -> None:
         end = time.monotonic() + within

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from benchmarks.groups import free_address
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds for all of a group together
@@ -24,16 +25,17 @@ class Ended(NamedTuple):
     said: str
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def variables(coordinator: str, processes: int, rank: int) -> dict[str, str]:
     """Who a process is, in gshard's words."""
     names = ("GSHARD_COORDINATOR", "GSHARD_NUM_PROCESSES", "GSHARD_PROCESS_ID")
     return dict(zip(names, (coordinator, str(processes), str(rank)), strict=True))
+
+
+def clean_environment() -> dict[str, str]:
+    """This one for a job of its own on CPUs: no devices of the tests, no cluster around them."""
+    apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")
+    own = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
+    return own | {"JAX_PLATFORMS": "cpu"}
 
 
 def run_together(
@@ -48,9 +50,7 @@ def run_together(
 
     Until all have ended or time is up; or until one has failed, unless it is `to_the_end`.
     """
-    apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")  # a cluster's, around the tests
-    common = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
-    common |= {"JAX_PLATFORMS": "cpu"}
+    common = clean_environment()
     logs = [folder / f"{i}.log" for i in range(len(commands))]
     started: list[subprocess.Popen] = []
     try:

@@ -54,7 +54,7 @@ def check(kill: Kill, folder: Path) -> float:
     with running(launch(*words), folder) as job:
         job.wait_until(lambda: len(job.ranks()) == kill.processes, "all have started")
         if not kill.early:
-            job.wait_until(lambda: job.out.count("first step") == kill.processes, "all train")
+            job.until_training(kill.processes)
         time.sleep(kill.after)
         return _strike(kill, job)
 

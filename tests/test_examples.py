@@ -17,10 +17,11 @@ from flax.training.train_state import TrainState
 from rich.console import Console
 
 import gshard
+from benchmarks.groups import free_address
 from examples import config, gpt, text
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
-from tests.processes import assert_all_well, free_address, run_together, variables
+from tests.processes import assert_all_well, run_together, variables
 from tests.tiers import quick
 
 ROOT = Path(__file__).parents[1]

@@ -161,7 +161,7 @@ def test_a_last_hook_that_fails_is_reported(tmp_path):
         "for _ in gshard.until_preempted(steps(), last): pass\n"
     )
     with running(launch("--nproc_per_node", 2, script), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGTERM)
         assert job.code(20) == 1
         assert "rank 0 exited with code 1" in job.err
@@ -221,7 +221,7 @@ def test_a_job_that_fails_again_is_given_up(tmp_path):
 
 def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGTERM)
         assert job.code() == gshard.PREEMPTED == 75, job.err
         saved = re.findall(r"\[rank (\d)\] saved at (\d+)", job.out)
@@ -233,7 +233,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
 
 def test_one_process_that_is_told_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         os.kill(job.ranks()[1], signal.SIGTERM)
         assert job.code() == gshard.PREEMPTED, job.err
         assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
@@ -242,7 +242,7 @@ def test_one_process_that_is_told_stops_all(tmp_path):
 @pytest.mark.slow
 def test_alone_a_process_is_told_too(tmp_path):
     with running(launch(WORKER, "until_told"), tmp_path) as job:
-        job.wait_until(lambda: "first step" in job.out, "it trains")
+        job.until_training(1)
         job.process.send_signal(signal.SIGTERM)
         assert job.code() == gshard.PREEMPTED, job.err
         assert job.out.count("saved at") == 1
@@ -252,7 +252,7 @@ def test_alone_a_process_is_told_too(tmp_path):
 def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
     command = launch("--nproc_per_node", 2, "--grace", 1, WORKER, "until_told", "False")
     with running(command, tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGTERM)
         assert job.code(limit=1 + 5) == 128 + signal.SIGTERM
         assert "ranks [0, 1] had not stopped and were killed. A script" in job.err
@@ -262,7 +262,7 @@ def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "steps"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGINT)
         assert job.code(limit=10) == 128 + signal.SIGINT
         job.assert_nobody_left()
@@ -270,7 +270,7 @@ def test_ctrl_c_ends_all(tmp_path):
 
 def test_nobody_outlives_the_launcher(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "with_children"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         assert len(job.pids()) == 5, "two ranks, a process of each, and the guardian"
         os.kill(job.ranks()[0], signal.SIGSTOP)
         job.process.kill()
@@ -280,7 +280,7 @@ def test_nobody_outlives_the_launcher(tmp_path):
 @pytest.mark.slow
 def test_what_a_process_started_ends_with_it(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "with_children"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert job.code(limit=10) == 128 + signal.SIGKILL
         job.assert_nobody_left()

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 import gshard
-from tests.processes import assert_all_well, free_address, run_together, variables
+from benchmarks.groups import free_address
+from tests.processes import assert_all_well, run_together, variables
 
 
 def free_port_above(first: int) -> int:

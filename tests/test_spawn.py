@@ -177,7 +177,7 @@ def program(what: str) -> list[str]:
 
 def test_nobody_outlives_the_parent(tmp_path):
     with running(program("steps"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         os.kill(max(job.ranks().values()), signal.SIGSTOP)
         job.process.kill()
         job.assert_nobody_left()
@@ -186,7 +186,7 @@ def test_nobody_outlives_the_parent(tmp_path):
 @pytest.mark.slow
 def test_the_parent_passes_sigterm_on_and_ends_with_its_code(tmp_path):
     with running(program("until_told"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGTERM)
         assert job.code() == gshard.PREEMPTED, job.err
         saved = re.findall(r"saved at (\d+)", job.out)
@@ -198,7 +198,7 @@ def test_the_parent_passes_sigterm_on_and_ends_with_its_code(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path):
     with running(program("steps"), tmp_path) as job:
-        job.wait_until(lambda: job.out.count("first step") == 2, "both train")
+        job.until_training()
         job.process.send_signal(signal.SIGINT)
         assert job.code(limit=10) in (-signal.SIGINT, 130, 1)
         job.assert_nobody_left()

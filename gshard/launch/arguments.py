@@ -147,11 +147,7 @@ def _checked(given: argparse.Namespace) -> Request:
         on_cpu = given.virtual_devices is not None
         processes = 1 if on_cpu else max(1, len(devices or accelerators.visible()))
     whole_number("--nproc_per_node", processes, 1)
-    if given.virtual_devices is not None:
-        virtual = accelerators.virtual(given.virtual_devices, "--virtual_devices", os.environ)
-        variables = [virtual] * processes
-    else:
-        variables = accelerators.shares("--devices", devices, processes)
+    variables = accelerators.shares(processes, devices, given.virtual_devices, "--")
     return Request(
         target=given.script,
         module=given.module,

@@ -14,12 +14,9 @@ from gshard.launch.log import Log
 from gshard.launch.worker import Worker
 from gshard.processes import environment
 from gshard.processes.address import LOOPBACK, Address, Kept
-from gshard.processes.ending import FAILED_GRACE, end, send, settle
+from gshard.processes.ending import FAILED_GRACE, TICK, end, send, settle
 from gshard.processes.guardian import Guardian, kill_group, kill_rest
-from gshard.processes.leaving import PREEMPTED
 from gshard.processes.verdict import End
-
-_TICK = 0.05  # seconds
 
 
 class Outcome(NamedTuple):
@@ -39,7 +36,7 @@ class Outcome(NamedTuple):
     def failed(self) -> bool:
         """Whether a process failed by itself, and not by the signal that the job was told."""
         by_signal = () if self.told is None else (128 + self.told, -self.told)
-        return any(e.code not in (0, PREEMPTED, *by_signal) and not e.asked for e in self.ends)
+        return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
 
 def run(request: Request, restarts: int, told: list[int]) -> Outcome:
@@ -138,7 +135,7 @@ class _Job:
                 self._end_the_others()
 
     def _one_failed(self) -> bool:
-        return any(e.code not in (0, PREEMPTED) for e in self._ends.values())
+        return any(e.failed for e in self._ends.values())
 
     def _end_the_others(self) -> None:
         settle(self._running, self._tick)
@@ -166,7 +163,7 @@ class _Job:
 
     def _tick(self) -> None:
         """Passes output on for a moment, and notes who has ended."""
-        for key, _ in self._selector.select(_TICK):
+        for key, _ in self._selector.select(TICK):
             if not key.data.pass_on():
                 self._selector.unregister(key.fileobj)
         self._note()

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError
@@ -56,13 +56,27 @@ def chosen(argument: str, devices: str | Sequence[int | str] | None) -> list[str
     return found
 
 
-def shares(argument: str, devices: list[str] | None, processes: int) -> list[dict[str, str]]:
-    """The variables by which each of several processes of one machine sees its own GPUs.
+def shares(
+    processes: int, devices: list[str] | None, virtual_devices: int | None, prefix: str = ""
+) -> list[dict[str, str]]:
+    """The variables by which each of several processes of one machine has its own devices.
+
+    Args:
+      processes: how many.
+      devices: GPUs to divide, as `chosen` gives them; None for all that are visible.
+      virtual_devices: virtual CPU devices of each process, instead of GPUs.
+      prefix: of the two arguments in messages, such as `--`.
 
     Raises:
-      GShardError: the devices do not divide over the processes.
+      GShardError: the GPUs do not divide over the processes, or no number of virtual devices.
       TooFewDevicesError: this machine has GPUs, but fewer than processes.
     """
+    if virtual_devices is not None:
+        return [_virtual(f"{prefix}virtual_devices", virtual_devices)] * processes
+    return _gpus(f"{prefix}devices", devices, processes)
+
+
+def _gpus(argument: str, devices: list[str] | None, processes: int) -> list[dict[str, str]]:
     if devices is None:
         devices = visible()
         if not devices:
@@ -82,10 +96,7 @@ def shares(argument: str, devices: list[str] | None, processes: int) -> list[dic
     return [{variable: ",".join(devices[i * each : (i + 1) * each])} for i in range(processes)]
 
 
-def virtual(count: int | None, argument: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which a process has so many virtual CPU devices; None changes nothing."""
-    if count is None:
-        return {}
+def _virtual(argument: str, count: int) -> dict[str, str]:
     count = whole_number(argument, count, 1)
-    flags = _FORCED.sub("", environment.get("XLA_FLAGS", "")).strip()
+    flags = _FORCED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}

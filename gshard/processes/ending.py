@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 
 from gshard.processes.guardian import kill_group
 
+TICK = 0.05  # seconds that one look at the processes waits for news of them
 FAILED_GRACE = 3.0  # seconds that the others have when one has failed
 _SETTLE = 0.5  # seconds in which those that lost a peer fail by themselves
 

@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 
-_END = "end\n"
+_END = "end"
 _pipes: weakref.WeakSet = weakref.WeakSet()
 
 
@@ -53,32 +54,26 @@ class Guardian:
 
     def close(self) -> None:
         """Kills whatever is still watched."""
-        self._say(_END.strip())  # a fork of this program may hold the pipe open
+        self._say(_END)  # a fork of this program may hold the pipe open
         self._pipe.close()
         self._process.wait()
 
     def _say(self, line: str) -> None:
-        try:
+        with suppress(BrokenPipeError, ValueError):  # somebody ended it: only the care is lost
             self._pipe.write(f"{line}\n".encode())
-        except (BrokenPipeError, ValueError):  # somebody ended it: nothing is lost but the care
-            pass
 
 
 def kill_group(pid: int) -> None:
     """Kills a process that has not been waited for, and the group it leads."""
-    for kill in (os.killpg, os.kill):
-        try:
-            kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
+    kill_rest(pid)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def kill_rest(pid: int) -> None:
     """Kills what is left of the group of a process that has ended; its number may be another's."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _watch_over() -> None:
@@ -86,7 +81,7 @@ def _watch_over() -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent may still need it
     watched: set[int] = set()
     for line in sys.stdin:
-        if line == _END:
+        if line.rstrip() == _END:
             break
         (watched.add if line[0] == "+" else watched.discard)(int(line[1:]))
     for pid in watched:

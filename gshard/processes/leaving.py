@@ -1,8 +1,9 @@
 """A process that fails leaves at once.
 
 JAX waits at exit for all other processes, up to minutes, and these wait in a collective for this
-one; then C++ ends them. So whoever has failed ends its own process instead, behind the user's
-`atexit` functions and in front of JAX's: its sockets close, and the others learn of it.
+one; then C++ ends them. So whoever has failed ends its own process instead, in front of JAX's exit
+functions: its sockets close, and the others learn of it. `atexit` functions that were registered
+after gshard was imported run before that; those of before, like JAX's, do not run.
 """
 
 from __future__ import annotations

@@ -66,8 +66,13 @@ def init_parallel_env(
         _check_again(asked)
         return
     timeouts = (
-        _seconds("heartbeat_timeout", heartbeat_timeout, HEARTBEAT_TIMEOUT),
-        _seconds("start_timeout", start_timeout, START_TIMEOUT),
+        _seconds(
+            "heartbeat_timeout",
+            heartbeat_timeout,
+            environment.HEARTBEAT_TIMEOUT,
+            HEARTBEAT_TIMEOUT,
+        ),
+        _seconds("start_timeout", start_timeout, environment.START_TIMEOUT, START_TIMEOUT),
     )
     _check_secure(secure)
     place = _complete(asked)
@@ -98,7 +103,8 @@ def _complete(asked: Place) -> Place:
     if place == (None, None, None):
         return place
     # Who is told what by whom, for messages.
-    source = {n: n if n in told else f"GSHARD_{n.upper()}" for n in Place._fields}
+    variables = (environment.COORDINATOR, environment.NUM_PROCESSES, environment.PROCESS_ID)
+    source = {n: n if n in told else v for n, v in zip(Place._fields, variables, strict=True)}
     for name, value in list(place._asdict().items())[1:]:
         if value is None:
             given = {source[n]: v for n, v in place._asdict().items() if v is not None}
@@ -133,10 +139,9 @@ def _check_again(asked: Place) -> None:
             )
 
 
-def _seconds(name: str, value: int | None, default: int) -> int:
+def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
     if value is None:
-        name = f"GSHARD_{name.upper()}"
-        value = environment.number(name)
+        name, value = variable, environment.number(variable)
     return default if value is None else whole_number(name, value, 1, " of seconds")
 
 

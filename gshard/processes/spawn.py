@@ -84,10 +84,7 @@ def spawn(
             "devices, one of the two."
         )
     count = _count(nprocs, devices, virtual)
-    if virtual is not None:
-        own = [accelerators.virtual(virtual, "virtual_devices", os.environ)] * count
-    else:
-        own = accelerators.shares("devices", devices, count)
+    own = accelerators.shares(count, devices, virtual)
     timeouts = {name: chosen[name] for name in ("heartbeat_timeout", "start_timeout")}
     with _STARTING:
         spawned = _start(call, own, timeouts, daemon)

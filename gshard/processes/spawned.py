@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing.connection
 import signal
 import sys
@@ -18,13 +19,12 @@ from typing import Any
 from gshard.errors import GShardError
 from gshard.processes.address import Kept
 from gshard.processes.child import Failure, Result
-from gshard.processes.ending import FAILED_GRACE, end, send, settle
+from gshard.processes.ending import FAILED_GRACE, TICK, end, send, settle
 from gshard.processes.guardian import Guardian, kill_rest
 from gshard.processes.leaving import PREEMPTED
 from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, first_cause, in_words, meaning
 
-_TICK = 0.05  # seconds
 _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 
 
@@ -85,11 +85,12 @@ class Spawned:
           ProcessFailedError: one failed. The others have been ended.
           SystemExit: with the code 75, when the job was told to stop and did so in order.
         """
+        seconds = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + seconds
         with self._passing_on_sigterm():
             # In turns, since Python handles a signal between them.
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while self._watch.is_alive() and (deadline is None or time.monotonic() < deadline):
-                self._watch.join(0.1 if deadline is None else min(0.1, timeout or 0.0))
+            while self._watch.is_alive() and time.monotonic() < deadline:
+                self._watch.join(min(0.1, seconds))
         if self._watch.is_alive():
             return False
         self._raise()
@@ -114,7 +115,7 @@ class Spawned:
         try:
             while self._left():
                 self._tick()
-                failed = any(e.code not in (0, PREEMPTED) for e in self._ends.values())
+                failed = any(e.failed for e in self._ends.values())
                 if failed and not self._told.is_set():
                     settle(self._pids, self._tick)
                 if failed or self._told.is_set():
@@ -132,7 +133,7 @@ class Spawned:
     def _tick(self) -> None:
         sentinels = [self.processes[rank].sentinel for rank in self._left()]
         waited = [*self._pipes.values(), *self._streams, *sentinels]
-        ready = multiprocessing.connection.wait(waited, _TICK)
+        ready = multiprocessing.connection.wait(waited, TICK)
         for pipe in [pipe for pipe in self._streams if pipe in ready]:
             if not self._streams[pipe].pass_on():
                 del self._streams[pipe]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gshard.errors import some
-from gshard.processes.leaving import LOST_PEER
+from gshard.processes.leaving import LOST_PEER, PREEMPTED
 
 TAIL = 20  # lines
 
@@ -48,6 +48,11 @@ class End:
     seconds: float = 0.0
     stopped: bool = False
     asked: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it neither finished, nor stopped in order when it was told to."""
+        return self.code not in (0, PREEMPTED)
 
     @property
     def follows(self) -> bool:
@@ -129,9 +134,9 @@ class Readable:
         """Whether a user should see the next line."""
         if _FRAME.match(line) or self._fatal:
             return False
-        if machinery := _MACHINERY.match(line):
+        if _MACHINERY.match(line):
             self._inside, self._fatal = True, line[0] == "F"
-            return not machinery
+            return False
         self._inside = self._inside and _CONTINUED.match(line) is not None
         return not self._inside
 
