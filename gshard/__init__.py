@@ -6,6 +6,11 @@ from gshard._version import __version__ as __version__
 from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch
+from gshard.checkpoint.checkpointer import Checkpointer as Checkpointer
+from gshard.checkpoint.checkpointer import Restored as Restored
+from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
+from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
+from gshard.checkpoint.manifest import Damage as Damage
 from gshard.errors import ArgumentTypeError as ArgumentTypeError
 from gshard.errors import CallOrderError as CallOrderError
 from gshard.errors import DonatedStateError as DonatedStateError

@@ -56,6 +56,20 @@ def tell_all(text: str, plan: Plan, change: str) -> dict[int, str]:
     return found if longest <= _TEXT else _tell(text, longest, plan, change, None)[0]
 
 
+def tell_every_process(text: str) -> dict[int, str]:
+    """What every process of the job says, by rank, however long; waits for all of them.
+
+    Without a limit: what they do before, such as writing to a slow disk, may take its time.
+    """
+    if jax.process_count() == 1:
+        return {0: text}
+    everyone = Mesh(np.array(jax.devices()), ("all",))
+    found, longest = _unpacked(_meet(_packed(text, _TEXT), everyone))
+    if longest > _TEXT:
+        found, _ = _unpacked(_meet(_packed(text, longest), everyone))
+    return found
+
+
 def refuse_given_up(plan: Plan) -> None:
     """Raises a `GShardError` where this process gave up waiting for the others of a plan."""
     if plan in _given_up:
@@ -71,8 +85,7 @@ def _tell(
     """The texts, and the bytes of the longest."""
     refuse_given_up(plan)
     limit = _limit()
-    long = text.encode()
-    message = _LENGTH.pack(len(long)) + long[:size].ljust(size, b"\0")
+    message = _packed(text, size)
     try:
         found = _exchange(message, plan.mesh, change, fault, limit)
     except GShardError as error:
@@ -81,6 +94,15 @@ def _tell(
             raise
         fault.add_note("The other processes did not come to be told: start the job again.")
         raise fault from error.__cause__
+    return _unpacked(found)
+
+
+def _packed(text: str, size: int) -> bytes:
+    long = text.encode()
+    return _LENGTH.pack(len(long)) + long[:size].ljust(size, b"\0")
+
+
+def _unpacked(found: dict[int, bytes]) -> tuple[dict[int, str], int]:
     lengths = [_LENGTH.unpack_from(said)[0] for said in found.values()]
     texts = [said[_LENGTH.size :].rstrip(b"\0").decode(errors="ignore") for said in found.values()]
     return dict(zip(found, texts, strict=True)), max(lengths)
@@ -100,23 +122,12 @@ def _same(x: jax.Array) -> jax.Array:
 def _exchange(
     message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
 ) -> dict[int, bytes]:
-    """What every process of the mesh says, by rank.
-
-    Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
-    processes without a device in it, and wants as many devices on each.
-    """
-    devices = list(mesh.devices.flat)
-    flat = Mesh(np.array(devices), ("all",))
-    mine = np.frombuffer(message, np.uint8)[None]
+    """What every process of the mesh says, by rank; gives up after `limit` seconds."""
     result: list[Any] = []
 
     def run() -> None:
         try:
-            rows = NamedSharding(flat, jax.P("all"))
-            shape = (len(devices), mine.size)
-            sent = jax.make_array_from_callback(shape, rows, lambda _: mine)
-            got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
-            result.append(np.asarray(got.addressable_data(0)))
+            result.append(_meet(message, mesh))
         except Exception as error:  # raised where the caller waits
             result.append(error)
 
@@ -136,7 +147,7 @@ def _exchange(
         )
         thread.join(wait)
     got = result[0] if result else None
-    if not isinstance(got, np.ndarray):
+    if not isinstance(got, dict):
         why = f"within {whole:g} s" if got is None else f"({got})"
         raise GShardError(
             f"{change}, and the other processes did not follow {why}. Either they gave what they "
@@ -144,5 +155,22 @@ def _exchange(
             "rows of weight 0, gshard.Weighted), or they came to no batch at all, or have ended. "
             "Every process must give the same number of rows in every call. Start the job again."
         ) from got
-    ranks = {d.process_index: row for d, row in zip(devices, got, strict=True)}
+    return got
+
+
+def _meet(message: bytes, mesh: Any) -> dict[int, bytes]:
+    """What every process of the mesh says, by rank, as many bytes of each; waits for all.
+
+    Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
+    processes without a device in it, and wants as many devices on each.
+    """
+    devices = list(mesh.devices.flat)
+    flat = Mesh(np.array(devices), ("all",))
+    mine = np.frombuffer(message, np.uint8)[None]
+    rows = NamedSharding(flat, jax.P("all"))
+    shape = (len(devices), mine.size)
+    sent = jax.make_array_from_callback(shape, rows, lambda _: mine)
+    got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
+    said = np.asarray(got.addressable_data(0))
+    ranks = {d.process_index: row for d, row in zip(devices, said, strict=True)}
     return {rank: ranks[rank].tobytes() for rank in sorted(ranks)}

@@ -1,0 +1,129 @@
+"""The directory of a run: which steps it holds, and how one comes and goes.
+
+A step is a folder named by its number. It is written under another name and renamed when it is
+complete, and renamed before it is deleted, so a folder with a number is never half of a step.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import IO, Any
+
+from gshard.arguments import shown
+from gshard.errors import CallOrderError, GShardError
+
+SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_DEBRIS = re.compile(rf"({_STEP.pattern})({re.escape(SAVING)}|{re.escape(DELETED)})")
+_LOCK = ".gshard_lock"
+
+
+def as_directory(path: Any) -> Path:
+    """The absolute path of a directory that exists or can be made.
+
+    Raises:
+      GShardError: it is no path, or a file is in the way.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise GShardError(f"directory={shown(path)} must be the path of a directory.")
+    folder = Path(path).expanduser().absolute()
+    if "://" in str(path):
+        raise GShardError(
+            f"directory={str(path)!r} is an address. gshard writes to file systems: mount the "
+            "bucket, and give the path."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise GShardError(f"directory={str(path)!r} is a file. Choose another path.")
+    return folder
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps of a directory, ascending; none where there is no directory.
+
+    Raises:
+      GShardError: it cannot be read.
+    """
+    try:
+        found = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise GShardError(f"{directory} cannot be read: {error.strerror}.") from error
+    return sorted(int(name) for name in found if _STEP.fullmatch(name))
+
+
+def delete(directory: Path, step: int) -> None:
+    """Deletes a step: at once for whoever looks, then file by file."""
+    doomed = directory / f"{step}{DELETED}"
+    shutil.rmtree(doomed, ignore_errors=True)
+    (directory / str(step)).rename(doomed)
+    fsync(directory)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Renames a damaged step, so that it can be looked at and is no step any more."""
+    aside = directory / f"{step}{DAMAGED}"
+    shutil.rmtree(aside, ignore_errors=True)
+    (directory / str(step)).rename(aside)
+    fsync(directory)
+    return aside
+
+
+def commit(written: Path) -> None:
+    """Makes a complete folder `N.saving` the step N."""
+    written.rename(written.with_suffix(""))
+    fsync(written.parent)
+
+
+def clean(directory: Path) -> None:
+    """Removes what killed saves and deletions left behind. Only a directory's writer may."""
+    for name in os.listdir(directory):
+        if _DEBRIS.fullmatch(name):
+            shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def lock(directory: Path) -> IO[str]:
+    """Makes this process the one that writes; until the file is closed, or the process ends.
+
+    Raises:
+      CallOrderError: another one writes there.
+    """
+    file = (directory / _LOCK).open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        who = file.read().strip()
+        file.close()
+        raise CallOrderError(
+            f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
+            "directory, or end that one (in this process: checkpointer.close())."
+        ) from error
+    except OSError:  # a file system without locks
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+    file.flush()
+    return file
+
+
+def fsync(path: Path) -> None:
+    """Brings a file, or the names in a folder, onto the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """A file with this content, on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,59 @@
+"""Which steps of a directory stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gshard.arguments import shown, whole_number
+from gshard.errors import GShardError
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A step stays when any of these wants it, and the newest always. All None: all stay.
+
+    Attributes:
+      last: the newest so many.
+      every: those whose number it divides.
+      best: so many with the best `metric`; a step without it, or with NaN, is never one of them.
+      metric: a key of `metadata`.
+      mode: `"min"` or `"max"`: which is best.
+    """
+
+    last: int | None
+    every: int | None
+    best: int | None
+    metric: str
+    mode: str
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None:
+                whole_number(f"keep_{name}", value, 1, " of steps (None: no such rule)")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
+        if self.mode not in ("min", "max"):
+            raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
+
+    def to_delete(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The steps that go, ascending, of steps with their metadata."""
+        steps = sorted(metadata)
+        if self.last is self.every is self.best is None:
+            return []
+        kept = set(steps[-max(self.last or 1, 1) :])
+        kept |= {step for step in steps if self.every and step % self.every == 0}
+        known = {step: self._value(metadata[step]) for step in steps}
+        sign = 1 if self.mode == "min" else -1
+        ranked = sorted((sign * x, -step) for step, x in known.items() if x is not None)
+        kept |= {-step for _, step in ranked[: self.best or 0]}
+        return [step for step in steps if step not in kept]
+
+    def _value(self, metadata: Mapping[str, Any]) -> float | None:
+        value = metadata.get(self.metric)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            return None
+        return value

@@ -1,0 +1,274 @@
+"""A train state as arrays by path, and back: the same paths at every level and on every mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from gshard.checkpoint.storage import read
+from gshard.errors import GShardError
+from gshard.fit import refuse_donated
+from gshard.layout import Layout
+from gshard.plan import Plan, check_state
+from gshard.state import Parts, kind_of
+from gshard.tree import flatten, refuse_twice
+from gshard.unreduced import Unreduced
+
+PARAMS, MASTER = "params/", "opt_state/master/"
+_SHOWN = 20  # differences that a message lists
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """What a checkpoint says of one array.
+
+    Attributes:
+      shape: logical; for keys of `jax.random` that of the keys.
+      dtype: its name; `key<fry>` and the like for keys.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
+
+
+def plan_of(state: Any, call: str) -> Plan:
+    """The plan that a divided state carries.
+
+    Raises:
+      GShardError: it carries none, or is no train state.
+    """
+    try:
+        plan = getattr(kind_of(state).tx(state), "plan", None)
+    except GShardError as error:
+        raise GShardError(f"{call}: {error}") from error
+    if plan is None:
+        raise GShardError(
+            f"{call}: this state has no plan, it did not come from gshard.shard_train_state. It "
+            "has one on one device too: shard_train_state(state, "
+            'make_mesh(devices=jax.devices()[:1]), "dp").'
+        )
+    return plan
+
+
+def split_like(like: Any) -> tuple[Any, Plan]:
+    """The state and the plan to restore into.
+
+    Args:
+      like: what `shard_train_state` returned, concrete or abstract; the state alone will do.
+
+    Raises:
+      GShardError: it is none of these, or its mesh has no devices.
+    """
+    call = "restore(like=...)"
+    if isinstance(like, tuple) and len(like) == 2 and isinstance(like[1], Plan):
+        state, plan = like
+        check_state(state, plan, call)
+    elif isinstance(like, Plan):
+        state, plan = like.abstract_state(), like
+    elif like is None:
+        raise GShardError(
+            f"{call} is missing: pass the state that gshard.shard_train_state returned, or "
+            "(abstract state, plan), so that arrays are read to where they will lie."
+        )
+    else:
+        state, plan = like, plan_of(like, call)
+    if isinstance(plan.mesh, AbstractMesh):
+        raise GShardError(f"{call}: the plan has an abstract mesh: it has no devices to read to.")
+    return state, plan
+
+
+def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, LeafInfo]]:
+    """A state's arrays as stored, by path, without empty ones, and what all of them are.
+
+    Raises:
+      GShardError: arrays were given away, or gradients wait to be reduced.
+    """
+    parts = plan.kind.split(state)
+    waiting = [x for x in jax.tree.leaves(parts, is_leaf=_unreduced) if _unreduced(x)]
+    if waiting:
+        raise GShardError(
+            "save: the state holds Unreduced gradients, which differ on every device. End them "
+            "with gshard.reduce_gradients(acc, plan) and update before you save."
+        )
+    paths, leaves, _ = flatten(parts)
+    refuse_twice(paths, "arrays of the state")
+    refuse_donated(leaves)
+    described = layouts_of(plan)
+    if paths != list(described):
+        raise GShardError(
+            "save: the state is not the one that its plan was made for: "
+            + "; ".join(_differing(dict.fromkeys(described), dict.fromkeys(paths)))
+        )
+    known = {path: LeafInfo(x.shape, str(x.dtype)) for path, x in described.items()}
+    arrays = {p: _data(x) for p, x in zip(paths, leaves, strict=True) if np.size(x)}
+    return arrays, known
+
+
+def layouts_of(plan: Plan) -> dict[str, Layout]:
+    """The layouts of all parts of a state, by path."""
+    paths, layouts, _ = flatten(plan.layouts)
+    return dict(zip(paths, layouts, strict=True))
+
+
+def restored(step: Any, stored: Mapping[str, LeafInfo], state: Any, plan: Plan, cast: bool) -> Any:
+    """A state like `state`, with the arrays of a step that is known to fit.
+
+    Args:
+      step: the folder of the step.
+      stored: what it holds.
+      state: to be like, concrete or abstract.
+      plan: where its arrays lie.
+      cast: whether another dtype is converted.
+
+    Raises:
+      GShardError: paths, shapes or dtypes that differ, each by its name.
+    """
+    layouts = layouts_of(plan)
+    sources = {path: _source(path, x, stored) for path, x in layouts.items()}
+    check_fit(stored, layouts, sources, cast)
+    arrays: dict[str, jax.Array] = {}
+    # Once for all leaves; a source that two leaves share is read for each.
+    for names in _one_to_one(sources):
+        wanted = {sources[p]: _abstract(layouts[p], plan) for p in names if layouts[p].size}
+        found = read(step, wanted)
+        arrays |= {p: found[sources[p]] for p in names if layouts[p].size}
+    leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
+    parts: Parts = jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
+    static = plan.kind.split(plan.template).static
+    return plan.kind.merge(dataclasses.replace(parts, static=static), state, plan.optimizer)
+
+
+def check_fit(
+    stored: Mapping[str, LeafInfo],
+    layouts: Mapping[str, Layout],
+    sources: Mapping[str, str],
+    cast: bool,
+) -> None:
+    """Refuses a checkpoint of another model, leaf by leaf."""
+    used = set(sources.values())
+    unused = [p for p in stored if p not in used and not p.startswith(MASTER)]
+    wrong = [f"  {p} is not in the checkpoint" for p in layouts if sources[p] not in stored]
+    wrong += [f"  {p} is in the checkpoint alone" for p in unused]
+    others = []
+    for path, layout in layouts.items():
+        info = stored.get(sources[path])
+        if info is None:
+            continue
+        if info.shape != layout.shape:
+            wrong.append(f"  {path} has the shape {layout.shape}, in the checkpoint {info.shape}")
+        elif info.dtype != str(layout.dtype):
+            rounded = path.startswith(PARAMS) and _master(path) in layouts
+            if not rounded and not (cast and "key" not in info.dtype + str(layout.dtype)):
+                others.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
+    if not (wrong or others):
+        return
+    lines = [*wrong, *others]
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    mend = (
+        "Pass cast=True to convert them."
+        if not wrong
+        else "It is of another model or optimizer. Weights alone, by name: gshard.export and "
+        "gshard.import_params."
+    )
+    raise GShardError(
+        "\n".join(["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, mend])
+    )
+
+
+def check_same_run(stored: Mapping[str, LeafInfo], own: Mapping[str, LeafInfo], where: str) -> None:
+    """Refuses to write beside checkpoints whose parameters are others."""
+    theirs, mine = _params(stored), _params(own)
+    if theirs != mine:
+        found = _differing(theirs, mine)
+        raise GShardError(
+            f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
+            "was written. Choose another directory."
+        )
+
+
+def _params(leaves: Mapping[str, LeafInfo]) -> dict[str, tuple[int, ...]]:
+    return {p: x.shape for p, x in leaves.items() if p.startswith(PARAMS)}
+
+
+def _differing(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    found = [f"{p} is missing" for p in theirs if p not in mine]
+    found += [f"{p} is added" for p in mine if p not in theirs]
+    both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
+    return found + [f"{p} has the shape {mine[p]}, there {theirs[p]}" for p in both]
+
+
+def _source(path: str, layout: Layout, stored: Mapping[str, LeafInfo]) -> str:
+    """The stored array that a leaf is read from: with or without master copies, on either side."""
+    if path.startswith(MASTER) and path not in stored:
+        return PARAMS + path.removeprefix(MASTER)
+    exact = _master(path)
+    if path.startswith(PARAMS) and exact in stored:
+        info = stored.get(path)
+        if info is None or info.dtype != str(layout.dtype):
+            return exact
+    return path
+
+
+def _master(path: str) -> str:
+    return MASTER + path.removeprefix(PARAMS)
+
+
+def _one_to_one(sources: Mapping[str, str]) -> Iterable[list[str]]:
+    """Leaves in groups in which every source comes once."""
+    first: dict[str, str] = {}
+    for path, source in sources.items():
+        first.setdefault(source, path)
+    groups = [list(first.values()), [p for p, s in sources.items() if first[s] != p]]
+    return [group for group in groups if group]
+
+
+def _abstract(layout: Layout, plan: Plan) -> jax.ShapeDtypeStruct:
+    """How a leaf is read; keys are read as their data."""
+    if not _is_key(layout.dtype):
+        return plan.abstract(layout)
+    data, _ = _data_of_keys(layout)
+    whole = NamedSharding(plan.mesh, jax.P())
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=whole)
+
+
+def _as_stored(x: Any, layout: Layout, plan: Plan) -> jax.Array:
+    if x is None:  # no elements: nothing was written
+        empty = jnp.zeros(layout.stored_shape, layout.dtype)
+        return jax.device_put(empty, plan.sharding(layout))
+    if _is_key(layout.dtype):
+        return jax.random.wrap_key_data(x, impl=_data_of_keys(layout)[1])
+    return x
+
+
+def _data_of_keys(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """What keys are written as, abstract, and the generator that they are of."""
+    found: list[Any] = []
+
+    def look(keys: jax.Array) -> jax.Array:
+        found.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    data = jax.eval_shape(look, jax.ShapeDtypeStruct(layout.shape, layout.dtype))
+    return data, found[0]
+
+
+def _data(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if _is_key(x.dtype) else x
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _unreduced(x: Any) -> bool:
+    return isinstance(x, Unreduced)

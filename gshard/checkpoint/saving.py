@@ -1,0 +1,124 @@
+"""One save on its way, in a thread: each process writes its part, the first commits the whole.
+
+Processes meet in files alone here: a collective in a thread has no order with those of the step.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from gshard.checkpoint import directory, storage
+from gshard.checkpoint.description import data_state_name
+from gshard.checkpoint.manifest import part_name, write_part, write_whole
+
+_TICK = 0.02  # seconds between looks for the parts of others
+_AT_EXIT = 60.0  # seconds that the first waits for them when its program is over
+
+
+class Saving:
+    """A step that is being written.
+
+    Args:
+      folder: `N.saving`, which exists.
+      process: this one's rank.
+      processes: how many write.
+      finish: waits until this process's parts are on the disk.
+      leaves: paths of the arrays.
+      then: the first process calls it after the commit.
+
+    Attributes:
+      afterwards: what `then` raised; the step itself is there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        process: int,
+        processes: int,
+        finish: Callable[[], None],
+        leaves: Collection[str],
+        then: Callable[[], None],
+    ):
+        self.folder, self._process, self._processes = folder, process, processes
+        self._finish, self._leaves, self._then = finish, leaves, then
+        self._part_over, self._given_up = threading.Event(), threading.Event()
+        self._failure: Exception | None = None
+        self.afterwards: Exception | None = None
+        # No daemon: a program that ends waits for its last save.
+        self._thread = threading.Thread(target=self._run, name="gshard-save")
+        self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return int(self.folder.stem)
+
+    def part(self) -> None:
+        """Waits for this process's part.
+
+        Raises:
+          Exception: why it could not be written.
+        """
+        self._part_over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def whole(self) -> None:
+        """Waits for the commit, once every process has written its part.
+
+        Raises:
+          Exception: why there is none.
+        """
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def give_up(self) -> None:
+        """Another process failed: nothing is committed, and the thread ends."""
+        self._given_up.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._write_part()
+            self._part_over.set()
+            if self._process > 0 or not self._parts_are_there():
+                return
+            storage.finish(self.folder)
+            write_whole(self.folder, self._processes)
+            directory.commit(self.folder)
+        except Exception as error:  # raised where somebody waits
+            self._failure = error
+            self._part_over.set()
+            if not threading.main_thread().is_alive():  # nobody will
+                print(f"gshard: step {self.step} was not saved: {error}", file=sys.stderr)
+            return
+        try:
+            self._then()
+        except Exception as error:
+            self.afterwards = error
+
+    def _write_part(self) -> None:
+        self._finish()
+        files = storage.files_of(self.folder, self._process)
+        if (self.folder / data_state_name(self._process)).exists():
+            files.append(data_state_name(self._process))
+        ranges = storage.ranges_of(self.folder, self._process, self._leaves)
+        write_part(self.folder, self._process, files, ranges)
+
+    def _parts_are_there(self) -> bool:
+        """Waits for all parts; False when another process has failed."""
+        missing = [self.folder / part_name(rank) for rank in range(self._processes)]
+        end = None
+        while missing := [path for path in missing if not path.exists()]:
+            if self._given_up.wait(_TICK):
+                return False
+            if end is None and not threading.main_thread().is_alive():
+                end = time.monotonic() + _AT_EXIT
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{missing[0]} was not written by its process")
+        return True

@@ -1,0 +1,136 @@
+"""Arrays on disk, by Orbax: each process writes its own parts, and reads what its devices need."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gshard.checkpoint.manifest import Range
+
+ARRAYS = "arrays"  # Orbax's folder within a step
+
+_VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
+
+
+def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Copies this process's parts of the arrays to the host and begins to write them.
+
+    Once this has returned, the arrays may change or go.
+
+    Args:
+      step: an existing folder, the same on every process.
+      arrays: by path; global ones, on all processes.
+
+    Returns:
+      A function that waits until this process's parts are on the disk.
+    """
+    import orbax.checkpoint as ocp  # takes most of a second
+
+    arguments = ocp.args.PyTreeSave(dict(arrays))
+    futures = _run(_handler().async_save(_folder(step), args=arguments)) or []
+
+    def finish() -> None:
+        for future in futures:
+            future.result()
+
+    return finish
+
+
+def finish(step: Path) -> None:
+    """Joins what all processes have written; called by the first."""
+    _handler().finalize(_folder(step))
+
+
+def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Arrays by path, as `wanted` says: its dtypes, its shardings, and its shapes.
+
+    A shape may be larger than what was written, which is filled up with zeros, or smaller.
+    """
+    import orbax.checkpoint as ocp
+
+    how = {
+        path: ocp.ArrayRestoreArgs(
+            restore_type=jax.Array,
+            sharding=x.sharding,
+            global_shape=x.shape,
+            dtype=x.dtype,
+            strict=False,
+        )
+        for path, x in wanted.items()
+    }
+    arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
+    return _handler().restore(_folder(step), args=arguments)
+
+
+def files_of(step: Path, process: int) -> list[str]:
+    """What one process has written, by path within the step."""
+    own = step / ARRAYS / _own_folder(process)
+    found = [path for path in own.rglob("*") if path.is_file()]
+    return [path.relative_to(step).as_posix() for path in found]
+
+
+def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, list[Range]]:
+    """Where in the files of one process the values of leaves lie.
+
+    Orbax's format is OCDBT: a tree of keys, such as `params/w/c/0/1` for a block of an array, with
+    the place of each value.
+    """
+    import tensorstore as ts
+
+    folder = f"{ARRAYS}/{_own_folder(process)}"
+    spec = {"driver": "file", "path": f"{step / folder}/"}
+    store = ts.KvStore.open(spec).result()
+    found: dict[str, list[Range]] = {}
+
+    def walk(location: str, prefix: bytes) -> None:
+        for entry in ts.ocdbt.dump(store, location).result()["entries"]:
+            key = prefix + entry["key"]
+            if "location" in entry:
+                walk(entry["location"], key[: len(prefix) + entry["subtree_common_prefix_length"]])
+            elif place := _VALUE.fullmatch(entry.get("indirect_value", "")):
+                name = f"{folder}/{place[1]}"
+                leaf = _leaf_of(key.decode(), leaves)
+                if leaf is not None:
+                    found.setdefault(name, []).append((int(place[2]), int(place[3]), leaf))
+
+    newest = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
+    if "location" in newest:
+        walk(newest["location"], b"")
+    return found
+
+
+def _own_folder(process: int) -> str:
+    return f"ocdbt.process_{process}"
+
+
+def _leaf_of(key: str, leaves: Collection[str]) -> str | None:
+    """The leaf whose block a key names: paths may themselves look like blocks."""
+    while key not in leaves and key:
+        key = key.rpartition("/")[0]
+    return key or None
+
+
+def _handler() -> Any:
+    import orbax.checkpoint as ocp
+
+    # Weights hardly compress; without it, writing is as fast as the disk.
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+
+
+def _folder(step: Path) -> Any:
+    from etils import epath  # Orbax's own paths
+
+    return epath.Path(os.fspath(step / ARRAYS))
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """In a thread: a notebook's own has an event loop already."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

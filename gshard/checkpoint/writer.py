@@ -1,0 +1,194 @@
+"""Writing steps into a directory: what is looked at before, begun, waited for, and deleted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+import jax
+
+from gshard.checkpoint import directory as folders
+from gshard.checkpoint import storage
+from gshard.checkpoint.description import DATA, Description, data_state_name
+from gshard.checkpoint.errors import SaveFailedError
+from gshard.checkpoint.keep import Keep
+from gshard.checkpoint.leaves import check_same_run
+from gshard.checkpoint.manifest import PARTS
+from gshard.checkpoint.saving import Saving
+from gshard.checkpoint.together import FailedError, together
+from gshard.errors import GShardError, warn
+
+
+class Writer:
+    """Writes the steps of one run. All processes make the same calls; the first owns the names.
+
+    Attributes:
+      damaged: steps that were found damaged; the next save sets them aside.
+    """
+
+    def __init__(self, directory: Path, keep: Keep):
+        self.damaged: set[int] = set()
+        self._directory, self._keep = directory, keep
+        self._first = jax.process_index() == 0
+        self._lock: IO[str] | None = None
+        self._saving: Saving | None = None
+
+    def begin(
+        self, describe: Callable[[], tuple[Description, Mapping[str, jax.Array], bytes | None]]
+    ) -> None:
+        """Copies the arrays to the host, and begins to write.
+
+        Args:
+          describe: the description of the step, its arrays, and this process's data state. What it
+            raises is raised on every process.
+
+        Raises:
+          GShardError: the step may not be written; nothing was.
+          SaveFailedError: it could not be begun.
+        """
+        self.wait()
+        number = -1
+
+        def prepare() -> tuple[Path, Description, Mapping[str, jax.Array], bytes | None]:
+            nonlocal number
+            description, arrays, data = describe()
+            number = description.step
+            folder = self._directory / f"{number}{folders.SAVING}"
+            if self._first:
+                self._make(folder, description, arrays)
+            return folder, description, arrays, data
+
+        try:
+            folder, description, arrays, data = together(prepare)
+            try:
+                begin = lambda: self._write(folder, arrays, data)  # noqa: E731
+                finish = together(begin, f"save of step {number}")
+            except BaseException:
+                self._remove(folder)
+                raise
+        except FailedError as error:
+            raise self._failed(number, error) from error.__cause__
+        processes = jax.process_count()
+        self._saving = Saving(
+            folder, jax.process_index(), processes, finish, description.leaves, self._delete_old
+        )
+
+    def wait(self) -> None:
+        """Waits for the step that is being written.
+
+        Raises:
+          SaveFailedError: it is not there.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            together(saving.part)
+            together(saving.whole)
+        except FailedError as error:
+            saving.give_up()
+            self._remove(saving.folder)
+            raise self._failed(saving.step, error) from error.__cause__
+        if (error := saving.afterwards) is not None:
+            warn(f"step {saving.step} is saved, but an older one could not be deleted: {error}")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is being written that nobody has waited for."""
+        return self._saving is not None
+
+    def delete(self, step: int) -> None:
+        """Deletes a step."""
+
+        def act() -> None:
+            if self._first:
+                self._own()
+                folders.delete(self._directory, step)
+
+        try:
+            together(act, f"deletion of step {step}")
+        except FailedError as error:
+            raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
+        self.damaged.discard(step)
+
+    def close(self) -> None:
+        """Waits, and lets another one write."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def _own(self) -> None:
+        """Makes this the one that writes here, and clears what killed ones left."""
+        if self._lock is None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock = folders.lock(self._directory)
+            folders.clean(self._directory)
+
+    def _make(
+        self, folder: Path, description: Description, arrays: Mapping[str, jax.Array]
+    ) -> None:
+        """Looks whether the step may be written, and makes its folder."""
+        self._own()
+        there = folders.steps_in(self._directory)
+        steps = [step for step in there if step not in self.damaged]
+        if steps:
+            newest = Description.read(self._directory / str(steps[-1]))
+            check_same_run(newest.leaves, description.leaves, str(self._directory))
+        if steps and steps[-1] >= description.step:
+            raise GShardError(
+                f"save: step {description.step} is not after the newest one, {steps[-1]}, in "
+                f"{self._directory}. Restore that one and go on from it, or choose another "
+                "directory, or take newer steps away: checkpointer.delete(step)."
+            )
+        size = sum(x.size * x.dtype.itemsize for x in arrays.values())
+        free = shutil.disk_usage(self._directory).free
+        if size > free:
+            raise OSError(f"the disk has {free:,} bytes free, and the step needs {size:,}")
+        for step in sorted(self.damaged & set(there)):
+            warn(f"the damaged step {step} is now {folders.set_aside(self._directory, step)}.")
+        self.damaged.clear()
+        try:
+            for name in (".", storage.ARRAYS, PARTS, DATA):
+                (folder / name).mkdir()
+            description.write(folder)
+        except BaseException:
+            self._remove(folder)
+            raise
+
+    def _write(
+        self, folder: Path, arrays: Mapping[str, jax.Array], data: bytes | None
+    ) -> Callable[[], None]:
+        if not folder.is_dir():
+            raise GShardError(
+                f"save: process {jax.process_index()} does not see {folder}, which process 0 has "
+                "made. All processes need one directory, on a file system that all machines share."
+            )
+        if data is not None:
+            folders.write_durably(folder / data_state_name(jax.process_index()), data)
+        return storage.write(folder, arrays)
+
+    def _delete_old(self) -> None:
+        """In the thread of a save, after its commit."""
+        metadata = {
+            step: Description.read(self._directory / str(step)).metadata
+            for step in folders.steps_in(self._directory)
+            if step not in self.damaged
+        }
+        for step in self._keep.to_delete(metadata):
+            folders.delete(self._directory, step)
+
+    def _remove(self, folder: Path) -> None:
+        if self._first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _failed(self, step: int, why: FailedError) -> SaveFailedError:
+        newest = max(folders.steps_in(self._directory), default=None)
+        known = "There is no step yet" if newest is None else f"The newest step is {newest}"
+        return SaveFailedError(
+            f"step {step} was not saved in {self._directory}: {why}. {known}.", step
+        )
