@@ -156,7 +156,8 @@ def check_fit(
 ) -> None:
     """Refuses a checkpoint of another model, leaf by leaf."""
     used = set(sources.values())
-    unused = [p for p in stored if p not in used and not p.startswith(MASTER)]
+    # A parameter may be read from its master copy, and a master copy may be of no use.
+    unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
     wrong = [f"  {p} is not in the checkpoint" for p in layouts if sources[p] not in stored]
     wrong += [f"  {p} is in the checkpoint alone" for p in unused]
     others = []
