@@ -186,7 +186,7 @@ class Checkpointer:
           step: which; None: the newest that is as it was written. Damaged ones are named in a
             warning and passed over; the next save sets them aside.
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
-            holds no arrays. For NNX the `(model, optimizer)` pair; a new pair comes back.
+            holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
           verify: False does not compare the files with their checksums.
           cast: True converts arrays of another dtype.
 

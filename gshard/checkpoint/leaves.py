@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,14 @@ from gshard.unreduced import Unreduced
 
 PARAMS, MASTER = "params/", "opt_state/master/"
 _SHOWN = 20  # differences that a message lists
+
+
+@runtime_checkable
+class KeepsGradients(Protocol):
+    """A model that keeps gradients beside its state, as a wrapped one does."""
+
+    def _gshard_refuse_waiting(self) -> None:
+        """Raises a `GShardError` where some wait to be reduced."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +101,9 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, L
     Raises:
       GShardError: arrays were given away, or gradients wait to be reduced.
     """
+    for owner in state if isinstance(state, tuple) else ():
+        if isinstance(owner, KeepsGradients):
+            owner._gshard_refuse_waiting()
     parts = plan.kind.split(state)
     waiting = [x for x in jax.tree.leaves(parts, is_leaf=_unreduced) if _unreduced(x)]
     if waiting:
@@ -144,8 +155,18 @@ def restored(step: Any, stored: Mapping[str, LeafInfo], state: Any, plan: Plan, 
         arrays |= {p: found[sources[p]] for p in names if layouts[p].size}
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
     parts: Parts = jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
-    static = plan.kind.split(plan.template).static
-    return plan.kind.merge(dataclasses.replace(parts, static=static), state, plan.optimizer)
+    return with_parts(parts, state, plan)
+
+
+def with_parts(parts: Parts, state: Any, plan: Plan) -> Any:
+    """A state like `state` with these arrays; a concrete NNX pair is changed in place."""
+    own = plan.kind.split(state)
+    abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(own))
+    if abstract or getattr(plan.kind.tx(state), "plan", None) is not plan:
+        parts = dataclasses.replace(parts, static=plan.kind.split(plan.template).static)
+        return plan.kind.merge(parts, state, plan.optimizer)
+    new = plan.kind.update(state, dataclasses.replace(parts, static=own.static))
+    return state if new is None else new
 
 
 def check_fit(

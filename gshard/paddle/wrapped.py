@@ -87,6 +87,11 @@ class Wrapped(Keeping):
             )
         keep.grads = value
 
+    def _gshard_refuse_waiting(self) -> None:
+        keep = getattr(self, "_gshard", None)
+        if keep is not None:
+            keep.refuse_waiting()
+
     @property
     def backward(self) -> Backward:
         """`model.backward(loss_fn, batch)`: forward and backward pass; adds to `grads`."""
