@@ -11,6 +11,7 @@ from gshard.checkpoint.checkpointer import Restored as Restored
 from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
 from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
 from gshard.checkpoint.manifest import Damage as Damage
+from gshard.checkpoint.orbax_state import import_orbax as import_orbax
 from gshard.errors import ArgumentTypeError as ArgumentTypeError
 from gshard.errors import CallOrderError as CallOrderError
 from gshard.errors import DonatedStateError as DonatedStateError

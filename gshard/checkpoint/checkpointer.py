@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gshard.checkpoint.leaves import arrays_of, plan_of, restored, split_like
 from gshard.checkpoint.manifest import Damage, damages
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.reader import existing, undamaged
+from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Writer
 from gshard.errors import CallOrderError, GShardError, warn
 
@@ -196,7 +198,7 @@ class Checkpointer:
             by its path.
         """
         self._refuse_closed()
-        state, plan = split_like(like)
+        state, plan = split_like(like, "restore(like=...)")
         flag("verify", verify)
         flag("cast", cast)
         self.wait()
@@ -207,7 +209,7 @@ class Checkpointer:
         folder = self.directory / str(number)
         description = Description.read(folder)
         try:
-            new = restored(folder, description.leaves, state, plan, cast)
+            new = restored(functools.partial(read, folder), description.leaves, state, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
         data = read_data_state(folder, description.processes)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -12,17 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from gshard.checkpoint.storage import read
 from gshard.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.layout import Layout
 from gshard.plan import Plan, check_state
-from gshard.state import Parts, kind_of
+from gshard.shard import place
+from gshard.state import FROZEN, Parts, kind_of
 from gshard.tree import flatten, refuse_twice
 from gshard.unreduced import Unreduced
 
 PARAMS, MASTER = "params/", "opt_state/master/"
+_FROZEN = f"extras/{FROZEN}/"
 _SHOWN = 20  # differences that a message lists
+
+
+Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 
 
 @runtime_checkable
@@ -68,16 +73,16 @@ def plan_of(state: Any, call: str) -> Plan:
     return plan
 
 
-def split_like(like: Any) -> tuple[Any, Plan]:
+def split_like(like: Any, call: str) -> tuple[Any, Plan]:
     """The state and the plan to restore into.
 
     Args:
       like: what `shard_train_state` returned, concrete or abstract; the state alone will do.
+      call: for messages.
 
     Raises:
       GShardError: it is none of these, or its mesh has no devices.
     """
-    call = "restore(like=...)"
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[1], Plan):
         state, plan = like
         check_state(state, plan, call)
@@ -85,7 +90,7 @@ def split_like(like: Any) -> tuple[Any, Plan]:
         state, plan = like.abstract_state(), like
     elif like is None:
         raise GShardError(
-            f"{call} is missing: pass the state that gshard.shard_train_state returned, or "
+            f"{call} was given no like=: pass the state that gshard.shard_train_state returned, or "
             "(abstract state, plan), so that arrays are read to where they will lie."
         )
     else:
@@ -131,28 +136,35 @@ def layouts_of(plan: Plan) -> dict[str, Layout]:
     return dict(zip(paths, layouts, strict=True))
 
 
-def restored(step: Any, stored: Mapping[str, LeafInfo], state: Any, plan: Plan, cast: bool) -> Any:
-    """A state like `state`, with the arrays of a step that is known to fit.
+def restored(
+    read: Read,
+    stored: Mapping[str, LeafInfo],
+    state: Any,
+    plan: Plan,
+    cast: bool,
+    fresh: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """A state like `state`, with the arrays of a checkpoint.
 
     Args:
-      step: the folder of the step.
-      stored: what it holds.
+      read: gives arrays by path, each as the abstract one says.
+      stored: what the checkpoint holds.
       state: to be like, concrete or abstract.
       plan: where its arrays lie.
       cast: whether another dtype is converted.
+      fresh: values by path of what the checkpoint need not hold.
 
     Raises:
       GShardError: paths, shapes or dtypes that differ, each by its name.
     """
     layouts = layouts_of(plan)
-    sources = {path: _source(path, x, stored) for path, x in layouts.items()}
+    new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
+    sources = {path: _source(path, x, stored) for path, x in layouts.items() if path not in new}
     check_fit(stored, layouts, sources, cast)
-    arrays: dict[str, jax.Array] = {}
-    # Once for all leaves; a source that two leaves share is read for each.
-    for names in _one_to_one(sources):
-        wanted = {sources[p]: _abstract(layouts[p], plan) for p in names if layouts[p].size}
-        found = read(step, wanted)
-        arrays |= {p: found[sources[p]] for p in names if layouts[p].size}
+    arrays = {path: place(x, layouts[path], plan) for path, x in new.items()}
+    for paths in _one_to_one(sources):
+        found = read({sources[p]: _abstract(layouts[p], plan) for p in paths if layouts[p].size})
+        arrays |= {p: found[sources[p]] for p in paths if layouts[p].size}
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
     parts: Parts = jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
     return with_parts(parts, state, plan)
@@ -179,11 +191,11 @@ def check_fit(
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be of no use.
     unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
-    wrong = [f"  {p} is not in the checkpoint" for p in layouts if sources[p] not in stored]
+    wrong = [f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored]
     wrong += [f"  {p} is in the checkpoint alone" for p in unused]
     others = []
-    for path, layout in layouts.items():
-        info = stored.get(sources[path])
+    for path, source in sources.items():
+        info, layout = stored.get(source), layouts[path]
         if info is None:
             continue
         if info.shape != layout.shape:
@@ -230,7 +242,12 @@ def _differing(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
 
 
 def _source(path: str, layout: Layout, stored: Mapping[str, LeafInfo]) -> str:
-    """The stored array that a leaf is read from: with or without master copies, on either side."""
+    """The stored array that a leaf is read from.
+
+    Either side may have master copies or frozen parameters that the other has not.
+    """
+    if path.startswith(_FROZEN) and path not in stored:
+        return PARAMS + path.removeprefix(_FROZEN)
     if path.startswith(MASTER) and path not in stored:
         return PARAMS + path.removeprefix(MASTER)
     exact = _master(path)

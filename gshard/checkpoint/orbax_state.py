@@ -1,0 +1,130 @@
+"""Checkpoints of a Flax `TrainState` that Orbax wrote without gshard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard.arguments import flag, shown
+from gshard.checkpoint.leaves import LeafInfo, restored, split_like
+from gshard.checkpoint.manifest import MANIFEST
+from gshard.errors import GShardError, some
+from gshard.optimizer import GShardState
+from gshard.tree import flatten
+
+_TREE = "_METADATA"  # Orbax writes it into the folder of every tree
+
+
+def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False) -> Any:
+    """Reads a `TrainState` that plain Orbax saved, onto any mesh and at any level.
+
+    Parameters, optimizer state, step and further fields; each process reads what its devices need.
+    Such a checkpoint has no checksums: what Orbax gives is taken.
+
+    Args:
+      path: of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or of a step of
+        a `CheckpointManager`.
+      like: as for `Checkpointer.restore`: of `shard_train_state`, of a Linen `TrainState`.
+      cast: True converts arrays of another dtype.
+
+    Returns:
+      The train state.
+
+    Raises:
+      GShardError: there is no such tree, or it is of another model or optimizer: each array that
+        differs, by its path.
+    """
+    import orbax.checkpoint as ocp
+    from etils import epath
+
+    state, plan = split_like(like, "import_orbax(path, like)")
+    flag("cast", cast)
+    folder = _tree_in(path)
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        tree: Any = handler.metadata(epath.Path(folder)).tree
+    except Exception as error:
+        raise GShardError(f"import_orbax: {folder} cannot be read: {error}") from error
+    paths, described, structure = flatten(tree)
+    names = [_own_name(name) for name in paths]
+    stored = {
+        name: LeafInfo(tuple(x.shape), str(np.dtype(x.dtype)))
+        for name, x in zip(names, described, strict=True)
+        if hasattr(x, "shape") and x.dtype is not None
+    }
+
+    def read(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        items = [wanted.get(name, ocp.PLACEHOLDER) for name in names]
+        how = [_how(wanted.get(name)) for name in names]
+        arguments = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(structure, items),
+            restore_args=jax.tree.unflatten(structure, how),
+        )
+        try:
+            found = handler.restore(epath.Path(folder), args=arguments)
+        except Exception as error:
+            raise GShardError(f"{folder} cannot be read, it may be damaged: {error}") from error
+        leaves = structure.flatten_up_to(found)
+        return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
+
+    new = GShardState.new(None, {})
+    fresh = zip(*flatten({"opt_state": new})[:2], strict=True)
+    # A step that was no array is an int64.
+    if "step" in stored and stored["step"].shape == ():
+        stored["step"] = LeafInfo((), str(jax.tree.leaves(plan.layouts.step)[0].dtype))
+    try:
+        return restored(read, stored, state, plan, cast, dict(fresh))
+    except GShardError as error:
+        raise GShardError(f"import_orbax: {folder}: {error}") from error
+
+
+def _own_name(path: str) -> str:
+    """What gshard calls an array of a `TrainState`."""
+    field, _, rest = path.partition("/")
+    if field == "opt_state":
+        return f"opt_state/inner/{rest}"
+    return path if field in ("params", "step") else f"extras/{path}"
+
+
+def _how(wanted: jax.ShapeDtypeStruct | None) -> Any:
+    import orbax.checkpoint as ocp
+
+    if wanted is None:
+        return ocp.RestoreArgs()
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array,
+        sharding=wanted.sharding,
+        global_shape=wanted.shape,
+        dtype=wanted.dtype,
+        strict=False,
+    )
+
+
+def _tree_in(path: Any) -> Path:
+    """The folder of the tree that is meant."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise GShardError(f"import_orbax: path={shown(path)} must be the path of a folder.")
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise GShardError(f"import_orbax: {folder} {what}.")
+    if (folder / MANIFEST).exists():
+        raise GShardError(
+            f"import_orbax: {folder} is a step of gshard.Checkpointer. Read it with "
+            f"gshard.Checkpointer({str(folder.parent)!r}).restore(step={folder.name}, like=...)."
+        )
+    if (folder / _TREE).exists():
+        return folder
+    inside = [x for x in sorted(folder.iterdir()) if (x / _TREE).exists()]
+    if len(inside) == 1 and not inside[0].name.isdigit():
+        return inside[0]
+    names = [x.name for x in inside or sorted(folder.iterdir()) if x.is_dir()]
+    raise GShardError(
+        f"import_orbax: {folder} holds no single tree of arrays, but {some(names) or 'nothing'}. "
+        "Pass the folder of one, with its step."
+    )
