@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,8 @@ def damages(
 
 def size_of(step: Path) -> int:
     """Bytes of all files of a step."""
-    return sum((step / name).stat().st_size for name in _files(step))
+    found = [path.lstat() for path in step.rglob("*")]
+    return sum(x.st_size for x in found if stat.S_ISREG(x.st_mode))
 
 
 class _DamagedError(Exception):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
 
 import jax
 
@@ -32,7 +33,7 @@ class Writer:
         self.damaged: set[int] = set()
         self._directory, self._keep = directory, keep
         self._first = jax.process_index() == 0
-        self._lock: IO[str] | None = None
+        self._unlock: Callable[[], object] | None = None
         self._saving: Saving | None = None
 
     def begin(
@@ -118,15 +119,16 @@ class Writer:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+            if self._unlock is not None:
+                self._unlock()
+                self._unlock = None
 
     def _own(self) -> None:
         """Makes this the one that writes here, and clears what killed ones left."""
-        if self._lock is None:
+        if self._unlock is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = folders.lock(self._directory)
+            descriptor = folders.lock(self._directory)
+            self._unlock = weakref.finalize(self, os.close, descriptor)  # one may forget to close
             folders.clean(self._directory)
 
     def _make(
