@@ -43,14 +43,14 @@ def together(act: Callable[[], Any], what: str = "") -> Any:
         error = failure
     told = {"what": what, "why": words(error), "input": isinstance(error, GShardError)}
     said = {rank: json.loads(x) for rank, x in tell_every_process(json.dumps(told)).items()}
+    if any(other["what"] != what for other in said.values()):
+        others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
+        raise GShardError(f"the processes do not do the same: {others}.")
     if isinstance(error, GShardError):
         raise error
     for rank, other in said.items():
         if other["input"]:
             raise GShardError(f"process {rank}: {other['why']}")
-    if any(other["what"] != what for other in said.values()):
-        others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
-        raise GShardError(f"the processes do not do the same: {others}.")
     if reasons := {rank: other["why"] for rank, other in said.items() if other["why"]}:
         raise FailedError(reasons) from error
     return result
