@@ -101,6 +101,8 @@ def damages(
     try:
         listed = _read(step, MANIFEST, None)
         parts = [name for name in listed if PurePosixPath(name).parent.as_posix() == PARTS]
+        if not parts:  # another manifest in its place
+            return [Damage(MANIFEST, "differs from what was written")]
         for name in parts:
             listed |= _read(step, name, listed[name])
         present = _files(step) - {MANIFEST}
@@ -132,14 +134,22 @@ def _read(step: Path, name: str, segments: Sequence[Segment] | None) -> dict[str
     """What a manifest lists, after it is compared with what another manifest says of it."""
     if segments is not None and (found := _compared(step, name, segments, lambda count: None)):
         raise _DamagedError(found[0])
+    path = step / name
     try:
-        return _unsealed((step / name).read_bytes())
+        if not _is_regular(path) and os.path.lexists(path):
+            raise _DamagedError(Damage(name, "is no regular file"))
+        return _unsealed(path.read_bytes())
     except FileNotFoundError:
         raise _DamagedError(Damage(name, "is missing")) from None
     except OSError as error:
         raise _DamagedError(Damage(name, f"cannot be read ({error.strerror})")) from error
     except (ValueError, TypeError, KeyError):
         raise _DamagedError(Damage(name, "differs from what was written")) from None
+
+
+def _is_regular(path: Path) -> bool:
+    """Whether its bytes lie there: not elsewhere, nor in a pipe, which a reader would wait for."""
+    return path.is_file() and not path.is_symlink()
 
 
 def _sealed(listed: Mapping[str, Sequence[Segment]]) -> bytes:
@@ -208,7 +218,7 @@ def _checksum(file: object, length: int, report: Report = lambda count: None) ->
 
 def _compared(step: Path, name: str, segments: Sequence[Segment], report: Report) -> list[Damage]:
     path = step / name
-    if path.is_symlink() or not path.is_file():
+    if not _is_regular(path):
         return [Damage(name, "is no regular file")]
     expected = sum(length for length, _, _ in segments)
     try:

@@ -88,6 +88,8 @@ def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, li
     spec = {"driver": "file", "path": f"{step / folder}/"}
     store = ts.KvStore.open(spec).result()
     found: dict[str, list[Range]] = {}
+    if not files_of(step, process):  # its devices hold copies alone, which others have written
+        return found
 
     def walk(location: str, prefix: bytes) -> None:
         for entry in ts.ocdbt.dump(store, location).result()["entries"]:
