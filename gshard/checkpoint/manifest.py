@@ -87,6 +87,13 @@ def write_whole(step: Path, processes: int) -> None:
         fsync(Path(folder))
 
 
+def write_all(folder: Path) -> None:
+    """Lists all files of a folder, of however many processes."""
+    (folder / PARTS).mkdir()
+    write_part(folder, 0, _files(folder), {})
+    write_whole(folder, 1)
+
+
 def damages(
     step: Path, share: tuple[int, int] = (0, 1), report: Report = lambda count: None
 ) -> list[Damage]:
