@@ -37,7 +37,9 @@ def make_state(megabytes: int) -> TrainState:
     params = {f"layer_{i}": jax.random.normal(k, (width, width)) for i, k in enumerate(keys)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     mu = jax.tree.map(lambda x: x * 0.1, params)
-    return state.replace(opt_state=(state.opt_state[0]._replace(mu=mu, nu=mu), *state.opt_state[1:]))
+    return state.replace(
+        opt_state=(state.opt_state[0]._replace(mu=mu, nu=mu), *state.opt_state[1:])
+    )
 
 
 def memory_peak() -> int:
