@@ -68,9 +68,9 @@ def write_raw(path: Path, data: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def read_raw(path: Path, into: np.ndarray) -> None:
+def read_raw(path: Path, into: bytearray) -> None:
     with path.open("rb") as file:
-        file.readinto(into.data)
+        file.readinto(into)
 
 
 def main() -> None:
@@ -117,10 +117,7 @@ BASES = {
 
 def one_round(folder: Path, number: int, size: int, state: Any, plan: Any) -> dict[str, float]:
     """Seconds of each, and bytes of memory beyond those that were in use."""
-    raw = np.random.default_rng(number).integers(0, 256, size, np.uint8)
-    found: dict[str, float] = {"write raw": timed(lambda: write_raw(folder / "raw", raw.data))}
-    found["read raw"] = timed(lambda: read_raw(folder / "raw", raw))
-    del raw
+    found = raw_times(folder / "raw", np.random.default_rng(number).bytes(size))
     like = (plan.abstract_state(), plan)
     with gshard.Checkpointer(folder / "run", keep_last=1) as checkpointer:
         start = reset_peak()
@@ -133,6 +130,14 @@ def one_round(folder: Path, number: int, size: int, state: Any, plan: Any) -> di
             found[name] = timed(lambda v=verify: restore(checkpointer, like, v))
             found["read memory"] = memory_peak() - start
     return found
+
+
+def raw_times(path: Path, data: bytes) -> dict[str, float]:
+    into = bytearray(len(data))
+    return {
+        "write raw": timed(lambda: write_raw(path, memoryview(data))),
+        "read raw": timed(lambda: read_raw(path, into)),
+    }
 
 
 def restore(checkpointer: gshard.Checkpointer, like: Any, verify: bool) -> None:
