@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from gshard.checkpoint.command import main as verify
 from gshard.errors import did_you_mean
 from gshard.launch.command import main as launch
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "launch": (launch, "run a script in several processes"),
+    "verify": (verify, "compare checkpoints with their checksums"),
 }
 
 

@@ -13,7 +13,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard.checkpoint.directory import fsync
+from gshard.checkpoint.errors import DamagedCheckpointError
+from gshard.checkpoint.manifest import damages, write_all
+from gshard.errors import GShardError, some
 
 # In the directory that is named there may be other things, which are left alone.
 NAME = "gshard_state"
@@ -24,7 +27,8 @@ _MARK = "_METADATA"  # Orbax writes it into every directory of its own
 def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     """Writes a state dict into a directory, as its entry `gshard_state`, replacing one before.
 
-    The old one goes when the new one is complete; whatever else is there stays. With several
+    The old one goes when the new one is complete, and every byte has a checksum; whatever else is
+    there stays. With several
     processes all of them call it, and the first writes.
 
     Args:
@@ -53,10 +57,12 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
             old.rename(target)  # an earlier call was ended between its two renamings
     _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
     if jax.process_index() == 0:
+        write_all(new)
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
         new.rename(target)
+        fsync(folder)
         shutil.rmtree(old, ignore_errors=True)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"gshard.save {folder}")
@@ -66,13 +72,16 @@ def load(path: str | Path) -> dict[str, Any]:
     """What `save` wrote into a directory: NumPy arrays, numbers and strings by name.
 
     Raises:
-      GShardError: there is nothing, or it is damaged.
+      DamagedCheckpointError: a file is not as it was written.
+      GShardError: there is nothing.
     """
     folder = _path(path)
     found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
     if not found:
         what = "holds nothing that gshard.save wrote" if folder.exists() else "does not exist"
         raise GShardError(f"load: {folder} {what}.")
+    if bad := damages(found[0]):
+        raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
         return _orbax(lambda checkpointer: checkpointer.restore(found[0]))
     except Exception as error:

@@ -21,7 +21,7 @@ from gshard.checkpoint.manifest import Damage, damages
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.reader import existing, undamaged
 from gshard.checkpoint.storage import read
-from gshard.checkpoint.writer import Writer
+from gshard.checkpoint.writer import Contents, Writer
 from gshard.errors import CallOrderError, GShardError, warn
 
 
@@ -141,16 +141,17 @@ class Checkpointer:
         """
         self._refuse_closed()
 
-        def describe() -> tuple[Description, Mapping[str, jax.Array], bytes | None]:
+        def contents() -> Contents:
             number = whole_number("step", step, 0)
             plan = plan_of(state, "save(step, state)")
             arrays, leaves = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
-            return Description.of(number, leaves, plan, as_metadata(metadata)), arrays, data
+            description = Description.of(number, leaves, plan, as_metadata(metadata))
+            return Contents(description, arrays, data)
 
         self.wait()
         try:
-            self._writer.begin(describe)
+            self._writer.begin(contents)
             if not self._asynchronous:
                 self._writer.wait()
         except SaveFailedError as error:

@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from gshard.arguments import shown
 from gshard.errors import CallOrderError, GShardError
@@ -49,7 +49,7 @@ def steps_in(directory: Path) -> list[int]:
     """
     try:
         found = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise GShardError(f"{directory} cannot be read: {error.strerror}.") from error
@@ -87,29 +87,27 @@ def clean(directory: Path) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
-def lock(directory: Path) -> IO[str]:
-    """Makes this process the one that writes; until the file is closed, or the process ends.
+def lock(directory: Path) -> int:
+    """Makes this process the one that writes, until it closes the descriptor returned, or ends.
 
     Raises:
       CallOrderError: another one writes there.
     """
-    file = (directory / _LOCK).open("a+")
+    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        file.seek(0)
-        who = file.read().strip()
-        file.close()
+        who = os.read(descriptor, 200).decode(errors="replace").strip()
+        os.close(descriptor)
         raise CallOrderError(
             f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
             "directory, or end that one (in this process: checkpointer.close())."
         ) from error
     except OSError:  # a file system without locks
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-    file.flush()
-    return file
+        return descriptor
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    return descriptor
 
 
 def fsync(path: Path) -> None:

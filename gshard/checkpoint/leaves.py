@@ -24,7 +24,7 @@ from gshard.unreduced import Unreduced
 
 PARAMS, MASTER = "params/", "opt_state/master/"
 _FROZEN = f"extras/{FROZEN}/"
-_SHOWN = 20  # differences that a message lists
+_SHOWN = 100  # differences that a message lists
 
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
@@ -191,8 +191,8 @@ def check_fit(
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be of no use.
     unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
-    wrong = [f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored]
-    wrong += [f"  {p} is in the checkpoint alone" for p in unused]
+    wrong = [f"  {p} is in the checkpoint alone" for p in unused]
+    wrong += [f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored]
     others = []
     for path, source in sources.items():
         info, layout = stored.get(source), layouts[path]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,13 @@ def write_whole(step: Path, processes: int) -> None:
         fsync(Path(folder))
 
 
+def write_all(folder: Path) -> None:
+    """Lists all files of a folder, of however many processes."""
+    (folder / PARTS).mkdir()
+    write_part(folder, 0, _files(folder), {})
+    write_whole(folder, 1)
+
+
 def damages(
     step: Path, share: tuple[int, int] = (0, 1), report: Report = lambda count: None
 ) -> list[Damage]:
@@ -120,7 +128,8 @@ def damages(
 
 def size_of(step: Path) -> int:
     """Bytes of all files of a step."""
-    return sum((step / name).stat().st_size for name in _files(step))
+    found = [path.lstat() for path in step.rglob("*")]
+    return sum(x.st_size for x in found if stat.S_ISREG(x.st_mode))
 
 
 class _DamagedError(Exception):

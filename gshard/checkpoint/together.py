@@ -25,12 +25,12 @@ class FailedError(Exception):
         super().__init__("; ".join(texts))
 
 
-def together(act: Callable[[], Any], what: str = "") -> Any:
+def together(act: Callable[[], Any], what: Callable[[], str] = str) -> Any:
     """What `act` gives this process, once all have done it.
 
     Args:
       act: of this process.
-      what: has to be the same on every process.
+      what: says, after `act`, what has to be the same on every process.
 
     Raises:
       GShardError: wrong input on some process, raised on all.
@@ -41,16 +41,16 @@ def together(act: Callable[[], Any], what: str = "") -> Any:
         result = act()
     except Exception as failure:
         error = failure
-    told = {"what": what, "why": words(error), "input": isinstance(error, GShardError)}
+    told = {"what": what(), "why": words(error), "input": isinstance(error, GShardError)}
     said = {rank: json.loads(x) for rank, x in tell_every_process(json.dumps(told)).items()}
+    if len({other["what"] for other in said.values()} - {""}) > 1:
+        others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
+        raise GShardError(f"the processes do not do the same: {others}.")
     if isinstance(error, GShardError):
         raise error
     for rank, other in said.items():
         if other["input"]:
             raise GShardError(f"process {rank}: {other['why']}")
-    if any(other["what"] != what for other in said.values()):
-        others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
-        raise GShardError(f"the processes do not do the same: {others}.")
     if reasons := {rank: other["why"] for rank, other in said.items() if other["why"]}:
         raise FailedError(reasons) from error
     return result

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import jax
 
@@ -21,6 +24,19 @@ from gshard.checkpoint.together import FailedError, together
 from gshard.errors import GShardError, warn
 
 
+class Contents(NamedTuple):
+    """What a process writes of a step: its description, its arrays, its data state."""
+
+    description: Description
+    arrays: Mapping[str, jax.Array]
+    data: bytes | None
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.description.step
+
+
 class Writer:
     """Writes the steps of one run. All processes make the same calls; the first owns the names.
 
@@ -32,48 +48,63 @@ class Writer:
         self.damaged: set[int] = set()
         self._directory, self._keep = directory, keep
         self._first = jax.process_index() == 0
-        self._lock: IO[str] | None = None
+        self._unlock: Callable[[], object] | None = None
         self._saving: Saving | None = None
 
-    def begin(
-        self, describe: Callable[[], tuple[Description, Mapping[str, jax.Array], bytes | None]]
-    ) -> None:
+    def begin(self, describe: Callable[[], Contents]) -> None:
         """Copies the arrays to the host, and begins to write.
 
         Args:
-          describe: the description of the step, its arrays, and this process's data state. What it
-            raises is raised on every process.
+          describe: gives what to write. What it raises is raised on every process.
 
         Raises:
           GShardError: the step may not be written; nothing was.
           SaveFailedError: it could not be begun.
         """
         self.wait()
-        number = -1
+        contents = self._prepared(describe)
+        folder = self._folder(contents.step)
+        begun: list[Callable[[], None]] = []
+        try:
+            together(lambda: begun.append(self._write(folder, contents)))
+        except (FailedError, GShardError) as error:
+            for finish in begun:
+                with contextlib.suppress(Exception):  # it fails too, or it does not matter
+                    finish()
+            together(lambda: None)  # nobody writes any more
+            self._remove(folder)
+            if isinstance(error, GShardError):
+                raise
+            raise self._failed(contents.step, error) from error.__cause__
+        self._saving = Saving(
+            folder,
+            jax.process_index(),
+            jax.process_count(),
+            begun[0],
+            contents.description.leaves,
+            self._delete_old,
+        )
 
-        def prepare() -> tuple[Path, Description, Mapping[str, jax.Array], bytes | None]:
-            nonlocal number
-            description, arrays, data = describe()
-            number = description.step
-            folder = self._directory / f"{number}{folders.SAVING}"
+    def _prepared(self, describe: Callable[[], Contents]) -> Contents:
+        """What to write, once its folder is there; where any process cannot, there is none."""
+        found: list[Contents] = []
+        made: list[Path] = []
+
+        def prepare() -> None:
+            found.append(describe())
             if self._first:
-                self._make(folder, description, arrays)
-            return folder, description, arrays, data
+                self._make(self._folder(found[0].step), found[0])
+                made.append(self._folder(found[0].step))
 
         try:
-            folder, description, arrays, data = together(prepare)
-            try:
-                begin = lambda: self._write(folder, arrays, data)  # noqa: E731
-                finish = together(begin, f"save of step {number}")
-            except BaseException:
+            together(prepare, lambda: f"save of step {found[0].step}" if found else "")
+        except (FailedError, GShardError) as error:
+            for folder in made:
                 self._remove(folder)
+            if isinstance(error, GShardError) or not found:
                 raise
-        except FailedError as error:
-            raise self._failed(number, error) from error.__cause__
-        processes = jax.process_count()
-        self._saving = Saving(
-            folder, jax.process_index(), processes, finish, description.leaves, self._delete_old
-        )
+            raise self._failed(found[0].step, error) from error.__cause__
+        return found[0]
 
     def wait(self) -> None:
         """Waits for the step that is being written.
@@ -108,7 +139,7 @@ class Writer:
                 folders.delete(self._directory, step)
 
         try:
-            together(act, f"deletion of step {step}")
+            together(act, lambda: f"deletion of step {step}")
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
@@ -118,34 +149,36 @@ class Writer:
         try:
             self.wait()
         finally:
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+            if self._unlock is not None:
+                self._unlock()
+                self._unlock = None
 
     def _own(self) -> None:
         """Makes this the one that writes here, and clears what killed ones left."""
-        if self._lock is None:
+        if self._unlock is None:
             self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock = folders.lock(self._directory)
+            descriptor = folders.lock(self._directory)
+            self._unlock = weakref.finalize(self, os.close, descriptor)  # one may forget to close
             folders.clean(self._directory)
 
-    def _make(
-        self, folder: Path, description: Description, arrays: Mapping[str, jax.Array]
-    ) -> None:
+    def _folder(self, step: int) -> Path:
+        return self._directory / f"{step}{folders.SAVING}"
+
+    def _make(self, folder: Path, contents: Contents) -> None:
         """Looks whether the step may be written, and makes its folder."""
         self._own()
         there = folders.steps_in(self._directory)
         steps = [step for step in there if step not in self.damaged]
         if steps:
             newest = Description.read(self._directory / str(steps[-1]))
-            check_same_run(newest.leaves, description.leaves, str(self._directory))
-        if steps and steps[-1] >= description.step:
+            check_same_run(newest.leaves, contents.description.leaves, str(self._directory))
+        if steps and steps[-1] >= contents.step:
             raise GShardError(
-                f"save: step {description.step} is not after the newest one, {steps[-1]}, in "
+                f"save: step {contents.step} is not after the newest one, {steps[-1]}, in "
                 f"{self._directory}. Restore that one and go on from it, or choose another "
                 "directory, or take newer steps away: checkpointer.delete(step)."
             )
-        size = sum(x.size * x.dtype.itemsize for x in arrays.values())
+        size = sum(x.size * x.dtype.itemsize for x in contents.arrays.values())
         free = shutil.disk_usage(self._directory).free
         if size > free:
             raise OSError(f"the disk has {free:,} bytes free, and the step needs {size:,}")
@@ -155,22 +188,21 @@ class Writer:
         try:
             for name in (".", storage.ARRAYS, PARTS, DATA):
                 (folder / name).mkdir()
-            description.write(folder)
+            contents.description.write(folder)
         except BaseException:
             self._remove(folder)
             raise
 
-    def _write(
-        self, folder: Path, arrays: Mapping[str, jax.Array], data: bytes | None
-    ) -> Callable[[], None]:
+    def _write(self, folder: Path, contents: Contents) -> Callable[[], None]:
         if not folder.is_dir():
             raise GShardError(
                 f"save: process {jax.process_index()} does not see {folder}, which process 0 has "
                 "made. All processes need one directory, on a file system that all machines share."
             )
-        if data is not None:
-            folders.write_durably(folder / data_state_name(jax.process_index()), data)
-        return storage.write(folder, arrays)
+        if contents.data is not None:
+            path = folder / data_state_name(jax.process_index())
+            folders.write_durably(path, contents.data)
+        return storage.write(folder, contents.arrays)
 
     def _delete_old(self) -> None:
         """In the thread of a save, after its commit."""

@@ -1,0 +1,99 @@
+"""The command `gshard verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from gshard.checkpoint.description import Description
+from gshard.checkpoint.directory import as_directory, steps_in
+from gshard.checkpoint.manifest import Damage, damages, size_of
+from gshard.checkpoint.reader import existing
+from gshard.errors import GShardError
+
+_EXAMPLE = """example:
+  gshard verify checkpoints
+  gshard verify checkpoints --step 300 --json
+
+Exits with 0 when every step is as it was written, with 1 when one is damaged, and with 2 when
+there is nothing to verify. Nothing is changed."""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command with these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="gshard verify",
+        description="Reads every byte of checkpoints and compares it with their checksums.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("directory", help="what gshard.Checkpointer was given")
+    parser.add_argument("--step", type=int, help="this step alone (default: all)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    given = parser.parse_args(words)
+    try:
+        directory = as_directory(given.directory)
+        if not directory.is_dir():
+            raise GShardError(f"{directory} does not exist.")
+        steps = steps_in(directory)
+        if given.step is not None:
+            steps = [existing(directory, given.step, steps)]
+        if not steps:
+            raise GShardError(f"{directory} holds no checkpoint.")
+        found = _verified(directory, steps)
+    except GShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps({"directory": str(directory), "steps": [_row(*x) for x in found]}))
+    else:
+        for step, folder, bad in found:
+            print(_line(step, folder, bad))
+    return int(any(bad for _, _, bad in found))
+
+
+def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[Damage]]]:
+    """Step, folder and damages of each, with a display of the progress on a terminal."""
+    folders = [directory / str(step) for step in steps]
+    found = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=sum(map(size_of, folders)))
+        for step, folder in zip(steps, folders, strict=True):
+            bar.update(task, description=f"step {step}")
+            bad = damages(folder, report=lambda count: bar.advance(task, count))
+            found.append((step, folder, bad))
+    return found
+
+
+def _row(step: int, folder: Path, bad: list[Damage]) -> dict[str, Any]:
+    rows = [{"file": x.file, "what": x.what, "leaves": list(x.leaves)} for x in bad]
+    return {"step": step, "ok": not bad, "bytes": size_of(folder), "damages": rows}
+
+
+def _line(step: int, folder: Path, bad: list[Damage]) -> str:
+    """The verdict on a step, and a line for each damage."""
+    if bad:
+        return "\n".join([f"[fail] step {step}", *(f"       {x}" for x in bad)])
+    about = Description.read(folder)
+    made = about.made_by
+    size = size_of(folder) / 1e6
+    return (
+        f"[ok]   step {step}: {size:,.1f} MB, {len(about.leaves)} arrays, level {made['level']}, "
+        f"{about.processes} process{'es' if about.processes > 1 else ''}, saved {made['saved_at']}"
+    )

@@ -1,0 +1,86 @@
+"""One of several processes that save and restore together; `test_checkpoint_processes.py`.
+
+    python -m tests.saving_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH DIRECTORY
+
+It restores what the test wrote into DIRECTORY/alone, and writes DIRECTORY/together.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gshard
+
+BEFORE, AFTER = (0, 1), (2, 3)
+
+
+def main(coordinator: str, processes: str, rank: str, file: str, each: str, folder: str) -> None:
+    gshard.init_parallel_env(coordinator, int(processes), int(rank))
+    gshard.virtual_devices(int(each))
+    import numpy as np
+
+    from tests.test_checkpoints import Training
+
+    warnings.simplefilter("ignore", gshard.GShardWarning)
+    devices = int(processes) * int(each)
+    directory, me = Path(folder), int(rank)
+    found: dict[str, Any] = {}
+
+    # What one process wrote, at other levels.
+    run = Training("os_g", devices)
+    checkpointer = gshard.Checkpointer(directory / "alone")
+    restored = checkpointer.restore(like=run.state)
+    run.state = restored.state
+    found["alone"] = run.train(*AFTER)
+    found["alone data"] = [restored.data_state["position"]]
+
+    # What these write, and go on with.
+    run = Training("p_g_os", devices)
+    run.train(*BEFORE)
+    together = gshard.Checkpointer(directory / "together", keep_last=1)
+    for step in (1, 2):
+        together.save(step, run.state, data_state={"rank": me}, metadata={"writer": me})
+    found["after"] = run.train(*AFTER)
+    together.wait()
+    found["steps"] = together.all_steps()
+    again = Training("dp", devices)
+    restored = together.restore(like=again.state)
+    again.state = restored.state
+    found["again"] = again.train(*AFTER)
+    found["rank"] = [restored.data_state["rank"]]
+    found["writer"] = [restored.metadata["writer"]]
+
+    # What only one of them does wrong, all hear of.
+    said = []
+    for wrong in (
+        lambda: together.save(10 + me, run.state),
+        lambda: together.save(10, run.state, metadata={"x": object()} if me else None),
+        lambda: together.save(2, run.state),
+        lambda: gshard.Checkpointer(directory / f"own {me}").save(1, run.state),
+    ):
+        try:
+            wrong()
+            said.append("nothing")
+        except gshard.GShardError as error:
+            said.append(str(error))
+    found["said"] = said
+    damaged = next((directory / "together" / "2").glob("arrays/ocdbt.process_1/d/*"))
+    gshard.barrier()
+    if me == 0:
+        damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    gshard.barrier()
+    try:
+        together.restore(2, like=run.state)
+    except gshard.DamagedCheckpointError as error:
+        found["damaged"] = [error.damages[2][0].file]
+    together.save(3, run.state)
+    together.close()
+    found["left"] = sorted(x.name for x in (directory / "together").iterdir())
+    np.savez(file, **found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

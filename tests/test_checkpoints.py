@@ -1,0 +1,624 @@
+"""Checkpoints: any level and mesh to any other, exactly; what cannot be restored says why."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import stat
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+from gshard.checkpoint.keep import Keep
+from tests.tiers import quick
+from tests.zoo import SEGMENT_SIZE, ZOO
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+]
+
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+PLACES = [(level, devices) for level in LEVELS for devices in (1, 2, 4, 8)]
+ROWS = 840  # divides over 1 to 8
+
+
+def tx():
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-5))
+
+
+def shard(state, level, devices, **how):
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    return gshard.shard_train_state(state, mesh, level, **{"segment_size": SEGMENT_SIZE} | how)
+
+
+class Training:
+    """A model of the zoo that trains at a level, on as many devices, from one set of parameters."""
+
+    def __init__(self, level, devices, name="linen_mlp", **how):
+        self.model = ZOO[name]
+        self.state, self.plan = shard(self.model.state(tx()), level, devices, **how)
+        self._step = gshard.make_train_step(self.model.loss, self.plan)
+
+    def train(self, *steps: int) -> list[float]:
+        losses = []
+        for i in steps:
+            batch = self.model.batch(0, ROWS, i)
+            if self.model.kind == "nnx":
+                metrics = self._step(*self.state, batch)
+            else:
+                self.state, metrics = self._step(self.state, batch)
+            losses.append(float(metrics["loss"]))
+        return losses
+
+    def whole(self) -> dict[str, np.ndarray]:
+        """Every array, of the plain state that this one stands for."""
+        plain = self.plan.unwrap(self.state)
+        return values(plain)
+
+
+def values(state: Any) -> dict[str, np.ndarray]:
+    tree = nnx.state(state) if isinstance(state, tuple) else state
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): data(x) for path, x in pairs}
+
+
+def data(x: Any) -> np.ndarray:
+    key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if key else x)
+
+
+def assert_equal_bits(found, expected):
+    assert found.keys() == expected.keys()
+    for path, x in expected.items():
+        assert found[path].dtype == x.dtype and found[path].shape == x.shape, path
+        assert found[path].tobytes() == x.tobytes(), path
+
+
+# ---- any level and mesh to any other ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """By level and devices: a checkpoint after three steps, what it holds, and what comes after."""
+    found = {}
+    for level, devices in PLACES:
+        run = Training(level, devices)
+        run.train(0, 1, 2)
+        directory = tmp_path_factory.mktemp(f"{level}-{devices}")
+        with gshard.Checkpointer(directory) as checkpointer:
+            checkpointer.save(3, run.state)
+            held = run.whole()
+            after = run.train(3, 4)  # donated arrays, while the save is on its way
+        found[level, devices] = directory, held, after
+    return found
+
+
+@pytest.mark.parametrize(
+    ("origin", "target"),
+    quick(
+        [(a, b) for a in PLACES for b in PLACES],
+        [(a, PLACES[(5 * i + 6) % len(PLACES)]) for i, a in enumerate(PLACES)],
+    ),
+)
+def test_from_any_level_and_mesh_to_any_other(saved, origin, target):
+    directory, held, after = saved[origin]
+    run = Training(*target)
+    run.train(7)  # other values and moments than those that are restored
+    run.state = gshard.Checkpointer(directory).restore(like=run.state).state
+    assert_equal_bits(run.whole(), held)
+    for x, want in zip(
+        jax.tree.leaves(run.plan.kind.split(run.state)),
+        jax.tree.leaves(run.plan.abstract_parts()),
+        strict=True,
+    ):
+        assert x.sharding.is_equivalent_to(want.sharding, x.ndim) and x.shape == want.shape
+    np.testing.assert_allclose(run.train(3, 4), after, rtol=2e-6)
+
+
+@pytest.mark.parametrize("devices", [3, 5, 7])
+def test_padded_on_both_sides(tmp_path, devices):
+    run = Training("p_g_os", devices, "linen_mlp")
+    run.train(0)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, run.state)
+    other = Training("os_g", {3: 5, 5: 7, 7: 3}[devices], run.model.name)
+    other.state = gshard.Checkpointer(tmp_path).restore(like=other.state).state
+    assert_equal_bits(other.whole(), run.whole())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_resumed_run_is_one_that_never_stopped(tmp_path, level):
+    run = Training(level, 4)
+    run.train(*range(3))
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, run.state)
+    losses = run.train(*range(3, 23))
+    never_saved = Training(level, 4)
+    assert never_saved.train(*range(23))[3:] == losses  # saving changed nothing
+    again = Training(level, 4)
+    again.state = gshard.Checkpointer(tmp_path).restore(like=again.state).state
+    assert again.train(*range(3, 23)) == losses
+    assert_equal_bits(again.whole(), run.whole())
+    for other in {"dp", "p_g_os"} - {level}:
+        elsewhere = Training(other, 4)
+        elsewhere.state = gshard.Checkpointer(tmp_path).restore(like=elsewhere.state).state
+        np.testing.assert_allclose(elsewhere.train(*range(3, 23)), losses, rtol=1e-6)
+
+
+def test_what_is_saved_is_what_was_there(tmp_path):
+    """Large arrays, overwritten in their own memory while they are on their way to the disk."""
+    x = np.random.default_rng(0).normal(size=(2048, 1024)).astype(np.float32)
+    state = TrainState.create(apply_fn=None, params={"x": x}, tx=optax.sgd(1.0))
+    for level in ("dp", "p_g_os"):
+        state_now, plan = shard(state, level, 4)
+        step = gshard.make_train_step(lambda p, b: jnp.sum(p["x"]) * jnp.mean(b), plan)
+        with gshard.Checkpointer(tmp_path / level) as checkpointer:
+            checkpointer.save(0, state_now)
+            for _ in range(5):
+                state_now, _ = step(state_now, np.ones(4, np.float32))
+            new = checkpointer.restore(like=state_now).state
+        assert (gshard.full_params(new)["x"] == x).all()
+        assert (gshard.full_params(state_now)["x"] == x - 5).mean() > 0.9
+
+
+# ---- kinds of states -----------------------------------------------------------------------------
+
+
+class Noisy(nnx.Module):
+    """Batch statistics, dropout with its key and count, and a buffer without elements."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(7, 26, rngs=rngs)
+        self.norm = nnx.BatchNorm(26, rngs=rngs, axis_name=None)
+        self.drop = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(26, 1, rngs=rngs)
+        self.nothing = nnx.Variable(jnp.zeros((0, 3)))
+
+    def __call__(self, x):
+        return self.last(self.drop(jax.nn.gelu(self.norm(self.first(x)))))
+
+
+def noisy_loss(model, batch):
+    return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+
+def noisy_batch(step):
+    rng = np.random.default_rng(step)
+    x = rng.normal(size=(ROWS, 7)).astype(np.float32)
+    return {"x": x, "y": np.sin(x.sum(1))}
+
+
+@pytest.mark.filterwarnings("ignore:.*BatchNorm", "ignore:.*compute.* together")
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"precision": "bfloat16"}, {"precision": "bfloat16", "offload": True}],
+    ids=["plain", "bfloat16", "offloaded"],
+)
+def test_nnx_with_statistics_keys_and_counts(tmp_path, how):
+    def pair():
+        model = Noisy(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx(), wrt=nnx.Param)
+
+    (model, optimizer), plan = shard(pair(), "p_g_os", 4, **how)
+    step = gshard.make_train_step(noisy_loss, plan)
+    for i in range(2):
+        step(model, optimizer, noisy_batch(i))
+    checkpointer = gshard.Checkpointer(tmp_path)
+    checkpointer.save(2, (model, optimizer))
+    after = [float(step(model, optimizer, noisy_batch(i))["loss"]) for i in (2, 3)]
+
+    abstract, plan = shard(nnx.eval_shape(pair), "p_g_os", 4, **how)
+    for like in ((abstract, plan), shard(pair(), "p_g_os", 4, **how)[0]):
+        new = checkpointer.restore(like=like).state
+        assert (new is like) == (like[1] is not plan)  # a concrete pair is changed in place
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(new[1]))}
+        assert ("pinned_host" in kinds) == bool(how.get("offload"))
+        again = gshard.make_train_step(noisy_loss, new[1].tx.plan)
+        assert [float(again(*new, noisy_batch(i))["loss"]) for i in (2, 3)] == after
+    checkpointer.close()
+
+
+class Fields(TrainState):
+    batch_stats: Any = None
+    rng: Any = None
+    ema: Any = None
+
+
+def fields():
+    norm = nn.BatchNorm(use_running_average=True)
+    layers = nn.Sequential([nn.Dense(26), norm, nn.gelu, nn.Dense(1)])
+    variables = layers.init(jax.random.key(0), jnp.zeros((1, 7)))
+    params = variables["params"]
+    return Fields.create(
+        apply_fn=layers.apply,
+        params=params,
+        tx=tx(),
+        batch_stats=variables["batch_stats"],
+        rng=jax.random.key(7, impl="rbg"),
+        ema=jax.tree.map(lambda x: x + 1, params),
+    )
+
+
+@pytest.mark.parametrize("frozen", [None, "layers_0"])
+def test_linen_with_statistics_keys_averages_and_frozen_parameters(tmp_path, frozen):
+    state, plan = shard(fields(), "p_g_os", 3, frozen=frozen)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        zeros = fields()
+        zeros = zeros.replace(
+            params=jax.tree.map(jnp.zeros_like, zeros.params), rng=jax.random.key(0, impl="rbg")
+        )
+        like, other = shard(zeros, "os", 2, frozen=frozen)
+        new = checkpointer.restore(like=like).state
+        assert type(new) is Fields and new.apply_fn == like.apply_fn
+    assert_equal_bits(values(other.unwrap(new)), values(plan.unwrap(state)))
+
+
+def test_with_and_without_master_copies(tmp_path):
+    exact = Training("os_g", 4)
+    exact.train(0)
+    rounded = Training("p_g_os", 2, precision="bfloat16")
+    rounded.train(0)
+    with gshard.Checkpointer(tmp_path / "exact") as checkpointer:
+        checkpointer.save(1, exact.state)
+        new = checkpointer.restore(like=rounded.state).state
+        found = gshard.full_params(new)  # the master copies
+        for x, y in zip(
+            *map(jax.tree.leaves, (found, gshard.full_params(exact.state))), strict=True
+        ):
+            assert x.dtype == np.float32 and (x == y).all()
+        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(new.params))
+    with gshard.Checkpointer(tmp_path / "rounded") as checkpointer:
+        checkpointer.save(1, rounded.state)
+        new = checkpointer.restore(like=Training("dp", 3).state).state
+        expected = jax.tree.leaves(gshard.full_params(rounded.state))
+        for x, y in zip(jax.tree.leaves(new.params), expected, strict=True):
+            assert (np.asarray(x) == y).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*stays* whole")
+def test_a_model_wrapped_as_in_paddle(tmp_path):
+    def wrapped(level):
+        model = nnx.Linear(7, 26, rngs=nnx.Rngs(0))
+        return gshard.group_sharded_parallel(model, tx(), level, segment_size=16)[:2]
+
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
+    def steps(model, optimizer, *numbers):
+        losses = []
+        for i in numbers:
+            losses.append(float(model.backward(loss, noisy_batch(i))))
+            optimizer.step()
+            optimizer.clear_grad()
+        return losses
+
+    model, optimizer = wrapped("p_g_os")
+    steps(model, optimizer, 0)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        with model.no_sync():
+            model.backward(loss, noisy_batch(0))
+        with pytest.raises(gshard.GShardError, match="no_sync"):
+            checkpointer.save(1, (model, optimizer))
+        optimizer.clear_grad()
+        checkpointer.save(1, (model, optimizer))
+        after = steps(model, optimizer, 1, 2)
+        pair = wrapped("p_g_os")
+        assert checkpointer.restore(like=pair).state[0] is pair[0]
+        assert steps(*pair, 1, 2) == after
+
+
+def test_unreduced_gradients_are_not_saved(tmp_path):
+    class Holding(TrainState):
+        waiting: Any = None
+
+    model = ZOO["linen_mlp"]
+    bare, plan = shard(model.state(tx()), "os", 2)
+    gradient = gshard.value_and_grad(model.loss, plan, sync=False)
+    _, unreduced = jax.jit(gradient)(bare.params, model.batch(0, ROWS, 0))
+    holding = Holding(**vars(bare), waiting=unreduced)
+    with pytest.raises(gshard.GShardError, match="Unreduced"):
+        gshard.Checkpointer(tmp_path).save(0, holding)
+    assert gshard.Checkpointer(tmp_path).all_steps() == []
+
+
+# ---- data, metadata, steps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_the_data_goes_on_where_it_was(tmp_path, devices):
+    x = np.arange(960, dtype=np.float32).reshape(240, 4)
+
+    def loader(count):
+        _, plan = shard(ZOO["linen_mlp"].state(tx()), "os", count)
+        return gshard.DataLoader({"x": x}, 24, plan, seed=3, num_epochs=2)
+
+    first, run = loader(2), Training("os", 2)
+    batches = iter(first)
+    for _ in range(13):
+        next(batches)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(13, run.state, data_state=first.state_dict(), metadata={"loss": 1.5})
+        rest = [np.asarray(batch["x"]) for batch in batches]
+        restored = checkpointer.restore(like=run.state)
+        assert (restored.step, restored.metadata) == (13, {"loss": 1.5})
+        second = loader(devices)
+        second.load_state_dict(restored.data_state)
+        again = [np.asarray(batch["x"]) for batch in second]
+    assert len(rest) == 7 and all((a == b).all() for a, b in zip(rest, again, strict=True))
+
+
+def test_metadata_is_json_and_scalar_arrays_are_numbers(tmp_path):
+    run = Training("os", 2)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        given = {"loss": jnp.float32(0.5), "n": np.int64(3), "deep": {"text": ["ä", None, True]}}
+        checkpointer.save(0, run.state, metadata=given, data_state=b"\x00\xffgrain")
+        checkpointer.wait()
+        found = {"loss": 0.5, "n": 3, "deep": {"text": ["ä", None, True]}}
+        assert checkpointer.metadata() == checkpointer.metadata(0) == found
+        assert checkpointer.restore(like=run.state).data_state == b"\x00\xffgrain"
+        for bad in ({"x": np.zeros(3)}, {"x": object()}, [1], {1: 2}, {"a": {2: 3}}, {"x": {1, 2}}):
+            with pytest.raises(gshard.GShardError, match="metadata"):
+                checkpointer.save(1, run.state, metadata=bad)
+        with pytest.raises(gshard.GShardError, match="data_state"):
+            checkpointer.save(1, run.state, data_state=object())
+        assert checkpointer.all_steps() == [0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (dict(), [0, 1, 2, 3, 4, 5, 6]),
+        (dict(last=2), [5, 6]),
+        (dict(every=3), [0, 3, 6]),
+        (dict(last=1, every=2), [0, 2, 4, 6]),
+        (dict(best=2), [2, 4, 6]),
+        (dict(best=2, mode="max"), [1, 5, 6]),
+        (dict(last=2, best=1), [4, 5, 6]),
+        (dict(best=1, metric="accuracy"), [6]),
+    ],
+)
+def test_which_steps_stay(rules, kept):
+    losses = [None, 5.0, 1.0, float("nan"), 0.5, 4.0, 3.0]
+    metadata = {i: {} if x is None else {"loss": x} for i, x in enumerate(losses)}
+    keep = Keep(
+        **{"last": None, "every": None, "best": None, "metric": "loss", "mode": "min"} | rules
+    )
+    assert [i for i in range(7) if i not in keep.to_delete(metadata)] == kept
+
+
+def test_old_steps_go_after_a_new_one_is_there(tmp_path):
+    run = Training("os", 2)
+    with gshard.Checkpointer(tmp_path, keep_last=2, keep_every=4, keep_best=1) as checkpointer:
+        for step in range(1, 8):
+            checkpointer.save(step, run.state, metadata={"loss": abs(step - 3)})
+    assert gshard.Checkpointer(tmp_path).all_steps() == [3, 4, 6, 7]
+    assert {x.name for x in tmp_path.iterdir()} == {"3", "4", "6", "7", ".gshard_lock"}
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.delete(6)
+        assert checkpointer.all_steps() == [3, 4, 7]
+
+
+def test_a_save_that_is_on_its_way_is_no_step(tmp_path):
+    run = Training("os", 2)
+    checkpointer = gshard.Checkpointer(tmp_path, asynchronous=False)
+    checkpointer.save(5, run.state)
+    assert checkpointer.latest_step() == 5
+    (tmp_path / "9.saving").mkdir()
+    (tmp_path / "7.deleted").mkdir()
+    (tmp_path / "08").mkdir()
+    (tmp_path / "best").mkdir()
+    assert checkpointer.all_steps() == [5]
+    checkpointer.close()
+    with gshard.Checkpointer(tmp_path) as another:
+        another.save(6, run.state)
+    assert {x.name for x in tmp_path.iterdir()} == {"5", "6", "08", "best", ".gshard_lock"}
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run():
+    return Training("os", 2)
+
+
+@pytest.fixture
+def written(tmp_path, run):
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (10, 20):
+            checkpointer.save(step, run.state)
+    return tmp_path / "run"
+
+
+def everything(directory):
+    return {str(x): x.read_bytes() for x in directory.rglob("*") if x.is_file()}
+
+
+def test_another_model_is_named_leaf_by_leaf(written, run):
+    other, _ = shard(fields(), "os", 2)
+    checkpointer = gshard.Checkpointer(written)
+    before = everything(written)
+    with pytest.raises(gshard.GShardError) as refused:
+        checkpointer.restore(like=other)
+    assert "params/layers_0/kernel is not in the checkpoint" in str(refused.value)
+    assert "is in the checkpoint alone" in str(refused.value)
+    with pytest.raises(gshard.GShardError, match="another model.*Choose another directory"):
+        checkpointer.save(30, other)
+    wider = jax.tree.map(lambda x: jnp.zeros((*x.shape, 2)), run.plan.unwrap(run.state).params)
+    wide, _ = shard(TrainState.create(apply_fn=None, params=wider, tx=tx()), "os", 2)
+    with pytest.raises(gshard.GShardError) as refused:
+        checkpointer.restore(like=wide)
+    path, x = min(
+        (jax.tree_util.keystr(p, simple=True, separator="/"), x)
+        for p, x in jax.tree_util.tree_leaves_with_path(wide.params)
+    )
+    shape = x.shape[:-1]
+    assert f"params/{path} has the shape {x.shape}, in the checkpoint {shape}" in str(refused.value)
+    before.pop(str(written / ".gshard_lock"), None)
+    after = everything(written)
+    assert all(after[name] == content for name, content in before.items())
+    assert checkpointer.all_steps() == [10, 20]
+
+
+def test_another_optimizer_is_named(written):
+    sgd, _ = shard(ZOO["linen_mlp"].state(optax.sgd(0.1, momentum=0.9)), "os", 2)
+    with pytest.raises(gshard.GShardError, match="(?s)opt_state/inner/.*import_params"):
+        gshard.Checkpointer(written).restore(like=sgd)
+
+
+def test_another_dtype_needs_cast(written, run):
+    half = jax.tree.map(lambda x: x.astype(np.float16), run.plan.unwrap(run.state).params)
+    like, _ = shard(TrainState.create(apply_fn=None, params=half, tx=tx()), "os", 2)
+    checkpointer = gshard.Checkpointer(written)
+    with pytest.raises(
+        gshard.GShardError, match="(?s)float16, in the checkpoint float32.*cast=True"
+    ):
+        checkpointer.restore(like=like)
+    new = checkpointer.restore(like=like, cast=True).state
+    for x, y in zip(*map(jax.tree.leaves, (new.params, run.state.params)), strict=True):
+        assert x.dtype == np.float16 and (np.asarray(x) == np.asarray(y, np.float16)).all()
+
+
+def test_steps_that_are_not_there(written, run):
+    checkpointer = gshard.Checkpointer(written)
+    with pytest.raises(gshard.GShardError, match=r"step=13 is not in .*\[10, 20\]"):
+        checkpointer.restore(13, like=run.state)
+    for step in (10, 20, 15):
+        with pytest.raises(gshard.GShardError, match="not after the newest one, 20"):
+            checkpointer.save(step, run.state)
+    for bad in (-1, 1.5, True, "../30", None):
+        with pytest.raises(gshard.GShardError, match="step="):
+            checkpointer.save(bad, run.state)
+    for bad in (-1, 1.5, True, "../run/20"):
+        with pytest.raises(gshard.GShardError, match="step="):
+            checkpointer.restore(bad, like=run.state)
+    assert checkpointer.all_steps() == [10, 20]
+
+
+def test_directories_that_cannot_be(tmp_path, run):
+    (tmp_path / "file").write_text("mine")
+    for bad, words in [
+        (tmp_path / "file", "is a file"),
+        (3, "must be the path"),
+        ("", "must be the path"),
+        ("gs://bucket/run", "mount"),
+    ]:
+        with pytest.raises(gshard.GShardError, match=words):
+            gshard.Checkpointer(bad)
+    with pytest.raises(gshard.SaveFailedError, match="Not a directory"):
+        gshard.Checkpointer(tmp_path / "file" / "below").save(1, run.state)
+    assert (tmp_path / "file").read_text() == "mine"
+    empty = gshard.Checkpointer(tmp_path / "nothing")
+    assert empty.latest_step() is None and empty.all_steps() == []
+    for call in (lambda: empty.restore(like=run.state), empty.verify, empty.metadata):
+        with pytest.raises(gshard.GShardError, match="does not exist|holds no checkpoint"):
+            call()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")
+def test_no_permission(tmp_path, run, monkeypatch):
+    import os
+
+    if os.geteuid() == 0:  # whom nothing is forbidden
+        from pathlib import Path
+
+        def refuse(self, *args, **kwargs):
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "mkdir", refuse)
+    else:
+        tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(gshard.SaveFailedError, match="Permission denied"):
+        gshard.Checkpointer(tmp_path / "run").save(1, run.state)
+
+
+def test_arguments_that_cannot_be(tmp_path, run, written):
+    for bad in (
+        dict(keep_last=0), dict(keep_every=-1), dict(keep_best=1.5), dict(mode="least"),
+        dict(metric=3), dict(asynchronous="yes"), dict(on_failure="ignore"),
+    ):  # fmt: skip
+        with pytest.raises(gshard.GShardError, match=next(iter(bad))):
+            gshard.Checkpointer(tmp_path, **bad)
+    checkpointer = gshard.Checkpointer(written)
+    plain = run.plan.unwrap(run.state)
+    for call in (lambda: checkpointer.save(30, plain), lambda: checkpointer.restore(like=plain)):
+        with pytest.raises(gshard.GShardError, match="shard_train_state"):
+            call()
+    for bad in (None, 3, (run.state, 3)):
+        with pytest.raises(gshard.GShardError, match="restore"):
+            checkpointer.restore(like=bad)
+    for bad in (dict(verify=1), dict(cast="yes")):
+        with pytest.raises(gshard.GShardError, match=next(iter(bad))):
+            checkpointer.restore(like=run.state, **bad)
+    checkpointer.close()
+    for call in (
+        lambda: checkpointer.save(30, run.state),
+        lambda: checkpointer.restore(like=run.state),
+        lambda: checkpointer.delete(10),
+    ):
+        with pytest.raises(gshard.CallOrderError, match="closed"):
+            call()
+
+
+def test_a_state_that_was_given_away(tmp_path):
+    run = Training("os", 2)
+    old = run.state
+    run.train(0)
+    with pytest.raises(gshard.DonatedStateError, match="earlier step"):
+        gshard.Checkpointer(tmp_path).save(0, old)
+
+
+def test_two_writers_of_one_directory(written, run):
+    first, second = gshard.Checkpointer(written), gshard.Checkpointer(written)
+    first.save(30, run.state)
+    with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+        second.save(40, run.state)
+    first.close()
+    second.save(40, run.state)
+    second.close()
+    assert second.all_steps() == [10, 20, 30, 40]
+
+
+def test_a_later_format_is_refused_in_words(written, run):
+    about = written / "20" / "gshard.json"
+    table = json.loads(about.read_text()) | {"format": 2}
+    about.write_text(json.dumps(table))
+    with pytest.raises(gshard.GShardError, match="later gshard"):
+        gshard.Checkpointer(written).restore(20, like=run.state, verify=False)
+
+
+def test_a_planted_pickle_is_not_opened(written, run):
+    class Trap:
+        def __reduce__(self):
+            return (pytest.fail, ("unpickled",))
+
+    for name in ("checkpoint", "state.pkl", "arrays/_METADATA.pickle"):
+        (written / "20" / name).write_bytes(pickle.dumps(Trap()))
+    opened = []
+    sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+    checkpointer = gshard.Checkpointer(written)
+    checkpointer.restore(20, like=run.state, verify=False)
+    with pytest.warns(gshard.GShardWarning, match="state.pkl is not of this step"):
+        assert checkpointer.restore(like=run.state).step == 10
+    assert any("gshard.json" in path for path in opened)
+    assert not any(path.endswith(("checkpoint", ".pkl", ".pickle")) for path in opened)
+
+
+def test_a_manifest_cannot_name_what_is_outside(written):
+    from gshard.checkpoint.manifest import _sealed, damages
+
+    (written / "secret").write_text("x")
+    for name in ("../secret", str(written / "secret"), "a/../../secret"):
+        (written / "20" / "manifest.json").write_bytes(_sealed({name: []}))
+        assert [x.file for x in damages(written / "20")] == ["manifest.json"]
