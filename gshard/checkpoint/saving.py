@@ -5,10 +5,12 @@ Processes meet in files alone here: a collective in a thread has no order with t
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from errno import ENOENT
 from pathlib import Path
 
 from gshard.checkpoint import directory, storage
@@ -26,7 +28,7 @@ class Saving:
     """A step that is being written.
 
     Args:
-      folder: `N.saving`, which exists.
+      folder: of `directory.saving`, which exists.
       process: this one's rank.
       processes: how many write.
       finish: waits until this process's parts are on the disk.
@@ -58,7 +60,7 @@ class Saving:
     @property
     def step(self) -> int:
         """Its number."""
-        return int(self.folder.stem)
+        return directory.step_of(self.folder)
 
     def part(self) -> None:
         """Waits for this process's part.
@@ -130,6 +132,8 @@ class Saving:
         while missing := [path for path in missing if not path.exists()]:
             if self._given_up.wait(_TICK):
                 return False
+            if not self.folder.exists():
+                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.folder))
             if end is None and _program_over.is_set():
                 end = time.monotonic() + _AT_EXIT
             if end is not None and time.monotonic() > end:
