@@ -18,7 +18,7 @@ from gshard.errors import CallOrderError, GShardError
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_DEBRIS = re.compile(rf"({_STEP.pattern})({re.escape(SAVING)}|{re.escape(DELETED)})")
+_DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
 _LOCK = ".gshard_lock"
 
 
@@ -74,14 +74,30 @@ def set_aside(directory: Path, step: int) -> Path:
     return aside
 
 
+def saving(directory: Path, step: int, lost: int) -> Path:
+    """The folder in which a step is written.
+
+    Args:
+      directory: of the run.
+      step: its number.
+      lost: saves before that failed: what still writes for them must not meet this one.
+    """
+    return directory / f"{step}{f'.{lost}' if lost else ''}{SAVING}"
+
+
+def step_of(written: Path) -> int:
+    """The number of the step that is written in a folder."""
+    return int(written.name.partition(".")[0])
+
+
 def commit(written: Path) -> None:
-    """Makes a complete folder `N.saving` the step N."""
-    written.rename(written.with_suffix(""))
+    """Makes a complete folder of `saving` the step N."""
+    written.rename(written.with_name(str(step_of(written))))
     fsync(written.parent)
 
 
 def clean(directory: Path) -> None:
-    """Removes what killed saves and deletions left behind. Only a directory's writer may."""
+    """Removes what saves and deletions that were killed or failed left behind; for the writer."""
     for name in os.listdir(directory):
         if _DEBRIS.fullmatch(name):
             shutil.rmtree(directory / name, ignore_errors=True)

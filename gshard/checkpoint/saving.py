@@ -5,10 +5,12 @@ Processes meet in files alone here: a collective in a thread has no order with t
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from errno import ENOENT
 from pathlib import Path
 
 from gshard.checkpoint import directory, storage
@@ -18,12 +20,15 @@ from gshard.checkpoint.manifest import part_name, write_part, write_whole
 _TICK = 0.02  # seconds between looks for the parts of others
 _AT_EXIT = 60.0  # seconds that the first waits for them when its program is over
 
+_program_over = threading.Event()
+_on_their_way: set[Saving] = set()
+
 
 class Saving:
     """A step that is being written.
 
     Args:
-      folder: `N.saving`, which exists.
+      folder: of `directory.saving`, which exists.
       process: this one's rank.
       processes: how many write.
       finish: waits until this process's parts are on the disk.
@@ -48,14 +53,14 @@ class Saving:
         self._part_over, self._given_up = threading.Event(), threading.Event()
         self._failure: Exception | None = None
         self.afterwards: Exception | None = None
-        # No daemon: a program that ends waits for its last save.
         self._thread = threading.Thread(target=self._run, name="gshard-save")
+        _on_their_way.add(self)
         self._thread.start()
 
     @property
     def step(self) -> int:
         """Its number."""
-        return int(self.folder.stem)
+        return directory.step_of(self.folder)
 
     def part(self) -> None:
         """Waits for this process's part.
@@ -80,9 +85,19 @@ class Saving:
     def give_up(self) -> None:
         """Another process failed: nothing is committed, and the thread ends."""
         self._given_up.set()
+        self.join()
+
+    def join(self) -> None:
+        """Waits until the thread has ended, however it does."""
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._save()
+        finally:
+            _on_their_way.discard(self)
+
+    def _save(self) -> None:
         try:
             self._write_part()
             self._part_over.set()
@@ -94,7 +109,7 @@ class Saving:
         except Exception as error:  # raised where somebody waits
             self._failure = error
             self._part_over.set()
-            if not threading.main_thread().is_alive():  # nobody will
+            if _program_over.is_set():  # nobody will
                 print(f"gshard: step {self.step} was not saved: {error}", file=sys.stderr)
             return
         try:
@@ -117,8 +132,21 @@ class Saving:
         while missing := [path for path in missing if not path.exists()]:
             if self._given_up.wait(_TICK):
                 return False
-            if end is None and not threading.main_thread().is_alive():
+            if not self.folder.exists():
+                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.folder))
+            if end is None and _program_over.is_set():
                 end = time.monotonic() + _AT_EXIT
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(f"{missing[0]} was not written by its process")
         return True
+
+
+def _wait_at_exit() -> None:
+    _program_over.set()
+    for saving in list(_on_their_way):
+        saving.join()
+
+
+# A program that ends waits for its last save. Python waits for all threads, but stops executors
+# before, and Orbax writes with these; nothing public comes earlier.
+threading._register_atexit(_wait_at_exit)  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,6 +50,7 @@ class Writer:
         self._first = jax.process_index() == 0
         self._unlock: Callable[[], object] | None = None
         self._saving: Saving | None = None
+        self._lost = 0  # saves begun that are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
         """Copies the arrays to the host, and begins to write.
@@ -64,6 +65,7 @@ class Writer:
         self.wait()
         contents = self._prepared(describe)
         folder = self._folder(contents.step)
+        self._lost += 1
         begun: list[Callable[[], None]] = []
         try:
             together(lambda: begun.append(self._write(folder, contents)))
@@ -112,16 +114,18 @@ class Writer:
         Raises:
           SaveFailedError: it is not there.
         """
-        saving, self._saving = self._saving, None
-        if saving is None:
+        if (saving := self._saving) is None:
             return
         try:
-            together(saving.part)
+            together(saving.part)  # Ctrl-C ends the wait, not what is waited for
             together(saving.whole)
         except FailedError as error:
+            self._saving = None
             saving.give_up()
             self._remove(saving.folder)
             raise self._failed(saving.step, error) from error.__cause__
+        self._saving = None
+        self._lost -= 1
         if (error := saving.afterwards) is not None:
             warn(f"step {saving.step} is saved, but an older one could not be deleted: {error}")
 
@@ -154,15 +158,15 @@ class Writer:
                 self._unlock = None
 
     def _own(self) -> None:
-        """Makes this the one that writes here, and clears what killed ones left."""
+        """Makes this the one that writes here, and clears what killed and failed saves left."""
         if self._unlock is None:
             self._directory.mkdir(parents=True, exist_ok=True)
             descriptor = folders.lock(self._directory)
             self._unlock = weakref.finalize(self, os.close, descriptor)  # one may forget to close
-            folders.clean(self._directory)
+        folders.clean(self._directory)
 
     def _folder(self, step: int) -> Path:
-        return self._directory / f"{step}{folders.SAVING}"
+        return folders.saving(self._directory, step, self._lost)
 
     def _make(self, folder: Path, contents: Contents) -> None:
         """Looks whether the step may be written, and makes its folder."""
