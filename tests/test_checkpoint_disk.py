@@ -1,4 +1,4 @@
-"""A disk that is full, or fails: said in time, with the step; and saving goes on when it is mended."""
+"""A disk that is full, or fails: it is told in time, with the step, and saving goes on later."""
 
 from __future__ import annotations
 
