@@ -122,7 +122,7 @@ def test_half_of_one(written, tmp_path):
     shutil.copytree(written["tree"], tmp_path / "cut")
     for path in (tmp_path / "cut").rglob("d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(gshard.GShardError, match="cannot be read: .*Requested byte range"):
+    with pytest.raises(gshard.GShardError, match="cannot be read: OUT_OF_RANGE"):
         gshard.import_orbax(tmp_path / "cut", like)
     (tmp_path / "cut" / "_METADATA").write_text("{")
     with pytest.raises(gshard.GShardError, match="cannot be read"):
