@@ -93,14 +93,8 @@ def _limit() -> float:
     return whole_number(environment.AGREEMENT_TIMEOUT, given, 1, " of seconds")
 
 
-def _same(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _exchange(
-    message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
-) -> dict[int, bytes]:
-    """What every process of the mesh says, by rank.
+def all_say(message: bytes, mesh: Mesh) -> dict[int, bytes]:
+    """What every process of the mesh says, by rank; as many bytes on each, however late it comes.
 
     Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
     processes without a device in it, and wants as many devices on each.
@@ -108,15 +102,27 @@ def _exchange(
     devices = list(mesh.devices.flat)
     flat = Mesh(np.array(devices), ("all",))
     mine = np.frombuffer(message, np.uint8)[None]
+    shape = (len(devices), mine.size)
+    sent = jax.make_array_from_callback(shape, NamedSharding(flat, jax.P("all")), lambda _: mine)
+    got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
+    rows = np.asarray(got.addressable_data(0))
+    ranks = {d.process_index: row for d, row in zip(devices, rows, strict=True)}
+    return {rank: ranks[rank].tobytes() for rank in sorted(ranks)}
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _exchange(
+    message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
+) -> dict[int, bytes]:
+    """What every process of the mesh says, by rank, within a time."""
     result: list[Any] = []
 
     def run() -> None:
         try:
-            rows = NamedSharding(flat, jax.P("all"))
-            shape = (len(devices), mine.size)
-            sent = jax.make_array_from_callback(shape, rows, lambda _: mine)
-            got = jax.jit(_same, out_shardings=NamedSharding(flat, jax.P()))(sent)
-            result.append(np.asarray(got.addressable_data(0)))
+            result.append(all_say(message, mesh))
         except Exception as error:  # raised where the caller waits
             result.append(error)
 
@@ -136,7 +142,7 @@ def _exchange(
         )
         thread.join(wait)
     got = result[0] if result else None
-    if not isinstance(got, np.ndarray):
+    if not isinstance(got, dict):
         why = f"within {whole:g} s" if got is None else f"({got})"
         raise GShardError(
             f"{change}, and the other processes did not follow {why}. Either they gave what they "
@@ -144,5 +150,4 @@ def _exchange(
             "rows of weight 0, gshard.Weighted), or they came to no batch at all, or have ended. "
             "Every process must give the same number of rows in every call. Start the job again."
         ) from got
-    ranks = {d.process_index: row for d, row in zip(devices, got, strict=True)}
-    return {rank: ranks[rank].tobytes() for rank in sorted(ranks)}
+    return got
