@@ -49,7 +49,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 
 .PHONY: setup-test setup-dev
 setup-test:
-	@scripts/venv.sh $(VENV) test,plot,data
+	@scripts/venv.sh $(VENV) test,plot,data,export
 
 setup-dev: setup-test
 	@scripts/venv.sh $(VENV) dev
