@@ -1,4 +1,4 @@
-"""A disk that is full, or fails: said in time, with the step; and saving goes on when it is mended."""
+"""A disk that is full, or fails: said in time, with the step; saving goes on when it is mended."""
 
 from __future__ import annotations
 
