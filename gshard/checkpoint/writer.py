@@ -86,6 +86,7 @@ class Writer:
             contents.description.leaves,
             self._delete_old,
         )
+        self._saving.start()
 
     def _prepared(self, describe: Callable[[], Contents]) -> Contents:
         """What to write, once its folder is there; where any process cannot, there is none."""
