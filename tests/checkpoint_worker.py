@@ -9,13 +9,15 @@ of this rank kills itself, or `none`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,35 @@ CALLS: dict[str, tuple[str, Callable[..., bool]]] = {
 
 def kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def files_end_at(size: int) -> Iterator[None]:
+    """As long as every write beyond so many bytes of a file fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def saves_on_a_bad_disk(directory: str) -> list[str]:
+    """What failed saves of step 2 say, where the last process cannot write."""
+    gshard.init_parallel_env()
+    state, _ = fresh("p_g_os")
+    last, said = gshard.get_rank() == gshard.get_world_size() - 1, []
+    with gshard.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+        for call in (checkpointer.wait, lambda: checkpointer.save(3, state)):
+            checkpointer.wait()
+            with files_end_at(50_000) if last else contextlib.nullcontext():
+                try:
+                    checkpointer.save(2, state)
+                    call()
+                except gshard.SaveFailedError as error:
+                    said.append(str(error))
+        checkpointer.save(2, state)
+        checkpointer.save(3, state)
+    return said
 
 
 def main(run: str, level: str, steps: str, point: str, rank: str) -> None:

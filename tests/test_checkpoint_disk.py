@@ -1,9 +1,8 @@
-"""A disk that is full, or fails: it is told in time, with the step, and saving goes on later."""
+"""A disk that is full, or fails: said in time, with the step; saving goes on when it is mended."""
 
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import optax
 import pytest
 
 import gshard
-from tests.checkpoint_worker import LOCK
+from tests.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
 
 # Orbax leaves its other writes behind when one fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -51,15 +50,6 @@ def filled(disk: Path, left: int) -> Iterator[None]:
     other.unlink()
 
 
-@contextmanager
-def files_end_at(size: int) -> Iterator[None]:
-    """As long as every write beyond so many bytes of a file fails."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def state_of(kilobytes: int) -> Any:
     """A train state and its bytes; the optimizer keeps nothing."""
     params = {"w": np.random.default_rng(0).normal(size=(kilobytes, 256)).astype(np.float32)}
@@ -69,10 +59,15 @@ def state_of(kilobytes: int) -> Any:
     return state, size
 
 
-def assert_as_before(checkpointer: gshard.Checkpointer, steps: list[int]) -> None:
-    """These steps are there, undamaged, and nothing else is."""
-    assert checkpointer.all_steps() == steps
+def assert_there(checkpointer: gshard.Checkpointer, *steps: int) -> None:
+    """These steps are there, undamaged."""
+    assert checkpointer.all_steps() == list(steps)
     assert all(not checkpointer.verify(step) for step in steps)
+
+
+def assert_alone(checkpointer: gshard.Checkpointer, *steps: int) -> None:
+    """After a save: these steps are there, undamaged, and nothing else."""
+    assert_there(checkpointer, *steps)
     assert set(os.listdir(checkpointer.directory)) == {LOCK, *map(str, steps)}
 
 
@@ -86,10 +81,10 @@ def test_a_step_without_room_fails_before_it_is_written(disk):
                 checkpointer.save(2, state)
             assert error.value.step == 2
             assert f"{size:,}" in str(error.value)
-            assert_as_before(checkpointer, [1])
+            assert_there(checkpointer, 1)
             checkpointer.wait()  # it has been said
         checkpointer.save(2, state)
-    assert_as_before(checkpointer, [1, 2])
+    assert_alone(checkpointer, 1, 2)
 
 
 def test_a_disk_that_is_full_at_any_point_of_a_write(disk):
@@ -109,10 +104,27 @@ def test_a_disk_that_is_full_at_any_point_of_a_write(disk):
                 except gshard.SaveFailedError as error:
                     failed.append(page)
                     assert error.step == step and f"step {step} was not saved" in str(error)
-                assert_as_before(checkpointer, [step if page in rooms else 0])
+                (assert_alone if page in rooms else assert_there)(
+                    checkpointer, step if rooms else 0
+                )
             if rooms:
                 break
     assert len(failed) >= 8 and rooms, f"{failed} {rooms}"
+
+
+def test_what_a_failed_save_still_writes_meets_no_other(tmp_path):
+    """The same step again and again: threads of the failed ones go on for a while."""
+    params = {f"w{i}": np.full((64 + i, 256), i, np.float32) for i in range(30)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)
+    with gshard.Checkpointer(tmp_path / "steps", asynchronous=False) as checkpointer:
+        for size in range(10_000, 160_000, 10_000):
+            with files_end_at(size), pytest.raises(gshard.SaveFailedError, match="step 1 was not"):
+                checkpointer.save(1, state)
+        checkpointer.save(1, state)
+        assert_alone(checkpointer, 1)
+        restored = checkpointer.restore(like=(state, plan)).state
+        assert all(map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(state)))
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "delete", "close"])
@@ -133,11 +145,11 @@ def test_the_next_call_raises(call, tmp_path):
         with pytest.raises(gshard.SaveFailedError, match="step 2 was not saved") as error:
             calls[call]()
     assert error.value.step == 2
-    assert_as_before(checkpointer, [1])
+    assert_there(checkpointer, 1)
     if call != "close":
         checkpointer.save(2, state)
         checkpointer.close()
-        assert_as_before(checkpointer, [1, 2])
+        assert_alone(checkpointer, 1, 2)
 
 
 def test_a_save_that_waits_raises_itself(tmp_path):
@@ -146,9 +158,9 @@ def test_a_save_that_waits_raises_itself(tmp_path):
         checkpointer.save(1, state)
         with files_end_at(100_000), pytest.raises(gshard.SaveFailedError, match="step 2"):
             checkpointer.save(2, state)
-        assert_as_before(checkpointer, [1])
+        assert_there(checkpointer, 1)
         checkpointer.save(2, state)
-        assert_as_before(checkpointer, [1, 2])
+        assert_alone(checkpointer, 1, 2)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -164,6 +176,19 @@ def test_who_wants_to_train_on_is_warned(asynchronous, tmp_path):
                 checkpointer.save(2, state)
                 checkpointer.wait()
             assert len(said) == 1
-            assert_as_before(checkpointer, [1])
+            assert_there(checkpointer, 1)
         checkpointer.save(3, state)
-    assert_as_before(checkpointer, [1, 3])
+    assert_alone(checkpointer, 1, 3)
+
+
+def test_the_disk_of_one_of_two_processes(tmp_path, monkeypatch):
+    """Both say the same, and go on together."""
+    jax.devices()  # this process has its eight before they are forgotten
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    said = gshard.spawn(
+        saves_on_a_bad_disk, (str(tmp_path / "steps"),), nprocs=2, virtual_devices=2
+    )
+    assert said[0] == said[1]
+    assert all("step 2 was not saved" in text and "process 1: " in text for text in said[0][:2])
+    checkpointer = gshard.Checkpointer(tmp_path / "steps")
+    assert_alone(checkpointer, 1, 2, 3)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
 
@@ -24,6 +25,22 @@ from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
 from gshard.errors import CallOrderError, GShardError, warn
 from gshard.host import plan_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_at_a_time(
+    method: Callable[Concatenate[Checkpointer, P], R],
+) -> Callable[Concatenate[Checkpointer, P], R]:
+    """A method that waits while another thread is in one: who saves owns all that is half done."""
+
+    @functools.wraps(method)
+    def alone(self: Checkpointer, *arguments: P.args, **options: P.kwargs) -> R:
+        with self._turn:
+            return method(self, *arguments, **options)
+
+    return alone
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,7 @@ class Checkpointer:
         self._warns = on_failure == "warn"
         self._writer = Writer(self.directory, keep)
         self._closed = False
+        self._turn = threading.RLock()
 
     def all_steps(self) -> list[int]:
         """The steps that are complete, ascending. What is being saved is none yet."""
@@ -114,6 +132,7 @@ class Checkpointer:
         """
         return damages(self.directory / str(self._one(step)))
 
+    @one_at_a_time
     def save(
         self,
         step: int,
@@ -158,6 +177,7 @@ class Checkpointer:
         except SaveFailedError as error:
             self._tell(error)
 
+    @one_at_a_time
     def wait(self) -> None:
         """Waits until the last save is a step, on the disk.
 
@@ -169,6 +189,7 @@ class Checkpointer:
         except SaveFailedError as error:
             self._tell(error)
 
+    @one_at_a_time
     def delete(self, step: int) -> None:
         """Deletes a step: it is none any more at once, then its files go.
 
@@ -179,6 +200,7 @@ class Checkpointer:
         self.wait()
         self._writer.delete(existing(self.directory, step, self.all_steps()))
 
+    @one_at_a_time
     def restore(
         self, step: int | None = None, *, like: Any = None, verify: bool = True, cast: bool = False
     ) -> Restored:
@@ -217,6 +239,7 @@ class Checkpointer:
         data = read_data_state(folder, description.processes)
         return Restored(number, new, data, dict(description.metadata))
 
+    @one_at_a_time
     def close(self) -> None:
         """Waits for the last save, and lets another one write into the directory."""
         self._closed = True

@@ -41,6 +41,14 @@ def as_directory(path: Any) -> Path:
     return folder
 
 
+def make(directory: Path) -> None:
+    """Makes a directory, and those above it, on the disk."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        fsync(path.parent)
+
+
 def steps_in(directory: Path) -> list[int]:
     """The steps of a directory, ascending; none where there is no directory.
 

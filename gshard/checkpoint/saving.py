@@ -51,9 +51,14 @@ class Saving:
         self.folder, self._process, self._processes = folder, process, processes
         self._finish, self._leaves, self._then = finish, leaves, then
         self._part_over, self._given_up = threading.Event(), threading.Event()
+        # Not `Thread.join`: in Python 3.11 a Ctrl-C in it lets the next one return at once.
+        self._over = threading.Event()
         self._failure: Exception | None = None
         self.afterwards: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="gshard-save")
+
+    def start(self) -> None:
+        """Begins; apart, so that Ctrl-C finds what has begun in the hands of who waits for it."""
         _on_their_way.add(self)
         self._thread.start()
 
@@ -68,6 +73,8 @@ class Saving:
         Raises:
           Exception: why it could not be written.
         """
+        if self._thread.ident is None:
+            raise InterruptedError("it was interrupted before it began")
         self._part_over.wait()
         if self._failure is not None:
             raise self._failure
@@ -78,24 +85,26 @@ class Saving:
         Raises:
           Exception: why there is none.
         """
-        self._thread.join()
+        self.join()
         if self._failure is not None:
             raise self._failure
 
     def give_up(self) -> None:
         """Another process failed: nothing is committed, and the thread ends."""
         self._given_up.set()
-        self.join()
+        if self._thread.ident is not None:
+            self.join()
 
     def join(self) -> None:
-        """Waits until the thread has ended, however it does."""
-        self._thread.join()
+        """Waits until the thread is done, however it ends."""
+        self._over.wait()
 
     def _run(self) -> None:
         try:
             self._save()
         finally:
             _on_their_way.discard(self)
+            self._over.set()
 
     def _save(self) -> None:
         try:
@@ -131,14 +140,14 @@ class Saving:
         end = None
         while missing := [path for path in missing if not path.exists()]:
             if self._given_up.wait(_TICK):
-                return False
+                break
             if not self.folder.exists():
                 raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.folder))
             if end is None and _program_over.is_set():
                 end = time.monotonic() + _AT_EXIT
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(f"{missing[0]} was not written by its process")
-        return True
+        return not self._given_up.is_set()
 
 
 def _wait_at_exit() -> None:

@@ -8,7 +8,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -86,6 +86,7 @@ class Writer:
             contents.description.leaves,
             self._delete_old,
         )
+        self._saving.start()
 
     def _prepared(self, describe: Callable[[], Contents]) -> Contents:
         """What to write, once its folder is there; where any process cannot, there is none."""
@@ -160,7 +161,7 @@ class Writer:
     def _own(self) -> None:
         """Makes this the one that writes here, and clears what killed and failed saves left."""
         if self._unlock is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            folders.make(self._directory)
             descriptor = folders.lock(self._directory)
             self._unlock = weakref.finalize(self, os.close, descriptor)  # one may forget to close
         folders.clean(self._directory)
@@ -210,11 +211,11 @@ class Writer:
 
     def _delete_old(self) -> None:
         """In the thread of a save, after its commit."""
-        metadata = {
-            step: Description.read(self._directory / str(step)).metadata
-            for step in folders.steps_in(self._directory)
-            if step not in self.damaged
-        }
+        metadata: dict[int, Mapping[str, Any]] = {}
+        for step in folders.steps_in(self._directory):
+            # What is damaged stays, to be looked at, and does not keep the others.
+            with contextlib.suppress(GShardError):
+                metadata[step] = Description.read(self._directory / str(step)).metadata
         for step in self._keep.to_delete(metadata):
             folders.delete(self._directory, step)
 
