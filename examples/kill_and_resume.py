@@ -110,7 +110,7 @@ def main(config: Config, folder: Path) -> bool:
             raise TrainingError(f"it ended before it was killed:\n{killed.said.read_text()}")
     start = killed.newest()
     there = sorted((x.name for x in killed.folder.glob("[0-9]*")), key=lambda x: (len(x), x))
-    print(f" kill -9  step {start} is the newest complete one on the disk: {', '.join(there)}")
+    print(f" kill -9  on the disk: {', '.join(there)}; the newest complete step is {start}")
 
     # ---- the same command once more; and beside it another level, on half of the devices ---------
 
