@@ -21,7 +21,7 @@ from tests.tiers import quick
 
 LIMIT = 240
 SETTINGS = (
-    "--devices 2 --levels os,p_g_os --steps 8 --save_every 3 --model.layers 1 --sample_bytes 1 "
+    "--devices 2 --levels os,p_g_os --steps 10 --save_every 3 --model.layers 1 --sample_bytes 1 "
     "--one_device false"
 ).split()
 
@@ -43,45 +43,50 @@ def runs(output: Path) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize("processes", quick([1, 2], [1]))
-def test_killed_then_told_to_stop_and_the_losses_are_those_of_a_run_that_was_not(
-    tmp_path, processes
+@pytest.mark.parametrize(
+    ("processes", "levels"),
+    quick([(1, "p_g_os"), (1, "os,p_g_os"), (2, "os,p_g_os")], [(1, "p_g_os")]),
+)
+def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
+    tmp_path, processes, levels
 ):
-    """A kill at the first level, SIGTERM at the second, and what is left to the end."""
-    with running(command(processes, tmp_path / "whole"), tmp_path) as job:
+    """A kill at the first level, SIGTERM at the last, and what is left to the end."""
+    first, last = levels.split(",")[0], levels.split(",")[-1]
+    same = ("levels", levels)
+    with running(command(processes, tmp_path / "whole", *same), tmp_path) as job:
         assert job.code(LIMIT) == 0, job.out + job.err
 
     saved = tmp_path / "checkpoints"
-    options = ("checkpoints", saved)
-    slowly = command(processes, tmp_path / "output", *options, "pause", 0.3)
+    same += ("checkpoints", saved)
+    slowly = command(processes, tmp_path / "output", *same, "pause", 0.3)
 
     def newest(level: str) -> int:
         return gshard.Checkpointer(saved / level).latest_step() or 0
 
     with running(slowly, tmp_path) as job:
-        job.wait_until(lambda: newest("os") == 3, "saved", LIMIT)
+        job.wait_until(lambda: newest(first) == 3, "saved", LIMIT)
         if processes == 1:
             job.process.kill()
         else:
             os.kill(job.ranks()[1], signal.SIGKILL)  # the launcher ends the other
-        assert abs(job.code(LIMIT)) in (signal.SIGKILL, 128 + signal.SIGKILL), job.err
+        assert job.code(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL), job.err
         job.assert_nobody_left()
-    assert newest("os") in (3, 6)
-    went_on = f"os         goes on from step {newest('os')}"
+    assert newest(first) in (3, 6)
+    killed, before = f"{first:<10} goes on from step {newest(first)}\n", newest(last)
 
     with running(slowly, tmp_path) as job:
-        job.wait_until(lambda: newest("p_g_os") == 3, "saved", LIMIT)
+        job.wait_until(lambda: newest(last) > before, "saved", LIMIT)
         job.process.terminate()
         assert job.code(LIMIT) == gshard.PREEMPTED, job.out + job.err
-        assert went_on in job.out
-    assert 3 <= newest("p_g_os") < 8
+        assert killed in job.out
+    assert before < newest(last) < 10
     assert not (tmp_path / "output").exists()  # it is not done yet
-    went_on = f"p_g_os     goes on from step {newest('p_g_os')}"
+    stopped = f"{last:<10} goes on from step {newest(last)}\n"
 
-    with running(command(processes, tmp_path / "output", *options), tmp_path) as job:
+    with running(command(processes, tmp_path / "output", *same), tmp_path) as job:
         assert job.code(LIMIT) == 0, job.out + job.err
-        assert "os         goes on from step 8" in job.out
-        assert went_on in job.out
+        assert stopped in job.out
+        assert first == last or f"{first:<10} goes on from step 10\n" in job.out
     assert runs(tmp_path / "output") == runs(tmp_path / "whole")
 
 
