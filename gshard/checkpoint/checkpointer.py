@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -17,14 +18,17 @@ from gshard.checkpoint.description import Description, as_metadata, packed_data_
 from gshard.checkpoint.directory import as_directory, steps_in
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.keep import Keep
-from gshard.checkpoint.leaves import arrays_of, restored, split_like
-from gshard.checkpoint.manifest import Damage, damages
+from gshard.checkpoint.leaves import arrays_of, parts_of, split_like, with_parts
+from gshard.checkpoint.manifest import Damage
+from gshard.checkpoint.reader import checked, existing, steps_everywhere, undamaged
 from gshard.checkpoint.reader import data_state as read_data_state
-from gshard.checkpoint.reader import existing, undamaged
 from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
 from gshard.errors import CallOrderError, GShardError, warn
 from gshard.host import plan_of
+from gshard.plan import Plan
+from gshard.state import Parts
+from gshard.together import together
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,8 +85,8 @@ class Checkpointer:
         stay.
       metric: the key of `metadata` that says how good a step is.
       mode: `"min"` or `"max"`: which metric is best.
-      asynchronous: `save` returns when the arrays are copied to the host, and the next call waits
-        for the rest. If not, it returns when the step is on the disk.
+      asynchronous: `save` returns when the arrays are copied to the host; the next `save`, `wait`,
+        `restore`, `delete` or `close` waits for the rest. If not, `save` does.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
         train on.
 
@@ -103,12 +107,12 @@ class Checkpointer:
         on_failure: str = "raise",
     ):
         self.directory = as_directory(directory)
-        keep = Keep(keep_last, keep_every, keep_best, metric, mode)
+        self._keep = Keep(keep_last, keep_every, keep_best, metric, mode)
         self._asynchronous = flag("asynchronous", asynchronous)
         if on_failure not in ("raise", "warn"):
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
-        self._writer = Writer(self.directory, keep)
+        self._writer = Writer(self.directory, self._keep)
         self._closed = False
         self._turn = threading.RLock()
 
@@ -130,7 +134,11 @@ class Checkpointer:
         Returns:
           What is not as it was written, by file and array; empty for an undamaged step.
         """
-        return damages(self.directory / str(self._one(step)))
+        folder = self.directory / str(self._one(step))
+        found = checked(folder)
+        if found and not folder.exists():
+            raise GShardError(f"{folder} was deleted while it was read.")
+        return found
 
     @one_at_a_time
     def save(
@@ -159,14 +167,16 @@ class Checkpointer:
             they were, and `save` may be called again.
           GShardError: for a state, a step or metadata that cannot be saved; nothing was written.
         """
-        self._refuse_closed()
 
         def contents() -> Contents:
+            self._refuse_closed()
             number = whole_number("step", step, 0)
             plan = plan_of(state, "save(step, state)")
             arrays, leaves = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
-            description = Description.of(number, leaves, plan, as_metadata(metadata))
+            table = as_metadata(metadata)
+            self._keep.check(table)
+            description = Description.of(number, leaves, plan, table)
             return Contents(description, arrays, data)
 
         self.wait()
@@ -196,9 +206,13 @@ class Checkpointer:
         Raises:
           GShardError: there is no such step, or it cannot be deleted.
         """
-        self._refuse_closed()
         self.wait()
-        self._writer.delete(existing(self.directory, step, self.all_steps()))
+
+        def prepare() -> int:
+            self._refuse_closed()
+            return existing(self.directory, step, self.all_steps())
+
+        self._writer.delete(together(prepare, what=lambda: f"delete(step={shown(step)})"))
 
     @one_at_a_time
     def restore(
@@ -221,23 +235,37 @@ class Checkpointer:
           GShardError: there is no such step, or it is of another model: each array that differs,
             by its path.
         """
-        self._refuse_closed()
-        state, plan = split_like(like, "restore(like=...)")
-        flag("verify", verify)
-        flag("cast", cast)
         self.wait()
-        steps = self.all_steps()
-        asked = None if step is None else existing(self.directory, step, steps)
-        number, damaged = undamaged(self.directory, asked, steps, verify)
-        self._writer.damaged |= damaged
-        folder = self.directory / str(number)
-        description = Description.read(folder)
+
+        def prepare() -> tuple[Any, Plan, int | None]:
+            self._refuse_closed()
+            flag("verify", verify)
+            flag("cast", cast)
+            asked = None if step is None else existing(self.directory, step, self.all_steps())
+            return *split_like(like, "restore(like=...)"), asked
+
+        what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
+        state, plan, asked = together(prepare, what=lambda: what)
+        while True:
+            number, damaged = undamaged(self.directory, asked, verify)
+            self._writer.damaged |= damaged
+            try:
+                parts, found = together(lambda: self._read(number, plan, cast))  # noqa: B023
+            except GShardError:
+                if asked is None and number not in steps_everywhere(self.directory):
+                    continue  # another job has deleted it meanwhile
+                raise
+            return dataclasses.replace(found, state=with_parts(parts, state, plan))
+
+    def _read(self, step: int, plan: Plan, cast: bool) -> tuple[Parts, Restored]:
+        folder = self.directory / str(step)
+        about = Description.read(folder)
         try:
-            new = restored(functools.partial(read, folder), description.leaves, state, plan, cast)
+            parts = parts_of(functools.partial(read, folder), about.leaves, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
-        data = read_data_state(folder, description.processes)
-        return Restored(number, new, data, dict(description.metadata))
+        data = read_data_state(folder, about.processes)
+        return parts, Restored(step, None, data, dict(about.metadata))
 
     @one_at_a_time
     def close(self) -> None:

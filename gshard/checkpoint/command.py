@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from gshard.checkpoint.description import Description
-from gshard.checkpoint.directory import as_directory, steps_in
-from gshard.checkpoint.manifest import Damage, damages, size_of
-from gshard.checkpoint.reader import existing
+from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
+from gshard.checkpoint.manifest import Damage, size_of
+from gshard.checkpoint.reader import checked, existing
 from gshard.errors import GShardError
 
 _EXAMPLE = """example:
@@ -40,6 +40,8 @@ def main(words: list[str]) -> int:
     given = parser.parse_args(words)
     try:
         directory = as_directory(given.directory)
+        if (directory / MANIFEST).exists() and directory.name.isdigit():  # a step itself
+            given.step, directory = int(directory.name), directory.parent
         if not directory.is_dir():
             raise GShardError(f"{directory} does not exist.")
         steps = steps_in(directory)
@@ -76,7 +78,10 @@ def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[D
         task = bar.add_task("", total=sum(map(size_of, folders)))
         for step, folder in zip(steps, folders, strict=True):
             bar.update(task, description=f"step {step}")
-            bad = damages(folder, report=lambda count: bar.advance(task, count))
+            try:
+                bad = checked(folder, report=lambda count: bar.advance(task, count))
+            except GShardError as error:  # of a later format
+                bad = [Damage(DESCRIPTION, str(error))]
             found.append((step, folder, bad))
     return found
 

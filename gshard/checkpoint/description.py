@@ -16,12 +16,11 @@ import numpy as np
 
 from gshard._version import __version__
 from gshard.arguments import shown
-from gshard.checkpoint.directory import write_durably
+from gshard.checkpoint.directory import DESCRIPTION, write_durably
 from gshard.checkpoint.leaves import LeafInfo
 from gshard.errors import GShardError
 from gshard.plan import Plan
 
-DESCRIPTION = "gshard.json"
 DATA = "data_state"
 FORMAT = 1
 
@@ -156,8 +155,8 @@ def _json(name: str, value: Any) -> str:
             for item in x:
                 keys(item)
 
-    keys(value)
     try:
+        keys(value)
         return json.dumps(value, default=number)
     except (TypeError, ValueError, RecursionError) as error:
         if isinstance(error, GShardError):

@@ -6,6 +6,7 @@ complete, and renamed before it is deleted, so a folder with a number is never h
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -20,6 +21,7 @@ SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
 _LOCK = ".gshard_lock"
+WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 
 
 def as_directory(path: Any) -> Path:
@@ -30,13 +32,17 @@ def as_directory(path: Any) -> Path:
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"directory={shown(path)} must be the path of a directory.")
-    folder = Path(path).expanduser().absolute()
+    try:
+        folder = Path(path).expanduser().absolute()
+        in_the_way = folder.exists() and not folder.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise GShardError(f"directory={shown(path)} cannot be used: {error}.") from error
     if "://" in str(path):
         raise GShardError(
             f"directory={str(path)!r} is an address. gshard writes to file systems: mount the "
             "bucket, and give the path."
         )
-    if folder.exists() and not folder.is_dir():
+    if in_the_way:
         raise GShardError(f"directory={str(path)!r} is a file. Choose another path.")
     return folder
 
@@ -52,6 +58,8 @@ def make(directory: Path) -> None:
 def steps_in(directory: Path) -> list[int]:
     """The steps of a directory, ascending; none where there is no directory.
 
+    A folder that has a number is one when gshard wrote into it.
+
     Raises:
       GShardError: it cannot be read.
     """
@@ -61,7 +69,9 @@ def steps_in(directory: Path) -> list[int]:
         return []
     except OSError as error:
         raise GShardError(f"{directory} cannot be read: {error.strerror}.") from error
-    return sorted(int(name) for name in found if _STEP.fullmatch(name))
+    numbers = [name for name in found if _STEP.fullmatch(name)]
+    own = [x for x in numbers if any(os.path.lexists(directory / x / y) for y in WRITTEN_LAST)]
+    return sorted(int(name) for name in own)
 
 
 def delete(directory: Path, step: int) -> None:
@@ -132,6 +142,21 @@ def lock(directory: Path) -> int:
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
     return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Lets another one write; a forked child may still hold the descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def is_locked_by(descriptor: int, directory: Path) -> bool:
+    """Whether a descriptor of `lock` is of this directory, which may have been made anew."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
+    except OSError:
+        return False
 
 
 def fsync(path: Path) -> None:

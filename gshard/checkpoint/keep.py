@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +51,19 @@ class Keep:
         kept |= {-step for _, step in ranked[: self.best or 0]}
         return [step for step in steps if step not in kept]
 
+    def check(self, metadata: Mapping[str, Any]) -> None:
+        """Refuses metadata that say nothing of how good a step is, where the best are to stay."""
+        if self.best and not _is_number(metadata.get(self.metric)):
+            raise GShardError(
+                f"save: keep_best={self.best} needs the number {self.metric!r} in metadata, which "
+                f"has {shown(metadata.get(self.metric))} there. Pass metadata={{{self.metric!r}: "
+                "...}, or say metric= of the Checkpointer."
+            )
+
     def _value(self, metadata: Mapping[str, Any]) -> float | None:
         value = metadata.get(self.metric)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-            return None
-        return value
+        return None if not _is_number(value) or value != value else value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.errors import GShardError
@@ -77,9 +78,16 @@ def split_like(like: Any, call: str) -> tuple[Any, Plan]:
         )
     else:
         state, plan = like, plan_of(like, call)
+    refuse_traced(plan.kind.split(state), call)
     if isinstance(plan.mesh, AbstractMesh):
         raise GShardError(f"{call}: the plan has an abstract mesh: it has no devices to read to.")
     return state, plan
+
+
+def refuse_traced(parts: Parts, call: str) -> None:
+    """Raises a `GShardError` inside `jit`, where there are no values."""
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(parts)):
+        raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
 
 
 def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, LeafInfo]]:
@@ -92,6 +100,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, L
         if isinstance(owner, KeepsGradients):
             owner._gshard_refuse_waiting()
     parts = plan.kind.split(state)
+    refuse_traced(parts, "save")
     waiting = [x for x in jax.tree.leaves(parts, is_leaf=_unreduced) if _unreduced(x)]
     if waiting:
         raise GShardError(
@@ -118,21 +127,19 @@ def layouts_of(plan: Plan) -> dict[str, Layout]:
     return dict(zip(paths, layouts, strict=True))
 
 
-def restored(
+def parts_of(
     read: Read,
     stored: Mapping[str, LeafInfo],
-    state: Any,
     plan: Plan,
     cast: bool,
     fresh: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
-    """A state like `state`, with the arrays of a checkpoint.
+) -> Parts:
+    """The arrays of a checkpoint as parts of a state.
 
     Args:
       read: gives arrays by path, each as the abstract one says.
       stored: what the checkpoint holds.
-      state: to be like, concrete or abstract.
-      plan: where its arrays lie.
+      plan: where the arrays are to lie.
       cast: whether another dtype is converted.
       fresh: values by path of what the checkpoint need not hold.
 
@@ -148,8 +155,7 @@ def restored(
         found = read({sources[p]: _abstract(layouts[p], plan) for p in paths if layouts[p].size})
         arrays |= {p: found[sources[p]] for p in paths if layouts[p].size}
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
-    parts: Parts = jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
-    return with_parts(parts, state, plan)
+    return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
 
 
 def with_parts(parts: Parts, state: Any, plan: Plan) -> Any:
@@ -203,7 +209,7 @@ def check_fit(
 
 def check_same_run(stored: Mapping[str, LeafInfo], own: Mapping[str, LeafInfo], where: str) -> None:
     """Refuses to write beside checkpoints whose parameters are others."""
-    theirs, mine = _params(stored), _params(own)
+    theirs, mine = _all_params(stored), _all_params(own)
     if theirs != mine:
         found = _differing(theirs, mine)
         raise GShardError(
@@ -212,8 +218,10 @@ def check_same_run(stored: Mapping[str, LeafInfo], own: Mapping[str, LeafInfo], 
         )
 
 
-def _params(leaves: Mapping[str, LeafInfo]) -> dict[str, tuple[int, ...]]:
-    return {p: x.shape for p, x in leaves.items() if p.startswith(PARAMS)}
+def _all_params(leaves: Mapping[str, LeafInfo]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters, trained and frozen."""
+    names = {p: PARAMS + p.removeprefix(_FROZEN) if p.startswith(_FROZEN) else p for p in leaves}
+    return {n: leaves[p].shape for p, n in names.items() if n.startswith(PARAMS)}
 
 
 def _differing(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -230,6 +238,10 @@ def _source(path: str, layout: Layout, stored: Mapping[str, LeafInfo]) -> str:
     """
     if path.startswith(_FROZEN) and path not in stored:
         return PARAMS + path.removeprefix(_FROZEN)
+    if path.startswith(PARAMS) and path not in stored:
+        frozen = _FROZEN + path.removeprefix(PARAMS)
+        if frozen in stored:
+            return frozen
     if path.startswith(MASTER) and path not in stored:
         return PARAMS + path.removeprefix(MASTER)
     exact = _master(path)

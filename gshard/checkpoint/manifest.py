@@ -14,11 +14,11 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
-from gshard.checkpoint.directory import fsync, write_durably
+from gshard.checkpoint.directory import MANIFEST, fsync, write_durably
 from gshard.errors import some
 
-MANIFEST = "manifest.json"
 PARTS = "manifests"
 _BLOCK = 2**22  # bytes that are read at once
 
@@ -210,11 +210,11 @@ def _segments(path: Path, ranges: Sequence[Range]) -> list[Segment]:
     return found
 
 
-def _checksum(file: object, length: int, report: Report = lambda count: None) -> int:
+def _checksum(file: BinaryIO, length: int, report: Report = lambda count: None) -> int:
     """CRC-32 of the next bytes of a file."""
     total = 0
     while length > 0:
-        block = file.read(min(length, _BLOCK))  # pyright: ignore[reportAttributeAccessIssue]
+        block = file.read(min(length, _BLOCK))
         if not block:
             return -1
         total = zlib.crc32(block, total)
@@ -225,6 +225,8 @@ def _checksum(file: object, length: int, report: Report = lambda count: None) ->
 
 def _compared(step: Path, name: str, segments: Sequence[Segment], report: Report) -> list[Damage]:
     path = step / name
+    if not os.path.lexists(path):
+        return [Damage(name, "is missing", _leaves(segments))]
     if not _is_regular(path):
         return [Damage(name, "is no regular file")]
     expected = sum(length for length, _, _ in segments)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from gshard.arguments import flag, shown
-from gshard.checkpoint.leaves import LeafInfo, restored, split_like
-from gshard.checkpoint.manifest import MANIFEST
-from gshard.checkpoint.storage import unreadable
+from gshard.checkpoint.directory import MANIFEST
+from gshard.checkpoint.leaves import LeafInfo, layouts_of, parts_of, split_like, with_parts
+from gshard.checkpoint.storage import ARRAYS, unreadable
 from gshard.errors import GShardError, some
 from gshard.optimizer import GShardState
 from gshard.tree import flatten
@@ -75,13 +75,17 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
 
     new = GShardState.new(None, {})
     fresh = zip(*flatten({"opt_state": new})[:2], strict=True)
-    # A step that was no array is an int64.
-    if "step" in stored and stored["step"].shape == ():
-        stored["step"] = LeafInfo((), str(jax.tree.leaves(plan.layouts.step)[0].dtype))
+    layouts = layouts_of(plan)
+    for name, info in stored.items():
+        # Python's own numbers were saved as 64 bits of their kind.
+        if info.shape == () and name in layouts and info.dtype in ("int64", "float64"):
+            if info.dtype.rstrip("64") in str(layouts[name].dtype):
+                stored[name] = LeafInfo((), str(layouts[name].dtype))
     try:
-        return restored(read, stored, state, plan, cast, dict(fresh))
+        parts = parts_of(read, stored, plan, cast, dict(fresh))
     except GShardError as error:
         raise GShardError(f"import_orbax: {folder}: {error}") from error
+    return with_parts(parts, state, plan)
 
 
 def _own_name(path: str) -> str:
@@ -114,10 +118,11 @@ def _tree_in(path: Any) -> Path:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise GShardError(f"import_orbax: {folder} {what}.")
-    if (folder / MANIFEST).exists():
+    step = folder.parent if folder.name == ARRAYS else folder
+    if (step / MANIFEST).exists():
         raise GShardError(
-            f"import_orbax: {folder} is a step of gshard.Checkpointer. Read it with "
-            f"gshard.Checkpointer({str(folder.parent)!r}).restore(step={folder.name}, like=...)."
+            f"import_orbax: {step} is a step of gshard.Checkpointer. Read it with "
+            f"gshard.Checkpointer({str(step.parent)!r}).restore(step={step.name}, like=...)."
         )
     if (folder / _TREE).exists():
         return folder

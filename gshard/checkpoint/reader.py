@@ -10,10 +10,16 @@ from typing import Any
 import jax
 
 from gshard.arguments import whole_number
-from gshard.checkpoint.description import DATA, data_state_name, unpacked_data_state
+from gshard.checkpoint.description import (
+    DATA,
+    Description,
+    data_state_name,
+    unpacked_data_state,
+)
+from gshard.checkpoint.directory import DESCRIPTION, steps_in
 from gshard.checkpoint.errors import DamagedCheckpointError, report
-from gshard.checkpoint.manifest import MANIFEST, Damage, damages
-from gshard.errors import GShardError, warn
+from gshard.checkpoint.manifest import Damage, Report, damages
+from gshard.errors import GShardError, some, warn
 from gshard.exchange import tell_processes
 
 
@@ -31,41 +37,59 @@ def existing(directory: Path, step: Any, steps: Sequence[int]) -> int:
     return number
 
 
-def undamaged(
-    directory: Path, asked: int | None, steps: Sequence[int], verify: bool
-) -> tuple[int, set[int]]:
+def undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[int, set[int]]:
     """The step to read, the same on every process, and those that were found damaged.
+
+    A step that another job deletes meanwhile is none; the next one is looked for.
 
     Args:
       directory: of the run.
       asked: a step; None: the newest that is undamaged.
-      steps: those that are there; the first process's count.
       verify: whether to compare the files with their checksums.
 
     Raises:
       DamagedCheckpointError: the step asked for is damaged, or all are.
       GShardError: there is none.
     """
-    own = json.dumps(list(steps) if asked is None else [asked])
-    candidates: list[int] = json.loads(tell_processes(own)[0])
-    if not candidates:
-        why = "holds no checkpoint" if directory.is_dir() else "does not exist"
-        raise GShardError(f"restore: {directory} {why}.")
     bad: dict[int, list[Damage]] = {}
-    for number in reversed(candidates):
-        found = _shared(directory / str(number)) if verify else []
+    while True:
+        steps = steps_everywhere(directory) if asked is None else [asked]
+        left = [step for step in steps if step not in bad]
+        if not left:
+            break
+        found = _shared(directory / str(left[-1])) if verify else []
         if not found:
             if bad:
-                warn(f"{report(directory, bad)}\nStep {number} is restored instead.")
-            return number, set(bad)
-        bad[number] = found
-        _refuse_others(directory / str(number))
+                warn(f"{report(directory, bad)}\nStep {left[-1]} is restored instead.")
+            return left[-1], set(bad)
+        if left[-1] in steps_everywhere(directory):
+            bad[left[-1]] = found
+        elif asked is not None:
+            raise GShardError(f"step {asked} was deleted from {directory} while it was read.")
+    if not bad:
+        why = "holds no checkpoint" if directory.is_dir() else "does not exist"
+        raise GShardError(f"restore: {directory} {why}.{_orbax_in(directory)}")
     mend = (
         "No step is undamaged; verify=False reads what can be read."
         if asked is None
         else "Without step= the newest step that is undamaged is restored."
     )
     raise DamagedCheckpointError(f"{report(directory, bad)}\n{mend}", bad)
+
+
+def steps_everywhere(directory: Path) -> list[int]:
+    """The steps of a directory as the first process sees them."""
+    return json.loads(tell_processes(json.dumps(steps_in(directory)))[0])
+
+
+def checked(
+    step: Path, share: tuple[int, int] = (0, 1), report: Report = lambda count: None
+) -> list[Damage]:
+    """What `damages` finds, and whether the step has its own number: folders can be copied."""
+    found = damages(step, share, report)
+    if not found and (number := Description.read(step).step) != int(step.name):
+        return [Damage(DESCRIPTION, f"is of step {number}: the folder was renamed or copied")]
+    return found
 
 
 def data_state(folder: Path, processes: int) -> Any:
@@ -83,21 +107,23 @@ def data_state(folder: Path, processes: int) -> Any:
             "that holds for any number of processes."
         )
         return None
-    return None if own is None else unpacked_data_state(own)
+    try:
+        return None if own is None else unpacked_data_state(own)
+    except (ValueError, KeyError, TypeError) as error:
+        raise GShardError(f"{folder / DATA} is damaged.") from error
 
 
 def _shared(step: Path) -> list[Damage]:
     """The damages of a step; each process reads its share of the files."""
-    own = damages(step, (jax.process_index(), jax.process_count()))
+    own = checked(step, (jax.process_index(), jax.process_count()))
     said = tell_processes(json.dumps([[x.file, x.what, x.leaves] for x in own]))
     found = [Damage(f, w, tuple(x)) for text in said.values() for f, w, x in json.loads(text)]
     return list(dict.fromkeys(found))
 
 
-def _refuse_others(step: Path) -> None:
-    """A step that Orbax's own manager made is no damaged one of gshard's."""
-    if not (step / MANIFEST).exists() and (step / "_CHECKPOINT_METADATA").exists():
-        raise GShardError(
-            f"{step} was written by Orbax itself, not by gshard.Checkpointer. Read it with "
-            "gshard.import_orbax."
-        )
+def _orbax_in(directory: Path) -> str:
+    """A hint where Orbax's own manager has written."""
+    theirs = [x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA")]
+    if not theirs:
+        return ""
+    return f" Orbax itself wrote {some(theirs)}: read it with gshard.import_orbax."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
@@ -48,7 +47,8 @@ class Writer:
         self.damaged: set[int] = set()
         self._directory, self._keep = directory, keep
         self._first = jax.process_index() == 0
-        self._unlock: Callable[[], object] | None = None
+        self._lock: int | None = None
+        self._unlock: Callable[[], object] = str
         self._saving: Saving | None = None
         self._lost = 0  # saves begun that are not known to be steps
 
@@ -154,16 +154,22 @@ class Writer:
         try:
             self.wait()
         finally:
-            if self._unlock is not None:
-                self._unlock()
-                self._unlock = None
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._unlock()
+            self._lock = None
 
     def _own(self) -> None:
         """Makes this the one that writes here, and clears what killed and failed saves left."""
-        if self._unlock is None:
+        if self._lock is not None and not folders.is_locked_by(self._lock, self._directory):
+            self._release()  # the directory was deleted
+        if self._lock is None:
             folders.make(self._directory)
-            descriptor = folders.lock(self._directory)
-            self._unlock = weakref.finalize(self, os.close, descriptor)  # one may forget to close
+            self._lock = folders.lock(self._directory)
+            # One may forget to close.
+            self._unlock = weakref.finalize(self, folders.unlock, self._lock)
         folders.clean(self._directory)
 
     def _folder(self, step: int) -> Path:
@@ -175,13 +181,18 @@ class Writer:
         there = folders.steps_in(self._directory)
         steps = [step for step in there if step not in self.damaged]
         if steps:
-            newest = Description.read(self._directory / str(steps[-1]))
+            newest = self._newest(steps[-1])
             check_same_run(newest.leaves, contents.description.leaves, str(self._directory))
         if steps and steps[-1] >= contents.step:
             raise GShardError(
                 f"save: step {contents.step} is not after the newest one, {steps[-1]}, in "
                 f"{self._directory}. Restore that one and go on from it, or choose another "
                 "directory, or take newer steps away: checkpointer.delete(step)."
+            )
+        if (self._directory / str(contents.step)).exists() and contents.step not in self.damaged:
+            raise GShardError(
+                f"save: {self._directory / str(contents.step)} is in the way, which gshard has not "
+                "written. Choose another directory."
             )
         size = sum(x.size * x.dtype.itemsize for x in contents.arrays.values())
         free = shutil.disk_usage(self._directory).free
@@ -197,6 +208,15 @@ class Writer:
         except BaseException:
             self._remove(folder)
             raise
+
+    def _newest(self, step: int) -> Description:
+        try:
+            return Description.read(self._directory / str(step))
+        except GShardError as error:
+            raise GShardError(
+                f"save: {error} Call restore(), which finds the newest undamaged step: then a save "
+                f"sets the damaged ones aside. Or take it away: checkpointer.delete({step})."
+            ) from error
 
     def _write(self, folder: Path, contents: Contents) -> Callable[[], None]:
         if not folder.is_dir():
