@@ -111,7 +111,9 @@ def test_what_is_not_one(trained, written, tmp_path):
     for bad in (None, trained):
         with pytest.raises(gshard.GShardError, match="import_orbax"):
             gshard.import_orbax(written["tree"], bad)
-    with pytest.raises(gshard.GShardError, match="holds no checkpoint. Orbax itself wrote .*import_orbax"):
+    with pytest.raises(
+        gshard.GShardError, match="holds no checkpoint. Orbax itself wrote .*import_orbax"
+    ):
         gshard.Checkpointer(written["step"].parent).restore(like=like)
 
 
