@@ -24,8 +24,9 @@ help:  ## say what each target does
 	@echo
 	@echo "The first call makes $(VENV) (Python 3.11 or newer) and installs into it."
 
-demo: setup-test  ## train a small GPT at every level on 8 virtual devices (3 minutes)
+demo: setup-test  ## train a small GPT at every level on 8 virtual devices, and kill one (4 minutes)
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
+	$(VENV)/bin/python -m examples.kill_and_resume $(CONFIG) $(ARGS)
 
 test: setup-test  ## the quick tier of the tests (about 15 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
@@ -49,7 +50,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 
 .PHONY: setup-test setup-dev
 setup-test:
-	@scripts/venv.sh $(VENV) test,plot,data
+	@scripts/venv.sh $(VENV) test,plot,data,export
 
 setup-dev: setup-test
 	@scripts/venv.sh $(VENV) dev

@@ -16,13 +16,13 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gshard
 
 gshard.virtual_devices(4)
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
@@ -37,7 +37,9 @@ def make_state(megabytes: int) -> TrainState:
     params = {f"layer_{i}": jax.random.normal(k, (width, width)) for i, k in enumerate(keys)}
     state = TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
     mu = jax.tree.map(lambda x: x * 0.1, params)
-    return state.replace(opt_state=(state.opt_state[0]._replace(mu=mu, nu=mu), *state.opt_state[1:]))
+    return state.replace(
+        opt_state=(state.opt_state[0]._replace(mu=mu, nu=mu), *state.opt_state[1:])
+    )
 
 
 def memory_peak() -> int:
@@ -66,9 +68,9 @@ def write_raw(path: Path, data: memoryview) -> None:
         os.fsync(file.fileno())
 
 
-def read_raw(path: Path, into: np.ndarray) -> None:
+def read_raw(path: Path, into: bytearray) -> None:
     with path.open("rb") as file:
-        file.readinto(into.data)
+        file.readinto(into)
 
 
 def main() -> None:
@@ -90,44 +92,56 @@ def measure(folder: Path, megabytes: int, rounds: int) -> None:
     state, plan = gshard.shard_train_state(make_state(megabytes), mesh, "p_g_os")
     jax.block_until_ready(state)
     size = sum(plan.bytes_per_device.values()) * mesh.size
-    raw = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    found: dict[str, list[float]] = {}
-
-    def note(name: str, seconds: float) -> None:
-        found.setdefault(name, []).append(seconds)
-
-    for number in range(rounds + 1):
-        with gshard.Checkpointer(folder / "run", keep_last=1) as checkpointer:
-            times = {"write raw": timed(lambda: write_raw(folder / "raw", raw.data))}
-            start = reset_peak()
-            times["save, until it returns"] = timed(lambda: checkpointer.save(number, state))
-            times["save, until it is a step"] = times["save, until it returns"] + timed(
-                checkpointer.wait
-            )
-            save_peak = memory_peak() - start
-            into = np.empty_like(raw)
-            times["read raw"] = timed(lambda: read_raw(folder / "raw", into))
-            del into
-            start = reset_peak()
-            like = (plan.abstract_state(), plan)
-            times["restore"] = timed(
-                lambda: jax.block_until_ready(checkpointer.restore(like=like).state)
-            )
-            restore_peak = memory_peak() - start
-            times["restore, verify=False"] = timed(
-                lambda: jax.block_until_ready(checkpointer.restore(like=like, verify=False).state)
-            )
-        if number:  # the first imports and warms up
-            for name, seconds in times.items():
-                note(name, seconds)
+    seen = [one_round(folder, number, size, state, plan) for number in range(rounds + 1)]
+    seen = seen[1:]  # the first imports, and warms up
     print(f"{size / 1e6:,.0f} MB of state on {mesh.size} devices, {rounds} rounds, medians")
-    for name, seconds in found.items():
-        base = found["read raw" if "re" in name and "save" not in name else "write raw"]
-        ratio = statistics.median(b / s for s, b in zip(seconds, base, strict=True))
-        median = statistics.median(seconds)
-        print(f"{name:26s} {median:7.2f} s {size / median / 1e6:8,.0f} MB/s  {ratio:5.2f} of raw")
-    print(f"memory above the state's: save {save_peak / size:.2f} of it, "
-          f"restore {restore_peak / size:.2f} (the new state is 1)")  # fmt: skip
+    for name, base in BASES.items():
+        seconds = statistics.median(x[name] for x in seen)
+        ratio = statistics.median(x[base] / x[name] for x in seen)
+        speed = size / seconds / 1e6
+        print(f"{name:26s} {seconds:7.2f} s {speed:8,.0f} MB/s  {ratio:5.2f} of raw")
+    save, restore = (max(x[name] for x in seen) / size for name in ("save memory", "read memory"))
+    print(f"memory above the state's: save {save:.2f} of it, restore {restore:.2f} "
+          "(the new state is 1)")  # fmt: skip
+
+
+BASES = {
+    "write raw": "write raw",
+    "save, until it returns": "write raw",
+    "save, until it is a step": "write raw",
+    "read raw": "read raw",
+    "restore": "read raw",
+    "restore, verify=False": "read raw",
+}
+
+
+def one_round(folder: Path, number: int, size: int, state: Any, plan: Any) -> dict[str, float]:
+    """Seconds of each, and bytes of memory beyond those that were in use."""
+    found = raw_times(folder / "raw", np.random.default_rng(number).bytes(size))
+    like = (plan.abstract_state(), plan)
+    with gshard.Checkpointer(folder / "run", keep_last=1) as checkpointer:
+        start = reset_peak()
+        first = timed(lambda: checkpointer.save(number, state))
+        found["save, until it returns"] = first
+        found["save, until it is a step"] = first + timed(checkpointer.wait)
+        found["save memory"] = memory_peak() - start
+        for name, verify in {"restore": True, "restore, verify=False": False}.items():
+            start = reset_peak()
+            found[name] = timed(lambda v=verify: restore(checkpointer, like, v))
+            found["read memory"] = memory_peak() - start
+    return found
+
+
+def raw_times(path: Path, data: bytes) -> dict[str, float]:
+    into = bytearray(len(data))
+    return {
+        "write raw": timed(lambda: write_raw(path, memoryview(data))),
+        "read raw": timed(lambda: read_raw(path, into)),
+    }
+
+
+def restore(checkpointer: gshard.Checkpointer, like: Any, verify: bool) -> None:
+    jax.block_until_ready(checkpointer.restore(like=like, verify=verify).state)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,11 @@ class Config:
     seed: int = setting(0, "of the parameters, the batches and the sample")
     prompt: str = setting("def ", "start of the sampled text")
     sample_bytes: int = setting(300, "length of the sampled text")
-    output: str = setting("demo-output", "folder for the picture")
+    output: str = setting("demo-output", "folder for the figures and the picture")
+    one_device: bool = setting(True, "train on one device first, to compare with")
+    checkpoints: str = setting("", "folder to save in and to go on from; empty: none")
+    save_every: int = setting(10, "steps from one checkpoint to the next")
+    pause: float = setting(0.0, "seconds after a step, to watch it")
     model: Model = dataclasses.field(default_factory=Model)
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
 
@@ -88,6 +92,14 @@ def build(values: dict[str, object], cls=Config, prefix: str = ""):
         elif name in values:
             arguments[field.name] = values[name]
     return cls(**arguments)
+
+
+def what_decides_the_numbers(config: Config) -> dict[str, object]:
+    """The settings that a run which goes on must share: not its level, devices and folders."""
+    values = flat_values(dataclasses.asdict(config))
+    sections = ("model.", "optimizer.")
+    alone = ("steps", "batch_size", "seed")
+    return {k: v for k, v in values.items() if k in alone or k.startswith(sections)}
 
 
 # ---- checks -----------------------------------------------------------------------------------
@@ -145,8 +157,11 @@ def check_whole(config: Config) -> Config:
             f"batch_size={config.batch_size} must be a multiple of devices x micro_batches "
             f"= {config.devices} x {config.micro_batches} = {rows}"
         )
-    if config.steps < 1:
-        raise ConfigError(f"steps={config.steps} must be at least 1")
+    for name in ("steps", "save_every"):
+        if (value := getattr(config, name)) < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if config.pause < 0:
+        raise ConfigError(f"pause={config.pause} must not be negative")
     return config
 
 

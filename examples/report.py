@@ -59,7 +59,7 @@ class RunMeter:
     def phase(self, doing: str):
         """Say what is going on while there is no step to count."""
         if self.plain:
-            self.meter.console.print(f"{self.name:<10} {doing} ...")
+            self.say(f"{doing} ...")
         else:
             self.meter.bars.update(self.task, description=f"{self.name:<10} {doing}")
         yield
@@ -67,13 +67,16 @@ class RunMeter:
         if not self.plain:
             self.meter.bars.update(self.task, description=f"{self.name:<10} training")
 
+    def say(self, text: str) -> None:
+        self.meter.console.print(f"{self.name:<10} {text}")
+
     def step(self, done: int, loss: float, tokens_per_second: float) -> None:
         note = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
         if not self.plain:
             self.meter.bars.update(self.task, completed=done, note=note)
         elif done == self.steps or time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
             self.printed = time.monotonic()
-            self.meter.console.print(f"{self.name:<10} step {done}/{self.steps}  {note}")
+            self.say(f"step {done}/{self.steps}  {note}")
         if done == self.steps and not self.plain:
             self.meter.bars.update(self.task, description=f"{self.name:<10} done")
 
@@ -81,7 +84,7 @@ class RunMeter:
 # ---- the table ----------------------------------------------------------------------------------
 
 
-def table(reference: Run, runs: list[Run], micro_batches: int) -> Table:
+def table(reference: Run | None, runs: list[Run], micro_batches: int) -> Table:
     """One row measured and one row promised per level, the run on one device above them."""
     found = Table(
         box=box.SIMPLE_HEAD,
@@ -99,13 +102,13 @@ def table(reference: Run, runs: list[Run], micro_batches: int) -> Table:
     found.add_column("", no_wrap=True)
     for name in ("parameters", "gradients", "optimizer", *KINDS, "last loss", "off by", "tokens/s"):
         found.add_column(name.replace("-", "-\n").replace(" ", "\n"), justify="right", no_wrap=True)
-    for run in (reference, *runs):
+    for run in ([reference] if reference else []) + runs:
         found.add_row(
             run.name,
             *(size(run.bytes.get(part)) for part in PARTS),
             *(count(run.moved.get(kind)) for kind in KINDS),
             f"{run.losses[-1]:.5f}",
-            "" if run is reference else f"{run.off_by(reference):.1e}",
+            f"{run.off_by(reference):.1e}" if reference and run is not reference else "",
             f"{run.tokens_per_second:,.0f}",
         )
         if run is reference:
@@ -133,7 +136,7 @@ COLORS = {"params": "#4c78a8", "gradients": "#f58518", "optimizer": "#54a24b"}
 MIB = 2**20
 
 
-def write_picture(path: Path, reference: Run, runs: list[Run], console: Console) -> None:
+def write_picture(path: Path, reference: Run | None, runs: list[Run], console: Console) -> None:
     """Draw memory per level and the loss curves, or say what is missing to do so."""
     try:
         import matplotlib
@@ -174,15 +177,16 @@ def draw_memory(axes, runs: list[Run]) -> None:
     axes.legend(frameon=False)
 
 
-def draw_losses(axes, reference: Run, runs: list[Run]) -> None:
+def draw_losses(axes, reference: Run | None, runs: list[Run]) -> None:
     """The curves lie on each other: a wide one below, the others take turns on top of it."""
-    steps = range(1, len(reference.losses) + 1)
-    axes.plot(steps, reference.losses, color="0.8", linewidth=6, label=reference.name)
+    steps = range(1, len(runs[0].losses) + 1)
+    if reference:
+        axes.plot(steps, reference.losses, color="0.8", linewidth=6, label=reference.name)
     for i, run in enumerate(runs):
         (line,) = axes.plot(steps, run.losses, label=run.name)
         line.set_linestyle((4 * i, (4, 4 * (len(runs) - 1))) if len(runs) > 1 else "-")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")
-    axes.set_title("Loss: every level beside one device")
+    axes.set_title("Loss: every level" + (" beside one device" if reference else ""))
     for handle in axes.legend(frameon=False).get_lines():
         handle.set_linestyle("-")

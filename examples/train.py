@@ -5,7 +5,8 @@
 
 Parameters, gradients and optimizer state are divided over all devices. Every process makes its own
 rows. After SIGTERM all processes save at the same step and leave, and the next start goes on from
-there. With several machines `--output` is a folder that all of them see.
+there; one that was killed goes on from the newest step that is complete. With several machines
+`--output` is a folder that all of them see.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds after a step, to watch it"
     )
-    parser.add_argument("--output", type=Path, default=Path("output"), help="folder for the state")
+    parser.add_argument("--output", type=Path, default=Path("output"), help="checkpoints")
     args = parser.parse_args()
 
     if ROWS % jax.device_count():
@@ -71,24 +72,31 @@ def main() -> None:
     model, optimizer, _ = gshard.group_sharded_parallel(
         Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
     )
-    if (args.output / "gshard_state").exists():
-        gshard.load_group_sharded_model(model, args.output, optimizer)
-    start = int(optimizer.step)
-    gshard.barrier()  # nobody writes while another process still looks
-    say(f"from step {start}, {jax.device_count()} devices, {gshard.get_world_size()} processes")
+    with gshard.Checkpointer(args.output, keep_last=3) as checkpointer:
+        if checkpointer.latest_step() is not None:
+            checkpointer.restore(like=(model, optimizer))
+        start = int(optimizer.step)
+        say(f"from step {start}, {jax.device_count()} devices, {gshard.get_world_size()} processes")
 
-    def save() -> None:
-        gshard.save_group_sharded_model(model, args.output, optimizer)
-        say(f"saved after step {int(optimizer.step)}")
+        def save() -> None:
+            checkpointer.wait()
+            step = int(optimizer.step)
+            if step not in checkpointer.all_steps():  # told to stop right after it was saved
+                checkpointer.save(step, (model, optimizer))  # is written while training goes on
 
-    loss = None
-    for step in gshard.until_preempted(range(start, args.steps), last=save):
-        loss = model.backward(loss_fn, own_rows(step))
-        optimizer.step()
-        optimizer.clear_grad()
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        def save_and_wait() -> None:
             save()
-        time.sleep(args.pause)
+            checkpointer.wait()
+            say(f"saved after step {int(optimizer.step)}")
+
+        loss = None
+        for step in gshard.until_preempted(range(start, args.steps), last=save_and_wait):
+            loss = model.backward(loss_fn, own_rows(step))
+            optimizer.step()
+            optimizer.clear_grad()
+            if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+                save()
+            time.sleep(args.pause)
     say("nothing left to do" if loss is None else f"done: loss {float(loss):.4f}")
 
 

@@ -56,14 +56,19 @@ def tell_all(text: str, plan: Plan, change: str) -> dict[int, str]:
     return found if longest <= _TEXT else _tell(text, longest, plan, change, None)[0]
 
 
-def tell_every_process(text: str) -> dict[int, str]:
-    """What every process of the job says, by rank, however long; waits for all of them.
+def tell_processes(text: str, mesh: Mesh | None = None) -> dict[int, str]:
+    """What every process says, by rank, however long; waits for all of them.
 
     Without a limit: what they do before, such as writing to a slow disk, may take its time.
+
+    Args:
+      text: of this process.
+      mesh: all processes with a device in it; by default all there are.
     """
-    if jax.process_count() == 1:
-        return {0: text}
-    everyone = Mesh(np.array(jax.devices()), ("all",))
+    alone = not mesh.is_multi_process if mesh is not None else jax.process_count() == 1
+    if alone:
+        return {jax.process_index(): text}
+    everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
     found, longest = _unpacked(_meet(_packed(text, _TEXT), everyone))
     if longest > _TEXT:
         found, _ = _unpacked(_meet(_packed(text, longest), everyone))

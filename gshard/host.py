@@ -31,12 +31,7 @@ def full_params(state: Any) -> Any:
     Raises:
       GShardError: for a state that `shard_train_state` did not make.
     """
-    plan = getattr(kind_of(state).tx(state), "plan", None)
-    if plan is None:
-        raise GShardError(
-            "full_params: this state has no plan, it did not come from gshard.shard_train_state. "
-            "Its parameters are whole already."
-        )
+    plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
     others = {name: tree for name, tree in parts.extras.items() if name in PARAMETERS}
     whole = Parts(
@@ -46,6 +41,25 @@ def full_params(state: Any) -> Any:
         {name: to_host(tree, layouts.extras[name]) for name, tree in others.items()},
     )
     return plan.kind.params_of(whole, plan.template)
+
+
+def plan_of(state: Any, call: str) -> Any:
+    """The plan of a divided state.
+
+    Raises:
+      GShardError: `shard_train_state` did not make this state; `call` begins the message.
+    """
+    try:
+        plan = getattr(kind_of(state).tx(state), "plan", None)
+    except GShardError as error:
+        raise GShardError(f"{call}: {error}") from error
+    if plan is None:
+        raise GShardError(
+            f"{call}: this state has no plan, it did not come from gshard.shard_train_state. "
+            "Its parameters are whole already. On one device too, a plan is made by "
+            'shard_train_state(state, make_mesh(devices=jax.devices()[:1]), "dp").'
+        )
+    return plan
 
 
 def to_host(tree: Any, layouts: Any) -> Any:
@@ -61,10 +75,36 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(x).addressable_data(0))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return layout.cut(np.array(stored_on_host(x, layout)))
+
+
+def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
+    """One array of numbers whole on the host, of the shape in storage; not to be written into.
+
+    Over several processes every one calls it, and has the value. It may share its memory with `x`;
+    where it does not, nothing but the result holds it.
+    """
+    if not isinstance(x, jax.Array):
+        return np.asarray(x, layout.dtype)
     if x.is_fully_addressable:
-        return layout.cut(np.array(x))
+        return _assembled([s for s in x.addressable_shards if s.replica_id == 0], x)
     if x.is_fully_replicated:
-        return np.array(x.addressable_data(0))
+        return np.asarray(x.addressable_data(0))
     if layout.on_host:  # a gather is between devices
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
-    return layout.cut(np.asarray(multihost_utils.process_allgather(x, tiled=True)))
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _assembled(parts: list[Any], x: jax.Array) -> np.ndarray:
+    """The value of `x` from its shards, one at a time: `np.asarray(x)` would hold all beside it."""
+    if len(parts) == 1:
+        return _on_host(parts[0].data)
+    whole = np.empty(x.shape, x.dtype)
+    for part in parts:
+        whole[part.index] = _on_host(part.data)
+    return whole
+
+
+def _on_host(x: jax.Array) -> np.ndarray:
+    """One device's array; by way of an object that goes, since JAX keeps what the host has seen."""
+    return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x]))

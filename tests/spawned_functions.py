@@ -82,11 +82,14 @@ def lags_behind() -> None:
     raise ValueError("and a thread goes on")
 
 
-def one_fails_others_sleep() -> None:
-    """The others would notice nothing."""
+def one_fails_others_sleep(deaf: str) -> None:
+    """The others would notice nothing, and do not hear SIGTERM once the file `deaf` is there."""
     if os.environ["GSHARD_PROCESS_ID"] == "1":
+        while not os.path.exists(deaf):
+            time.sleep(0.02)
         raise ValueError("of rank 1")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(deaf, "w").close()
     time.sleep(1000)
 
 

@@ -108,3 +108,14 @@ def test_pytorch_trains_what_gshard_trains(tmp_path):
     losses = [c["loss"] for c in cells]
     assert max(losses) - min(losses) <= 1e-4 * statistics.mean(losses)
     assert all(c["memory"] > 0 for c in cells)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux")
+def test_a_checkpoint_takes_the_memory_of_its_own_part(tmp_path):
+    """And a buffer: saving holds a copy at most, restoring the new state and its copy."""
+    code, said = run("benchmarks.checkpoints", str(tmp_path), "--megabytes", "120", "--rounds", "1")
+    assert code == 0, said
+    words = said.splitlines()[-1].split()
+    save, restore = float(words[words.index("save") + 1]), float(words[words.index("restore") + 1])
+    assert save < 1.2 and restore < 2.2, said
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import stat
@@ -89,9 +90,10 @@ def assert_equal_bits(found, expected):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """By level and devices: a checkpoint after three steps, what it holds, and what comes after."""
-    found = {}
-    for level, devices in PLACES:
+    """`saved(level, devices)`: a checkpoint of step 3, what it holds, and what comes after."""
+
+    @functools.cache
+    def of(level, devices):
         run = Training(level, devices)
         run.train(0, 1, 2)
         directory = tmp_path_factory.mktemp(f"{level}-{devices}")
@@ -99,19 +101,21 @@ def saved(tmp_path_factory):
             checkpointer.save(3, run.state)
             held = run.whole()
             after = run.train(3, 4)  # donated arrays, while the save is on its way
-        found[level, devices] = directory, held, after
-    return found
+        return directory, held, after
+
+    return of
 
 
 @pytest.mark.parametrize(
     ("origin", "target"),
     quick(
         [(a, b) for a in PLACES for b in PLACES],
-        [(a, PLACES[(5 * i + 6) % len(PLACES)]) for i, a in enumerate(PLACES)],
+        # Every level and every number of devices, on both sides.
+        [(a, PLACES[(5 * i + 6) % len(PLACES)]) for i, a in enumerate(PLACES) if i % 3 == 0],
     ),
 )
 def test_from_any_level_and_mesh_to_any_other(saved, origin, target):
-    directory, held, after = saved[origin]
+    directory, held, after = saved(*origin)
     run = Training(*target)
     run.train(7)  # other values and moments than those that are restored
     run.state = gshard.Checkpointer(directory).restore(like=run.state).state
@@ -125,7 +129,7 @@ def test_from_any_level_and_mesh_to_any_other(saved, origin, target):
     np.testing.assert_allclose(run.train(3, 4), after, rtol=2e-6)
 
 
-@pytest.mark.parametrize("devices", [3, 5, 7])
+@pytest.mark.parametrize("devices", quick([3, 5, 7], [5]))
 def test_padded_on_both_sides(tmp_path, devices):
     run = Training("p_g_os", devices, "linen_mlp")
     run.train(0)
@@ -136,7 +140,7 @@ def test_padded_on_both_sides(tmp_path, devices):
     assert_equal_bits(other.whole(), run.whole())
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_a_resumed_run_is_one_that_never_stopped(tmp_path, level):
     run = Training(level, 4)
     run.train(*range(3))

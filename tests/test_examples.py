@@ -93,6 +93,8 @@ def test_bad_file_is_named_with_key_and_mend(write, content, said):
         (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
         (["--model.heads", "7"], "model.heads=7 does not divide model.width=160"),
         (["--steps", "0"], "steps=0 must be at least 1"),
+        (["--save_every", "0"], "save_every=0 must be at least 1"),
+        (["--pause", "-1"], "pause=-1.0 must not be negative"),
         (["no/such.toml"], "no/such.toml: cannot be read"),
     ],
 )
@@ -273,6 +275,29 @@ def test_demo_prints_the_table_and_a_sample(demo):
         assert f"{run.losses[-1]:.5f} {run.off_by(reference):8.1e}".split() == row.split()[7:9]
     assert "\ndef " in printed.split("Sampled from the model trained at p_g_os")[1]
     assert (output / "memory_and_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
+    output = demo[1]
+    command = [sys.executable, "-m", "examples.kill_and_resume", "configs/smallest.toml"]
+    ran = subprocess.run(
+        [*command, "--output", str(output)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "Killed and started again, at p_g_os on 8 devices" in ran.stdout
+    start, newest = re.search(r"disk: (.*); the newest complete step is (\d)", ran.stdout).groups()
+    assert newest in start.split(", ")
+    assert f" again    from step {newest} to 4" in ran.stdout
+    assert f" moved    from step {newest} to 4 (its end), to os_g on 4 devices" in ran.stdout
+    assert "losses identical bit by bit, steps 1 to 4: yes" in ran.stdout
+    (off,) = re.findall(r"largest relative difference where moved, .*: (.*)", ran.stdout)
+    assert float(off) <= 1e-6
 
 
 @pytest.mark.parametrize(

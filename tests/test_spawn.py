@@ -152,8 +152,14 @@ def test_threads_may_spawn_at_once():
     assert [job.result() for job in jobs] == [[(0, 2), (1, 2)]] * 3
 
 
-def test_when_one_fails_the_others_are_ended():
-    spawned = gshard.spawn(functions.one_fails_others_sleep, nprocs=NPROCS, join=False, **EACH)
+def test_when_one_fails_the_others_are_ended(tmp_path):
+    spawned = gshard.spawn(
+        functions.one_fails_others_sleep,
+        (str(tmp_path / "deaf"),),
+        nprocs=NPROCS,
+        join=False,
+        **EACH,
+    )
     with pytest.raises(gshard.ProcessFailedError, match="ValueError: of rank 1"):
         spawned.join(timeout=60)
     assert [process.exitcode for process in spawned.processes] == [-signal.SIGKILL, 1]

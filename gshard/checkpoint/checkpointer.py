@@ -17,13 +17,14 @@ from gshard.checkpoint.description import Description, as_metadata, packed_data_
 from gshard.checkpoint.directory import as_directory, steps_in
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.keep import Keep
-from gshard.checkpoint.leaves import arrays_of, plan_of, restored, split_like
+from gshard.checkpoint.leaves import arrays_of, restored, split_like
 from gshard.checkpoint.manifest import Damage, damages
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.reader import existing, undamaged
 from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
 from gshard.errors import CallOrderError, GShardError, warn
+from gshard.host import plan_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

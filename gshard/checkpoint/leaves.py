@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.errors import GShardError
 from gshard.fit import refuse_donated
+from gshard.host import plan_of
 from gshard.layout import Layout
 from gshard.plan import Plan, check_state
 from gshard.shard import place
-from gshard.state import FROZEN, Parts, kind_of
+from gshard.state import FROZEN, Parts
 from gshard.tree import flatten, refuse_twice
 from gshard.unreduced import Unreduced
 
@@ -52,25 +53,6 @@ class LeafInfo:
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}"
-
-
-def plan_of(state: Any, call: str) -> Plan:
-    """The plan that a divided state carries.
-
-    Raises:
-      GShardError: it carries none, or is no train state.
-    """
-    try:
-        plan = getattr(kind_of(state).tx(state), "plan", None)
-    except GShardError as error:
-        raise GShardError(f"{call}: {error}") from error
-    if plan is None:
-        raise GShardError(
-            f"{call}: this state has no plan, it did not come from gshard.shard_train_state. It "
-            "has one on one device too: shard_train_state(state, "
-            'make_mesh(devices=jax.devices()[:1]), "dp").'
-        )
-    return plan
 
 
 def split_like(like: Any, call: str) -> tuple[Any, Plan]:

@@ -13,6 +13,7 @@ import numpy as np
 from gshard.arguments import flag, shown
 from gshard.checkpoint.leaves import LeafInfo, restored, split_like
 from gshard.checkpoint.manifest import MANIFEST
+from gshard.checkpoint.storage import unreadable
 from gshard.errors import GShardError, some
 from gshard.optimizer import GShardState
 from gshard.tree import flatten
@@ -49,7 +50,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     try:
         tree: Any = handler.metadata(epath.Path(folder)).tree
     except Exception as error:
-        raise GShardError(f"import_orbax: {folder} cannot be read: {error}") from error
+        raise GShardError(f"import_orbax: {folder} {unreadable(error)}") from error
     paths, described, structure = flatten(tree)
     names = [_own_name(name) for name in paths]
     stored = {
@@ -68,7 +69,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         try:
             found = handler.restore(epath.Path(folder), args=arguments)
         except Exception as error:
-            raise GShardError(f"{folder} cannot be read, it may be damaged: {error}") from error
+            raise GShardError(unreadable(error)) from error
         leaves = structure.flatten_up_to(found)
         return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
 

@@ -14,7 +14,7 @@ from gshard.checkpoint.description import DATA, data_state_name, unpacked_data_s
 from gshard.checkpoint.errors import DamagedCheckpointError, report
 from gshard.checkpoint.manifest import MANIFEST, Damage, damages
 from gshard.errors import GShardError, warn
-from gshard.exchange import tell_every_process
+from gshard.exchange import tell_processes
 
 
 def existing(directory: Path, step: Any, steps: Sequence[int]) -> int:
@@ -47,7 +47,7 @@ def undamaged(
       GShardError: there is none.
     """
     own = json.dumps(list(steps) if asked is None else [asked])
-    candidates: list[int] = json.loads(tell_every_process(own)[0])
+    candidates: list[int] = json.loads(tell_processes(own)[0])
     if not candidates:
         why = "holds no checkpoint" if directory.is_dir() else "does not exist"
         raise GShardError(f"restore: {directory} {why}.")
@@ -89,7 +89,7 @@ def data_state(folder: Path, processes: int) -> Any:
 def _shared(step: Path) -> list[Damage]:
     """The damages of a step; each process reads its share of the files."""
     own = damages(step, (jax.process_index(), jax.process_count()))
-    said = tell_every_process(json.dumps([[x.file, x.what, x.leaves] for x in own]))
+    said = tell_processes(json.dumps([[x.file, x.what, x.leaves] for x in own]))
     found = [Damage(f, w, tuple(x)) for text in said.values() for f, w, x in json.loads(text)]
     return list(dict.fromkeys(found))
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from gshard.checkpoint.manifest import Range
+from gshard.errors import GShardError
 
 ARRAYS = "arrays"  # Orbax's folder within a step
 
@@ -52,6 +53,9 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
     """Arrays by path, as `wanted` says: its dtypes, its shardings, and its shapes.
 
     A shape may be larger than what was written, which is filled up with zeros, or smaller.
+
+    Raises:
+      GShardError: it is damaged, or gone.
     """
     import orbax.checkpoint as ocp
 
@@ -66,7 +70,16 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         for path, x in wanted.items()
     }
     arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
-    return _handler().restore(_folder(step), args=arguments)
+    try:
+        return _handler().restore(_folder(step), args=arguments)
+    except Exception as error:
+        raise GShardError(f"{unreadable(error)} `gshard verify` names the files.") from error
+
+
+def unreadable(error: Exception) -> str:
+    """What TensorStore or Orbax said of arrays that it could not read, without its settings."""
+    text = " ".join(str(error).partition("[tensorstore_spec")[0].split())
+    return f"cannot be read: {text[:300]}{'...' if len(text) > 300 else ''}."
 
 
 def files_of(step: Path, process: int) -> list[str]:

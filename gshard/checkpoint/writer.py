@@ -20,8 +20,8 @@ from gshard.checkpoint.keep import Keep
 from gshard.checkpoint.leaves import check_same_run
 from gshard.checkpoint.manifest import PARTS
 from gshard.checkpoint.saving import Saving
-from gshard.checkpoint.together import FailedError, together
 from gshard.errors import GShardError, warn
+from gshard.together import FailedError, together
 
 
 class Contents(NamedTuple):
@@ -69,13 +69,13 @@ class Writer:
         begun: list[Callable[[], None]] = []
         try:
             together(lambda: begun.append(self._write(folder, contents)))
-        except (FailedError, GShardError) as error:
+        except GShardError as error:
             for finish in begun:
                 with contextlib.suppress(Exception):  # it fails too, or it does not matter
                     finish()
             together(lambda: None)  # nobody writes any more
             self._remove(folder)
-            if isinstance(error, GShardError):
+            if not isinstance(error, FailedError):
                 raise
             raise self._failed(contents.step, error) from error.__cause__
         self._saving = Saving(
@@ -100,11 +100,11 @@ class Writer:
                 made.append(self._folder(found[0].step))
 
         try:
-            together(prepare, lambda: f"save of step {found[0].step}" if found else "")
-        except (FailedError, GShardError) as error:
+            together(prepare, what=lambda: f"save of step {found[0].step}" if found else "")
+        except GShardError as error:
             for folder in made:
                 self._remove(folder)
-            if isinstance(error, GShardError) or not found:
+            if not (isinstance(error, FailedError) and found):
                 raise
             raise self._failed(found[0].step, error) from error.__cause__
         return found[0]
@@ -120,7 +120,7 @@ class Writer:
         try:
             together(saving.part)  # Ctrl-C ends the wait, not what is waited for
             together(saving.whole)
-        except FailedError as error:
+        except GShardError as error:
             self._saving = None
             saving.give_up()
             self._remove(saving.folder)
@@ -144,7 +144,7 @@ class Writer:
                 folders.delete(self._directory, step)
 
         try:
-            together(act, lambda: f"deletion of step {step}")
+            together(act, what=lambda: f"deletion of step {step}")
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
@@ -223,7 +223,7 @@ class Writer:
         if self._first:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _failed(self, step: int, why: FailedError) -> SaveFailedError:
+    def _failed(self, step: int, why: GShardError) -> SaveFailedError:
         newest = max(folders.steps_in(self._directory), default=None)
         known = "There is no step yet" if newest is None else f"The newest step is {newest}"
         return SaveFailedError(

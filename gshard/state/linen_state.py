@@ -155,6 +155,11 @@ class Linen:
         del template
         return _all_params(parts.params, parts.extras)
 
+    def random_paths(self, state: Any) -> frozenset[str]:
+        """Paths of extras that random numbers are drawn from, beside keys of `jax.random`: none."""
+        del state
+        return frozenset()
+
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
         return state.tx

@@ -168,6 +168,10 @@ class Nnx:
         """The trained parameters as an `nnx.State` of Variables."""
         return self.gradients(parts.params, template[0], {})
 
+    def random_paths(self, state: Any) -> frozenset[str]:
+        """Paths of extras that random numbers are drawn from: keys of `nnx.Rngs`, and counts."""
+        return frozenset(flatten(nnx.state(state[0], nnx.RngState))[0])
+
     def tx(self, state: Any) -> optax.GradientTransformation:
         """The optimizer of a state."""
         return state[1].tx

@@ -1,23 +1,26 @@
-"""What all processes do at once: it holds for all of them, or for none."""
+"""Work that succeeds on every process or fails on every process; none waits for one that gave up.
+
+Unlike the comparison of batches (`gshard.agreement`) it waits as long as it takes: one process may
+have much to write while the others have nothing to do.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from gshard.errors import GShardError
-from gshard.exchange import tell_every_process
+from gshard.exchange import tell_processes
+
+T = TypeVar("T")
 
 
-class FailedError(Exception):
-    """The world failed on a process: a disk, a file system.
-
-    Attributes:
-      reasons: by rank.
-    """
+class FailedError(GShardError):
+    """What was asked is right, and could not be done on some process: a disk is full, or gone."""
 
     def __init__(self, reasons: Mapping[int, str]):
         one = jax.process_count() == 1
@@ -25,24 +28,35 @@ class FailedError(Exception):
         super().__init__("; ".join(texts))
 
 
-def together(act: Callable[[], Any], what: Callable[[], str] = str) -> Any:
-    """What `act` gives this process, once all have done it.
+def together(act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[], str] = str) -> T:
+    """What `act` gives this process, once it has succeeded on all.
+
+    Every one of them calls this; it is a barrier between them. What `act` does in collectives it
+    must do on all of them, whatever fails in between.
 
     Args:
       act: of this process.
+      mesh: all processes with a device in it; by default all there are.
       what: says, after `act`, what has to be the same on every process.
 
     Raises:
-      GShardError: wrong input on some process, raised on all.
-      FailedError: anything else that was raised on some.
+      GShardError: `act` raised one on some process, raised on all; or this process has no device
+        in the mesh.
+      FailedError: `act` raised anything else on some.
     """
-    result, error = None, None
+    if mesh is not None and not mesh.local_devices:
+        raise GShardError(
+            f"process {jax.process_index()} has no device in the mesh of the plan. Only processes "
+            "that have one make this call."
+        )
+    result: Any = None
+    error: Exception | None = None
     try:
         result = act()
     except Exception as failure:
         error = failure
     told = {"what": what(), "why": words(error), "input": isinstance(error, GShardError)}
-    said = {rank: json.loads(x) for rank, x in tell_every_process(json.dumps(told)).items()}
+    said = {rank: json.loads(x) for rank, x in tell_processes(json.dumps(told), mesh).items()}
     if len({other["what"] for other in said.values()} - {""}) > 1:
         others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
         raise GShardError(f"the processes do not do the same: {others}.")

@@ -1,0 +1,1 @@
+"""Weights as one file that other programs read: safetensors, whole values, by name."""

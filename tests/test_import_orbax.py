@@ -1,0 +1,129 @@
+"""A `TrainState` that plain Orbax saved, read at any level; what is not one is refused in words."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import gshard
+from tests.test_checkpoints import ROWS, Fields, assert_equal_bits, fields, shard, tx, values
+from tests.zoo import ZOO
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A plain state after two steps on one device."""
+    model = ZOO["linen_mlp"]
+    state = model.state(tx())
+    gradient = jax.jit(jax.grad(model.loss))
+    for i in range(2):
+        state = state.apply_gradients(grads=gradient(state.params, model.batch(0, ROWS, i)))
+    return state
+
+
+@pytest.fixture(scope="module")
+def written(trained, tmp_path_factory):
+    """The folder of a tree, by how it was written."""
+    folder = tmp_path_factory.mktemp("orbax")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "standard", trained)
+    ocp.PyTreeCheckpointer().save(folder / "tree", trained)
+    with ocp.CheckpointManager(folder / "manager") as manager:
+        manager.save(7, args=ocp.args.StandardSave(trained))
+        manager.wait_until_finished()
+    with ocp.CheckpointManager(folder / "manager") as manager:
+        manager.save(8, args=ocp.args.Composite(state=ocp.args.PyTreeSave(trained)))
+        manager.wait_until_finished()
+    return {
+        "standard": folder / "standard",
+        "tree": folder / "tree",
+        "step": folder / "manager" / "7",
+        "named": folder / "manager" / "8",
+        "item": folder / "manager" / "8" / "state",
+    }
+
+
+@pytest.mark.parametrize("how", ["standard", "tree", "step", "named", "item"])
+def test_every_way_to_write_one(trained, written, how):
+    like, plan = shard(ZOO["linen_mlp"].state(tx(), seed=1), "p_g_os", 3)
+    new = gshard.import_orbax(written[how], like)
+    assert_equal_bits(values(plan.unwrap(new)), values(trained) | steps(trained))
+
+
+def steps(state):
+    """The step, which was a Python number, as an array."""
+    return {".step": np.asarray(state.step, np.int32)}
+
+
+@pytest.mark.parametrize(("level", "devices"), [("dp", 1), ("os", 5), ("os_g", 8)])
+def test_at_every_level_training_goes_on(trained, written, level, devices):
+    model = ZOO["linen_mlp"]
+    like, plan = shard(jax.eval_shape(lambda: model.state(tx())), level, devices)
+    state = gshard.import_orbax(written["standard"], (like, plan))
+    _, metrics = gshard.make_train_step(model.loss, plan)(state, model.batch(0, ROWS, 2))
+    expected = model.loss(trained.params, model.batch(0, ROWS, 2))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+def test_master_copies_and_further_fields(tmp_path):
+    state = fields().replace(rng=jax.numpy.arange(4, dtype=jax.numpy.uint32))
+    ocp.PyTreeCheckpointer().save(tmp_path / "x", state)
+    fresh = jax.tree.map(jax.numpy.zeros_like, state)
+    like, plan = shard(fresh, "os_g", 4, precision="bfloat16")
+    new = gshard.import_orbax(tmp_path / "x", like)
+    assert type(new) is Fields
+    assert jax.tree.leaves(new.params)[0].dtype == jax.numpy.bfloat16
+    expected = values(state) | steps(state)
+    found = values(plan.unwrap(new))
+    assert_equal_bits(found, expected)
+
+
+def test_what_is_not_one(trained, written, tmp_path):
+    like, _ = shard(ZOO["linen_mlp"].state(tx()), "os", 2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    with gshard.Checkpointer(tmp_path / "own") as checkpointer:
+        checkpointer.save(3, like)
+    for path, words in [
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "empty", "nothing"),
+        (written["step"].parent, "7, 8"),
+        (tmp_path / "own" / "3", "Checkpointer"),
+        (3, "must be the path"),
+    ]:
+        with pytest.raises(gshard.GShardError, match=words):
+            gshard.import_orbax(path, like)
+    other, _ = shard(fields(), "os", 2)
+    with pytest.raises(gshard.GShardError, match="is not in the checkpoint"):
+        gshard.import_orbax(written["tree"], other)
+    sgd, _ = shard(ZOO["linen_mlp"].state(optax.sgd(0.1)), "os", 2)
+    with pytest.raises(gshard.GShardError, match="opt_state/.* is in the checkpoint alone"):
+        gshard.import_orbax(written["tree"], sgd)
+    for bad in (None, trained):
+        with pytest.raises(gshard.GShardError, match="import_orbax"):
+            gshard.import_orbax(written["tree"], bad)
+    with pytest.raises(gshard.GShardError, match="written by Orbax itself.*import_orbax"):
+        gshard.Checkpointer(written["step"].parent).restore(like=like)
+
+
+def test_half_of_one(written, tmp_path):
+    import shutil
+
+    like, _ = shard(ZOO["linen_mlp"].state(tx()), "os", 2)
+    shutil.copytree(written["tree"], tmp_path / "cut")
+    for path in (tmp_path / "cut").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(gshard.GShardError, match="cannot be read: OUT_OF_RANGE"):
+        gshard.import_orbax(tmp_path / "cut", like)
+    (tmp_path / "cut" / "_METADATA").write_text("{")
+    with pytest.raises(gshard.GShardError, match="cannot be read"):
+        gshard.import_orbax(tmp_path / "cut", like)

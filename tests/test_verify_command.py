@@ -1,0 +1,80 @@
+"""`gshard verify`: what it says, and the code with which it exits."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gshard
+from gshard.command import main
+from tests.test_checkpoints import shard
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    state, _ = shard(({"w": jnp.ones((64, 64))}, optax.sgd(0.1)), "os", 2)
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (3, 12):
+            checkpointer.save(step, state)
+    return tmp_path / "run"
+
+
+def damage(directory):
+    weights = (directory / "12" / "arrays" / "ocdbt.process_0").rglob("d/*")
+    largest = max(weights, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 3] ^= 8
+    largest.write_bytes(data)
+    return largest.relative_to(directory / "12").as_posix()
+
+
+def test_undamaged_steps(directory, capsys):
+    assert main(["verify", str(directory)]) == 0
+    said = capsys.readouterr()
+    assert [line.split(":")[0] for line in said.out.splitlines()] == [
+        "[ok]   step 3",
+        "[ok]   step 12",
+    ]
+    assert "level os, 1 process, saved 2" in said.out and not said.err
+    assert {x.name for x in directory.iterdir()} == {"3", "12", ".gshard_lock"}
+
+
+def test_a_damaged_step_is_named_with_its_file_and_array(directory, capsys):
+    name = damage(directory)
+    assert main(["verify", str(directory)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[ok]   step 3") and lines[1] == "[fail] step 12"
+    assert name in lines[2] and lines[2].endswith("differs from what was written, of params/w")
+    assert main(["verify", str(directory), "--step", "3"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(directory), "--json"]) == 1
+    table = json.loads(capsys.readouterr().out)
+    assert [(x["step"], x["ok"]) for x in table["steps"]] == [(3, True), (12, False)]
+    (row,) = table["steps"][1]["damages"]
+    assert (
+        row["file"] == name and row["leaves"] == ["params/w"] and table["steps"][0]["bytes"] > 1000
+    )
+
+
+def test_nothing_to_verify(directory, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for words, says in [
+        ([tmp_path / "nowhere"], "does not exist"),
+        ([tmp_path / "empty"], "holds no checkpoint"),
+        ([tmp_path / "file"], "is a file"),
+        ([directory, "--step", "5"], "The nearest are [3, 12]"),
+    ]:
+        assert main(["verify", *map(str, words)]) == 2
+        assert f"error: {says}" in (err := capsys.readouterr().err) or says in err
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--help"])
+    assert ended.value.code == 0 and "example:" in capsys.readouterr().out
