@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gshard
+from gshard.checkpoint.saving import Saving
 from tests.tiers import quick
 
 # Orbax leaves its other writes behind when one fails, or is interrupted.
@@ -144,6 +145,19 @@ def test_a_directory_that_is_deleted_while_it_is_written(after, state, checkpoin
     with pytest.raises(gshard.SaveFailedError, match="step 2 was not saved .*No such file"):
         checkpointer.save(2, state)
     assert checkpointer.all_steps() == []
+
+
+def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
+    """The second of two processes never writes its part."""
+    folder = tmp_path / "1.saving"
+    for name in ("arrays", "manifests"):
+        (folder / name).mkdir(parents=True)
+    saving = Saving(folder, 0, 2, lambda: None, (), lambda: None)
+    saving.start()
+    saving.part()
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        saving.whole()
 
 
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):
