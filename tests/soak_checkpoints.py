@@ -97,7 +97,7 @@ def live(life: Life, run: Path) -> Counter[str]:
 
 def debris(directory: Path) -> Counter[str]:
     """What a kill left behind, by the part of a save in which it fell."""
-    names = set(os.listdir(directory)) - {LOCK}
+    names = set(os.listdir(directory) if directory.exists() else ()) - {LOCK}
     found: Counter[str] = Counter()
     for name in names:
         if name.endswith(".saving"):
