@@ -155,6 +155,8 @@ def arming(point: str) -> Callable[[], None]:
 CALLS: dict[str, tuple[str, Callable[..., bool]]] = {
     "mkdir": ("mkdir", lambda path, *_: ".saving" in path),
     "fsync": ("fsync", lambda *_: True),
+    # Of the directory: after a commit, and after the rename of what is deleted.
+    "renamed": ("fsync", lambda number: os.readlink(f"/proc/self/fd/{number}").endswith("/steps")),
     "part": ("rename", lambda old, new: old.endswith(".new")),
     "commit": ("rename", lambda old, new: old.endswith(".saving")),
     "delete": ("rename", lambda old, new: new.endswith(".deleted")),

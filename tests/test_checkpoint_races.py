@@ -1,0 +1,196 @@
+"""What may come between the parts of a save: Ctrl-C, other threads, hands that delete."""
+
+from __future__ import annotations
+
+import gc
+import random
+import shutil
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.checkpoint.saving import Saving
+from tests.tiers import quick
+
+# Orbax leaves its other writes behind when one fails, or is interrupted.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def state():
+    params = {"w": np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    return gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)[0]
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    with gshard.Checkpointer(tmp_path / "steps", keep_last=2) as made:
+        yield made
+
+
+def names(checkpointer):
+    return {path.name for path in checkpointer.directory.iterdir()} - {".gshard_lock"}
+
+
+def assert_undamaged(checkpointer):
+    assert all(not checkpointer.verify(step) for step in checkpointer.all_steps())
+
+
+@pytest.fixture
+def interrupt():
+    """Ctrl-C comes after so many seconds; 0: it does not come any more."""
+    armed = False
+
+    def stop(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def arm(seconds):
+        nonlocal armed
+        armed = seconds > 0
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    yield arm
+    arm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def settle(checkpointer):
+    """Waits; a save that Ctrl-C has met before it began has failed."""
+    try:
+        checkpointer.wait()
+    except gshard.SaveFailedError as error:
+        assert "interrupted" in str(error)
+
+
+@pytest.mark.parametrize("times", quick([25, 400], [25]))
+def test_ctrl_c_at_any_moment_of_a_save(times, state, checkpointer, interrupt):
+    """The step is there or not, never a part of it; and the same step may be saved again."""
+    draw, caught = random.Random(1), 0
+    for step in range(1, times + 1):
+        try:
+            try:
+                interrupt(draw.uniform(0.0001, 0.1))
+                checkpointer.save(step, state)
+                checkpointer.wait()
+            finally:
+                interrupt(0)
+        except KeyboardInterrupt:
+            caught += 1
+        except gshard.SaveFailedError as error:
+            assert "interrupted" in str(error)
+        if step % 3 == 0:
+            settle(checkpointer)
+            if checkpointer.latest_step() != step:
+                checkpointer.save(step, state)
+                checkpointer.wait()
+            assert checkpointer.latest_step() == step
+            assert_undamaged(checkpointer)
+    assert caught > times // 4
+    # What an interrupted save still writes ends after it, and goes with a later one.
+    for step in range(times + 1, times + 50):
+        checkpointer.save(step, state)
+        checkpointer.wait()
+        if names(checkpointer) == {str(step - 1), str(step)}:
+            break
+    else:
+        pytest.fail(f"debris: {names(checkpointer)}")
+
+
+def test_threads_take_turns(state, checkpointer):
+    """Which step comes first is up to them; a later number is refused, and none is harmed."""
+    said = []
+
+    def save(own):
+        for i in range(6):
+            try:
+                checkpointer.save(10 * i + own, state)
+            except gshard.GShardError as error:
+                said.append(str(error))
+
+    threads = [threading.Thread(target=save, args=(own,)) for own in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    checkpointer.wait()
+    assert all("is not after the newest one" in text for text in said), said
+    assert len(checkpointer.all_steps()) == 2
+    assert names(checkpointer) == {str(step) for step in checkpointer.all_steps()}
+    assert_undamaged(checkpointer)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.005, 0.02, 0.04])
+def test_a_directory_that_is_deleted_while_it_is_written(after, state, checkpointer):
+    checkpointer.save(1, state)
+    time.sleep(after)
+    shutil.rmtree(checkpointer.directory, ignore_errors=True)
+    try:
+        checkpointer.wait()
+    except gshard.SaveFailedError as error:
+        assert error.step == 1
+    else:  # it was complete before
+        assert after > 0
+    shutil.rmtree(checkpointer.directory, ignore_errors=True)
+    with pytest.raises(gshard.SaveFailedError, match="step 2 was not saved .*No such file"):
+        checkpointer.save(2, state)
+    assert checkpointer.all_steps() == []
+
+
+def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
+    """The second of two processes never writes its part."""
+    folder = tmp_path / "1.saving"
+    for name in ("arrays", "manifests"):
+        (folder / name).mkdir(parents=True)
+    saving = Saving(folder, 0, 2, lambda: None, (), lambda: None)
+    saving.start()
+    saving.part()
+    shutil.rmtree(folder)
+    with pytest.raises(FileNotFoundError):
+        saving.whole()
+
+
+def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):
+    for step in (1, 2, 3):
+        checkpointer = gshard.Checkpointer(tmp_path)
+        checkpointer.save(step, state)
+        checkpointer.wait()
+        with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+            gshard.Checkpointer(tmp_path).save(9, state)
+        del checkpointer
+        gc.collect()
+    assert gshard.Checkpointer(tmp_path).all_steps() == [1, 2, 3]
+
+
+def test_a_forgotten_save_is_finished_before_another_may_write(state, tmp_path):
+    gshard.Checkpointer(tmp_path).save(1, state)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        gc.collect()
+        try:
+            with gshard.Checkpointer(tmp_path) as checkpointer:
+                checkpointer.save(2, state)
+            break
+        except gshard.CallOrderError:
+            time.sleep(0.01)
+    assert checkpointer.all_steps() == [1, 2]
+    assert_undamaged(checkpointer)
+
+
+def test_a_damaged_old_step_does_not_keep_others_from_going(state, checkpointer):
+    for step in (1, 2, 3, 4):
+        checkpointer.save(step, state)
+        checkpointer.wait()
+        if step == 2:
+            (checkpointer.directory / "1" / "gshard.json").write_text("{")
+    assert checkpointer.all_steps() == [1, 3, 4]
