@@ -79,6 +79,7 @@ def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
         job.process.terminate()
         assert job.code(LIMIT) == gshard.PREEMPTED, job.out + job.err
         assert killed in job.out
+        assert f"{last:<10} told to stop: step {newest(last)} is saved\n" in job.out
     assert before < newest(last) < 10
     assert not (tmp_path / "output").exists()  # it is not done yet
     stopped = f"{last:<10} goes on from step {newest(last)}\n"
@@ -123,7 +124,7 @@ def toy():
 def test_a_step_is_saved_once(settings):
     """As when the job is told to stop right after a step that was due."""
     run = Run("os")
-    with Checkpoints(settings, run) as checkpoints:
+    with Checkpoints(settings, run, print) as checkpoints:
         state = checkpoints.restore(toy())
         for loss in (3.0, 2.0):
             run.losses.append(loss)
@@ -135,7 +136,7 @@ def test_a_step_is_saved_once(settings):
         checkpoints.save_and_wait()
         assert checkpoints.checkpointer.all_steps() == [2, 3]
     again = Run("os")
-    with Checkpoints(settings, again) as checkpoints:
+    with Checkpoints(settings, again, print) as checkpoints:
         checkpoints.restore(toy())
         assert again.losses == [3.0, 2.0, 1.0]
         assert checkpoints.saved == 3
