@@ -70,7 +70,7 @@ class Checkpoints:
         """On the disk, before the process says that all is well."""
         self.save()
         self.checkpointer.wait()
-        self.say(f"told to stop: step {self.saved} is saved")
+        self.say(f"told to stop after step {len(self.run.losses)}: saved")
 
 
 def refuse_other_settings(config: Config) -> None:
