@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import gshard
@@ -18,8 +18,8 @@ class Checkpoints:
     settings nothing is read or written.
     """
 
-    def __init__(self, config: Config, run: Run):
-        self.config, self.run, self.state = config, run, None
+    def __init__(self, config: Config, run: Run, say: Callable[[str], None]):
+        self.config, self.run, self.say, self.state = config, run, say, None
         self.saved = 0  # the newest step that is saved, or being saved
         self.checkpointer = None
         if config.checkpoints:
@@ -41,6 +41,7 @@ class Checkpoints:
         self.run.losses = restored.metadata["losses"]
         self.run.tokens_per_second = restored.metadata["tokens_per_second"]
         self.saved = restored.data_state["step"]  # a batch is a function of the step
+        self.say(f"goes on from step {self.saved}")
         return restored.state
 
     def steps_left(self) -> Iterable[int]:
@@ -69,6 +70,7 @@ class Checkpoints:
         """On the disk, before the process says that all is well."""
         self.save()
         self.checkpointer.wait()
+        self.say(f"told to stop after step {len(self.run.losses)}: saved")
 
 
 def refuse_other_settings(config: Config) -> None:

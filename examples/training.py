@@ -78,12 +78,9 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
     with meter.phase("compiling"):
         run = measured(level, step, state, own_rows(0))
 
-    with Checkpoints(config, run) as checkpoints:
+    with Checkpoints(config, run, meter.say) as checkpoints:
         state = checkpoints.restore(state)
-        first = len(run.losses)
-        if first:
-            meter.say(f"goes on from step {first}")
-        clock = time.monotonic()
+        first, clock = len(run.losses), time.monotonic()
         for i in checkpoints.steps_left():
             state, metrics = step(state, own_rows(i))
             run.losses.append(float(metrics["loss"]))
