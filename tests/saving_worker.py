@@ -60,6 +60,10 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         lambda: together.save(10, run.state, metadata={"x": object()} if me else None),
         lambda: together.save(2, run.state),
         lambda: gshard.Checkpointer(directory / f"own {me}").save(1, run.state),
+        lambda: together.restore(2 if me else 1, like=run.state),
+        lambda: together.restore(2, like=None if me else run.state),
+        lambda: together.restore(2, like=run.state, verify=bool(me)),
+        lambda: together.delete(5 if me else 2),
     ):
         try:
             wrong()

@@ -53,11 +53,15 @@ def assert_is_what_they_had(process, rank):
 
 def assert_was_told_what_was_wrong(process):
     """What only one does wrong, all hear."""
-    steps, metadata, old, apart = process["said"].tolist()
+    steps, metadata, old, apart, *others = process["said"].tolist()
     assert "the processes do not do the same: save of step 10 (process 0)" in steps
     assert "metadata holds a object" in metadata
     assert "not after the newest one, 2" in old
     assert "does not see" in apart and "one directory" in apart
+    assert "restore(step=1, verify=True, cast=False) (process 0)" in others[0]
+    assert "like=" in others[1]
+    assert "verify=False" in others[2] and "verify=True" in others[2]
+    assert "delete(step=2) (process 0), delete(step=5) (process 1)" in others[3]
     assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
     assert process["left"].tolist() == [".gshard_lock", "3"]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import pickle
+import shutil
 import stat
 import sys
 from typing import Any
@@ -532,8 +534,6 @@ def test_directories_that_cannot_be(tmp_path, run):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")
 def test_no_permission(tmp_path, run, monkeypatch):
-    import os
-
     if os.geteuid() == 0:  # whom nothing is forbidden
         from pathlib import Path
 
@@ -626,3 +626,117 @@ def test_a_manifest_cannot_name_what_is_outside(written):
     for name in ("../secret", str(written / "secret"), "a/../../secret"):
         (written / "20" / "manifest.json").write_bytes(_sealed({name: []}))
         assert [x.file for x in damages(written / "20")] == ["manifest.json"]
+
+
+# ---- what others do in the directory -------------------------------------------------------------
+
+
+def test_folders_of_others_are_no_steps(tmp_path, run):
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "mine").write_text("mine")
+    with gshard.Checkpointer(tmp_path, keep_last=1) as checkpointer:
+        assert checkpointer.all_steps() == []
+        for step in (1, 2):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [2]
+        for act in (lambda: checkpointer.delete(2024), lambda: checkpointer.save(2024, run.state)):
+            with pytest.raises(gshard.GShardError, match="2024"):
+                act()
+    assert (tmp_path / "2024" / "mine").read_text() == "mine"
+
+
+def test_a_copied_folder_is_not_the_step_that_its_name_says(written, run):
+    shutil.copytree(written / "10", written / "30")
+    checkpointer = gshard.Checkpointer(written)
+    assert [str(x) for x in checkpointer.verify(30)] == [
+        "gshard.json is of step 10: the folder was renamed or copied"
+    ]
+    with pytest.warns(gshard.GShardWarning, match="is of step 10"):
+        assert checkpointer.restore(like=run.state).step == 20
+
+
+def test_the_best_steps_need_their_metric(tmp_path, run):
+    with gshard.Checkpointer(tmp_path, keep_best=1) as checkpointer:
+        checkpointer.save(1, run.state, metadata={"loss": float("nan")})
+        for bad in (None, {"val_loss": 1.0}, {"loss": "0.5"}, {"loss": [1.0]}):
+            with pytest.raises(gshard.GShardError, match="needs the number 'loss' in metadata"):
+                checkpointer.save(2, run.state, metadata=bad)
+        checkpointer.save(2, run.state, metadata={"loss": 10**400})
+    assert checkpointer.all_steps() == [2]
+
+
+def test_a_directory_that_is_deleted_is_made_again(tmp_path, run):
+    with gshard.Checkpointer(tmp_path / "run", asynchronous=False) as checkpointer:
+        checkpointer.save(1, run.state)
+        shutil.rmtree(tmp_path / "run")
+        checkpointer.save(2, run.state)
+        with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+            gshard.Checkpointer(tmp_path / "run").save(3, run.state)
+        assert checkpointer.all_steps() == [2]
+
+
+def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, monkeypatch):
+    """As beside a training that keeps the newest alone."""
+    from gshard.checkpoint import reader
+
+    checkpointer, compare = gshard.Checkpointer(written), reader.damages
+
+    def deleting(step, *rest):
+        if step.name == "20":
+            shutil.rmtree(step)
+        return compare(step, *rest)
+
+    monkeypatch.setattr(reader, "damages", deleting)
+    assert checkpointer.restore(like=run.state).step == 10  # and no warning
+    shutil.copytree(written / "10", written / "20")
+    for act in (lambda: checkpointer.restore(20, like=run.state), lambda: checkpointer.verify(20)):
+        with pytest.raises(gshard.GShardError, match="deleted"):
+            act()
+        shutil.copytree(written / "10", written / "20")
+
+
+def test_frozen_or_not_on_either_side(tmp_path):
+    def state(frozen, seed):
+        model = ZOO["linen_mlp"].state(optax.sgd(0.1), seed=seed)
+        return shard(model, "os", 2, frozen=frozen)[0]
+
+    for i, (before, after) in enumerate([(None, "Dense_0"), ("Dense_0", None)]):
+        first, second = state(before, 0), state(after, 1)
+        with gshard.Checkpointer(tmp_path / str(i)) as checkpointer:
+            checkpointer.save(1, first)
+            new = checkpointer.restore(like=second).state
+            for x, y in zip(*map(jax.tree.leaves, (new.params, first.params)), strict=True):
+                assert (np.asarray(x) == np.asarray(y)).all()
+            checkpointer.save(2, new)
+
+
+def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
+    checkpointer = gshard.Checkpointer(tmp_path)
+    for act in (
+        lambda state: checkpointer.save(1, state),
+        lambda state: checkpointer.restore(like=state).state,
+    ):
+        with pytest.raises(gshard.GShardError, match="inside jit"):
+            jax.jit(act)(run.state)
+
+
+def test_a_forked_child_does_not_keep_the_directory(written, run):
+    first = gshard.Checkpointer(written)
+    first.save(30, run.state)
+    first.wait()
+    descriptor = os.dup(first._writer._lock)  # as a child has it
+    first.close()
+    with gshard.Checkpointer(written) as second:
+        second.save(40, run.state)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("name", ["gshard.json", "data_state/process_0.json", "arrays/_METADATA"])
+def test_damaged_files_that_are_not_compared_are_said_in_words(tmp_path, run, name):
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, run.state, data_state={"position": 3})
+        checkpointer.wait()
+        (tmp_path / "1" / name).write_bytes(b"\xff{")
+        with pytest.raises(gshard.GShardError, match="damaged|cannot be read"):
+            checkpointer.restore(1, like=run.state, verify=False)
