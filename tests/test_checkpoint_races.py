@@ -75,12 +75,13 @@ def settle(checkpointer):
 
 
 def test_ctrl_c_in_a_wait_forgets_no_save(state, checkpointer, interrupt):
-    for step in range(1, 20, 2):
+    draw = random.Random(2)
+    for step in range(1, 30, 2):
         checkpointer.save(step, state)
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):
                 try:
-                    interrupt(0.002)
+                    interrupt(draw.uniform(0.001, 0.05))  # before its part is over, and after
                     checkpointer.wait()
                 finally:
                     interrupt(0)
