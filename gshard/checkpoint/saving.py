@@ -137,12 +137,12 @@ class Saving:
     def _parts_are_there(self) -> bool:
         """Waits for all parts; False when another process has failed."""
         missing = [self.folder / part_name(rank) for rank in range(self._processes)]
-        end = None
+        own, end = missing[self._process], None
         while missing := [path for path in missing if not path.exists()]:
             if self._given_up.wait(_TICK):
                 break
-            if not self.folder.exists():
-                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(self.folder))
+            if not own.exists():  # somebody has deleted the folder
+                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(own))
             if end is None and _program_over.is_set():
                 end = time.monotonic() + _AT_EXIT
             if end is not None and time.monotonic() > end:
