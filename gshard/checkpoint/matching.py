@@ -87,6 +87,7 @@ def _all_params(leaves: Mapping[str, LeafInfo]) -> dict[str, tuple[int, ...]]:
 
 
 def differing(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What is missing in `mine`, added, or of another shape, in words."""
     found = [f"{p} is missing" for p in theirs if p not in mine]
     found += [f"{p} is added" for p in mine if p not in theirs]
     both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
