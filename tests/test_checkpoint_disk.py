@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,8 +114,8 @@ def test_a_disk_that_is_full_at_any_point_of_a_write(disk):
     assert len(failed) >= 8 and rooms, f"{failed} {rooms}"
 
 
-def test_what_a_failed_save_still_writes_meets_no_other(tmp_path):
-    """The same step again and again: threads of the failed ones go on for a while."""
+def test_what_a_failed_save_leaves_goes_with_a_later_one(tmp_path):
+    """Orbax's threads go on for a while and make anew what was removed."""
     params = {f"w{i}": np.full((64 + i, 256), i, np.float32) for i in range(30)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)
@@ -125,6 +127,29 @@ def test_what_a_failed_save_still_writes_meets_no_other(tmp_path):
         assert_alone(checkpointer, 1)
         restored = checkpointer.restore(like=(state, plan)).state
         assert all(map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(state)))
+
+
+def test_what_a_failed_save_still_writes_is_in_no_step(tmp_path):
+    state, _ = state_of(512)
+    folder, stop = tmp_path / "steps" / "1.saving" / "arrays" / "d", threading.Event()
+
+    def write():
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / "late").write_bytes(b"late")
+
+    with gshard.Checkpointer(tmp_path / "steps") as checkpointer:
+        with files_end_at(100_000), pytest.raises(gshard.SaveFailedError):
+            checkpointer.save(1, state)
+            checkpointer.wait()
+        late = threading.Thread(target=write)
+        late.start()
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        stop.set()
+        late.join()
+        assert_there(checkpointer, 1)
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "delete", "close"])

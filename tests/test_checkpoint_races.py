@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import shutil
@@ -73,6 +74,23 @@ def settle(checkpointer):
         assert "interrupted" in str(error)
 
 
+def test_ctrl_c_in_a_wait_forgets_no_save(state, checkpointer, interrupt):
+    draw = random.Random(2)
+    for step in range(1, 30, 2):
+        checkpointer.save(step, state)
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):
+                try:
+                    interrupt(draw.uniform(0.001, 0.05))  # before its part is over, and after
+                    checkpointer.wait()
+                finally:
+                    interrupt(0)
+        checkpointer.save(step + 1, state)  # waits for the one that was interrupted
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [step, step + 1]
+        assert_undamaged(checkpointer)
+
+
 @pytest.mark.parametrize("times", quick([25, 400], [25]))
 def test_ctrl_c_at_any_moment_of_a_save(times, state, checkpointer, interrupt):
     """The step is there or not, never a part of it; and the same step may be saved again."""
@@ -142,9 +160,11 @@ def test_a_directory_that_is_deleted_while_it_is_written(after, state, checkpoin
     else:  # it was complete before
         assert after > 0
     shutil.rmtree(checkpointer.directory, ignore_errors=True)
-    with pytest.raises(gshard.SaveFailedError, match="step 2 was not saved .*No such file"):
-        checkpointer.save(2, state)
     assert checkpointer.all_steps() == []
+    checkpointer.save(2, state)  # it is made again
+    checkpointer.wait()
+    assert checkpointer.all_steps() == [2]
+    assert_undamaged(checkpointer)
 
 
 def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
@@ -156,8 +176,18 @@ def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
     saving.start()
     saving.part()
     shutil.rmtree(folder)
-    with pytest.raises(FileNotFoundError):
-        saving.whole()
+    said = []
+
+    def wait():
+        with pytest.raises(FileNotFoundError) as error:
+            saving.whole()
+        said.append(error.value.filename)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(10)
+    saving.give_up()
+    assert said == [str(folder)]
 
 
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):
