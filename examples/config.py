@@ -50,7 +50,7 @@ class Config:
     seed: int = setting(0, "of the parameters, the batches and the sample")
     prompt: str = setting("def ", "start of the sampled text")
     sample_bytes: int = setting(300, "length of the sampled text")
-    output: str = setting("demo-output", "folder for the figures and the picture")
+    output: str = setting("demo-output", "folder for what it makes")
     one_device: bool = setting(True, "train on one device first, to compare with")
     checkpoints: str = setting("", "folder to save in and to go on from; empty: none")
     save_every: int = setting(10, "steps from one checkpoint to the next")

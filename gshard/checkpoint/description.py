@@ -17,7 +17,7 @@ import numpy as np
 from gshard._version import __version__
 from gshard.arguments import shown
 from gshard.checkpoint.directory import DESCRIPTION, write_durably
-from gshard.checkpoint.leaves import LeafInfo
+from gshard.checkpoint.matching import LeafInfo
 from gshard.errors import GShardError
 from gshard.plan import Plan
 

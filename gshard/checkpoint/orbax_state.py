@@ -12,7 +12,8 @@ import numpy as np
 
 from gshard.arguments import flag, shown
 from gshard.checkpoint.directory import MANIFEST
-from gshard.checkpoint.leaves import LeafInfo, layouts_of, parts_of, split_like, with_parts
+from gshard.checkpoint.leaves import layouts_of, parts_of, split_like, with_parts
+from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.storage import ARRAYS, unreadable
 from gshard.errors import GShardError, some
 from gshard.optimizer import GShardState

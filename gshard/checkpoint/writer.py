@@ -16,8 +16,8 @@ from gshard.checkpoint import storage
 from gshard.checkpoint.description import DATA, Description, data_state_name
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.keep import Keep
-from gshard.checkpoint.leaves import check_same_run
 from gshard.checkpoint.manifest import PARTS
+from gshard.checkpoint.matching import check_same_run
 from gshard.checkpoint.saving import Saving
 from gshard.errors import GShardError, warn
 from gshard.together import FailedError, together
