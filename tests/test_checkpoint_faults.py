@@ -23,7 +23,6 @@ SCRIPT = ROOT / "tests" / "saves_and_ends.py"
 DRAW = random.Random(3)
 QUICK = [
     Life(1, 4, "p_g_os", "unlink 5", 0),
-    Life(1, 1, "dp", "commit 1", 0),
     Life(1, 2, "os", "renamed 1", 0),
     Life(2, 2, "os_g", f"random {DRAW.uniform(0.3, 1):.3f}", -1),
     Life(2, 4, "dp", "part 1", 1),  # where the second has nothing to write
