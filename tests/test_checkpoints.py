@@ -415,6 +415,22 @@ def test_old_steps_go_after_a_new_one_is_there(tmp_path):
         assert checkpointer.all_steps() == [3, 4, 7]
 
 
+def test_the_step_that_was_saved_last_is_not_written_again(tmp_path, run):
+    """As by a job that is told to stop right after it has saved."""
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, run.state)
+        checkpointer.wait()
+        before = (tmp_path / "5" / "gshard.json").stat()
+        checkpointer.save(5, run.state)
+        checkpointer.save(5, run.state)
+        assert (tmp_path / "5" / "gshard.json").stat() == before
+        with pytest.raises(gshard.GShardError, match="not after the newest"):
+            checkpointer.save(4, run.state)
+        checkpointer.delete(5)
+        checkpointer.save(5, run.state)
+    assert checkpointer.all_steps() == [5]
+
+
 def test_a_save_that_is_on_its_way_is_no_step(tmp_path):
     run = Training("os", 2)
     checkpointer = gshard.Checkpointer(tmp_path, asynchronous=False)
@@ -500,7 +516,7 @@ def test_steps_that_are_not_there(written, run):
     checkpointer = gshard.Checkpointer(written)
     with pytest.raises(gshard.GShardError, match=r"step=13 is not in .*\[10, 20\]"):
         checkpointer.restore(13, like=run.state)
-    for step in (10, 20, 15):
+    for step in (10, 20, 15):  # which another one has written
         with pytest.raises(gshard.GShardError, match="not after the newest one, 20"):
             checkpointer.save(step, run.state)
     for bad in (-1, 1.5, True, "../30", None):

@@ -27,6 +27,7 @@ from gshard.checkpoint.writer import Contents, Writer
 from gshard.errors import CallOrderError, GShardError, warn
 from gshard.host import plan_of
 from gshard.plan import Plan
+from gshard.processes.leaving import PREEMPTED
 from gshard.state import Parts
 from gshard.together import together
 
@@ -155,7 +156,8 @@ class Checkpointer:
         copies and writes its own parts, nothing is gathered.
 
         Args:
-          step: its number, larger than those that are there.
+          step: its number, larger than those that are there; the one that was saved last is not
+            written again.
           state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
           data_state: where the data is, such as `loader.state_dict()`: JSON or bytes, each
             process's own.
@@ -285,7 +287,9 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and jax.process_count() > 1 and self._writer.busy:
+        alone = jax.process_count() == 1
+        told = isinstance(error, SystemExit) and error.code == PREEMPTED  # all processes are
+        if error is not None and not (alone or told) and self._writer.busy:
             return  # the others may never come to compare; the thread ends what can be ended
         self.close()
 

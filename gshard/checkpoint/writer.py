@@ -50,6 +50,7 @@ class Writer:
         self._lock: int | None = None
         self._unlock: Callable[[], object] = str
         self._saving: Saving | None = None
+        self._newest_own: int | None = None  # the last step that this one has written
         self._lost = 0  # saves begun that are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
@@ -64,6 +65,9 @@ class Writer:
         """
         self.wait()
         contents = self._prepared(describe)
+        if self._has_just_written(contents.step):
+            return
+        self._newest_own = None
         folder = self._folder(contents.step)
         self._lost += 1
         begun: list[Callable[[], None]] = []
@@ -89,13 +93,16 @@ class Writer:
         self._saving.start()
 
     def _prepared(self, describe: Callable[[], Contents]) -> Contents:
-        """What to write, once its folder is there; where any process cannot, there is none."""
+        """What to write, once its folder is there; where any process cannot, there is none.
+
+        A step that this one has just written has none either.
+        """
         found: list[Contents] = []
         made: list[Path] = []
 
         def prepare() -> None:
             found.append(describe())
-            if self._first:
+            if self._first and not self._has_just_written(found[0].step):
                 self._make(self._folder(found[0].step), found[0])
                 made.append(self._folder(found[0].step))
 
@@ -126,6 +133,7 @@ class Writer:
             self._remove(saving.folder)
             raise self._failed(saving.step, error) from error.__cause__
         self._saving = None
+        self._newest_own = saving.step
         self._lost -= 1
         if (error := saving.afterwards) is not None:
             warn(f"step {saving.step} is saved, but an older one could not be deleted: {error}")
@@ -148,6 +156,7 @@ class Writer:
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
+        self._newest_own = None
 
     def close(self) -> None:
         """Waits, and lets another one write."""
@@ -171,6 +180,9 @@ class Writer:
             # One may forget to close.
             self._unlock = weakref.finalize(self, folders.unlock, self._lock)
         folders.clean(self._directory)
+
+    def _has_just_written(self, step: int) -> bool:
+        return step == self._newest_own and (self._directory / str(step)).exists()
 
     def _folder(self, step: int) -> Path:
         return folders.saving(self._directory, step, self._lost)
