@@ -58,7 +58,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
     for wrong in (
         lambda: together.save(10 + me, run.state),
         lambda: together.save(10, run.state, metadata={"x": object()} if me else None),
-        lambda: together.save(2, run.state),
+        lambda: together.save(1, run.state),
         lambda: gshard.Checkpointer(directory / f"own {me}").save(1, run.state),
         lambda: together.restore(2 if me else 1, like=run.state),
         lambda: together.restore(2, like=None if me else run.state),

@@ -428,6 +428,10 @@ def test_the_step_that_was_saved_last_is_not_written_again(tmp_path, run):
             checkpointer.save(4, run.state)
         checkpointer.delete(5)
         checkpointer.save(5, run.state)
+        run.state = checkpointer.restore(like=run.state).state
+        run.train(0)
+        with pytest.raises(gshard.GShardError, match="not after the newest"):
+            checkpointer.save(5, run.state)  # another state
     assert checkpointer.all_steps() == [5]
 
 

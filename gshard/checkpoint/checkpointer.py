@@ -251,6 +251,7 @@ class Checkpointer:
         while True:
             number, damaged = undamaged(self.directory, asked, verify)
             self._writer.damaged |= damaged
+            self._writer.going_back()
             try:
                 parts, found = together(lambda: self._read(number, plan, cast))  # noqa: B023
             except GShardError:

@@ -65,7 +65,7 @@ class Writer:
         """
         self.wait()
         contents = self._prepared(describe)
-        if self._has_just_written(contents.step):
+        if contents.step == self._newest_own:
             return
         self._newest_own = None
         folder = self._folder(contents.step)
@@ -102,12 +102,18 @@ class Writer:
 
         def prepare() -> None:
             found.append(describe())
-            if self._first and not self._has_just_written(found[0].step):
+            if not (self._directory / str(self._newest_own)).exists():
+                self._newest_own = None
+            if self._first and found[0].step != self._newest_own:
                 self._make(self._folder(found[0].step), found[0])
                 made.append(self._folder(found[0].step))
 
+        def what() -> str:
+            again = " again" if found and found[0].step == self._newest_own else ""
+            return f"save of step {found[0].step}{again}" if found else ""
+
         try:
-            together(prepare, what=lambda: f"save of step {found[0].step}" if found else "")
+            together(prepare, what=what)
         except GShardError as error:
             for folder in made:
                 self._remove(folder)
@@ -142,6 +148,10 @@ class Writer:
     def busy(self) -> bool:
         """Whether a step is being written that nobody has waited for."""
         return self._saving is not None
+
+    def going_back(self) -> None:
+        """Another state comes, under numbers that were there before."""
+        self._newest_own = None
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
@@ -180,9 +190,6 @@ class Writer:
             # One may forget to close.
             self._unlock = weakref.finalize(self, folders.unlock, self._lock)
         folders.clean(self._directory)
-
-    def _has_just_written(self, step: int) -> bool:
-        return step == self._newest_own and (self._directory / str(step)).exists()
 
     def _folder(self, step: int) -> Path:
         return folders.saving(self._directory, step, self._lost)
