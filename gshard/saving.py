@@ -28,8 +28,7 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     """Writes a state dict into a directory, as its entry `gshard_state`, replacing one before.
 
     The old one goes when the new one is complete, and every byte has a checksum; whatever else is
-    there stays. With several
-    processes all of them call it, and the first writes.
+    there stays. With several processes all of them call it, and the first writes.
 
     Args:
       state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings

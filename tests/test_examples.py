@@ -206,13 +206,10 @@ def test_progress_shows_loss_and_speed(terminal, tmp_path):
 # ---- the whole program --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The demo at its smallest, in its own process: what it printed and where it wrote."""
-    output = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "examples.train_gpt", "configs/smallest.toml"]
+def run_smallest(module, output):
+    """What a part of the demo printed, at its smallest size, in its own process."""
     ran = subprocess.run(
-        [*command, "--output", str(output)],
+        [sys.executable, "-m", module, "configs/smallest.toml", "--output", str(output)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -221,9 +218,17 @@ def demo(tmp_path_factory):
         env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo at its smallest, in its own process: what it printed and where it wrote."""
+    output = tmp_path_factory.mktemp("demo")
+    printed = run_smallest("examples.train_gpt", output)
     results = json.loads((output / "results.json").read_text())
     runs = [Run(**run) for run in results["runs"]]
-    return ran.stdout, output, Run(**results["reference"]), runs
+    return printed, output, Run(**results["reference"]), runs
 
 
 @pytest.mark.slow
@@ -279,24 +284,14 @@ def test_demo_prints_the_table_and_a_sample(demo):
 
 @pytest.mark.slow
 def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
-    output = demo[1]
-    command = [sys.executable, "-m", "examples.kill_and_resume", "configs/smallest.toml"]
-    ran = subprocess.run(
-        [*command, "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "Killed and started again, at p_g_os on 8 devices" in ran.stdout
-    start, newest = re.search(r"disk: (.*); the newest complete step is (\d)", ran.stdout).groups()
+    printed = run_smallest("examples.kill_and_resume", demo[1])
+    assert "Killed and started again, at p_g_os on 8 devices" in printed
+    start, newest = re.search(r"disk: (.*); the newest complete step is (\d)", printed).groups()
     assert newest in start.split(", ")
-    assert f" again    from step {newest} to 4" in ran.stdout
-    assert f" moved    from step {newest} to 4 (its end), to os_g on 4 devices" in ran.stdout
-    assert "losses identical bit by bit, steps 1 to 4: yes" in ran.stdout
-    (off,) = re.findall(r"largest relative difference where moved, .*: (.*)", ran.stdout)
+    assert f" again    from step {newest} to 4" in printed
+    assert f" moved    from step {newest} to 4 (its end), to os_g on 4 devices" in printed
+    assert "losses identical bit by bit, steps 1 to 4: yes" in printed
+    (off,) = re.findall(r"largest relative difference where moved, .*: (.*)", printed)
     assert float(off) <= 1e-6
 
 

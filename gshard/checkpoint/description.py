@@ -7,7 +7,7 @@ import datetime
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class Description:
     step: int
     leaves: Mapping[str, LeafInfo]
     made_by: Mapping[str, Any]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    processes: int = 1
+    metadata: Mapping[str, Any]
+    processes: int
 
     @classmethod
     def of(

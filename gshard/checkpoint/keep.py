@@ -38,11 +38,16 @@ class Keep:
         if self.mode not in ("min", "max"):
             raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
 
+    @property
+    def all(self) -> bool:
+        """Whether nothing ever goes."""
+        return self.last is self.every is self.best is None
+
     def to_delete(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """The steps that go, ascending, of steps with their metadata."""
-        steps = sorted(metadata)
-        if self.last is self.every is self.best is None:
+        if self.all:
             return []
+        steps = sorted(metadata)
         kept = set(steps[-max(self.last or 1, 1) :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
         known = {step: self._value(metadata[step]) for step in steps}

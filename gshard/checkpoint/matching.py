@@ -27,9 +27,6 @@ class LeafInfo:
     shape: tuple[int, ...]
     dtype: str
 
-    def __str__(self) -> str:
-        return f"{self.shape} {self.dtype}"
-
 
 def check_fit(
     stored: Mapping[str, LeafInfo],

@@ -14,7 +14,7 @@ from gshard.arguments import flag, shown
 from gshard.checkpoint.directory import MANIFEST
 from gshard.checkpoint.leaves import layouts_of, parts_of, split_like, with_parts
 from gshard.checkpoint.matching import LeafInfo
-from gshard.checkpoint.storage import ARRAYS, unreadable
+from gshard.checkpoint.storage import ARRAYS, how_to_read, unreadable
 from gshard.errors import GShardError, some
 from gshard.optimizer import GShardState
 from gshard.tree import flatten
@@ -100,15 +100,7 @@ def _own_name(path: str) -> str:
 def _how(wanted: jax.ShapeDtypeStruct | None) -> Any:
     import orbax.checkpoint as ocp
 
-    if wanted is None:
-        return ocp.RestoreArgs()
-    return ocp.ArrayRestoreArgs(
-        restore_type=jax.Array,
-        sharding=wanted.sharding,
-        global_shape=wanted.shape,
-        dtype=wanted.dtype,
-        strict=False,
-    )
+    return ocp.RestoreArgs() if wanted is None else how_to_read(wanted)
 
 
 def _tree_in(path: Any) -> Path:

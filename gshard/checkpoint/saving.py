@@ -129,9 +129,10 @@ class Saving:
     def _write_part(self) -> None:
         self._finish()
         files = storage.files_of(self.folder, self._process)
+        # Without any its devices hold copies alone, which others have written.
+        ranges = storage.ranges_of(self.folder, self._process, self._leaves) if files else {}
         if (self.folder / data_state_name(self._process)).exists():
             files.append(data_state_name(self._process))
-        ranges = storage.ranges_of(self.folder, self._process, self._leaves)
         write_part(self.folder, self._process, files, ranges)
 
     def _parts_are_there(self) -> bool:

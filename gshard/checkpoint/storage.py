@@ -59,21 +59,25 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
     """
     import orbax.checkpoint as ocp
 
-    how = {
-        path: ocp.ArrayRestoreArgs(
-            restore_type=jax.Array,
-            sharding=x.sharding,
-            global_shape=x.shape,
-            dtype=x.dtype,
-            strict=False,
-        )
-        for path, x in wanted.items()
-    }
+    how = {path: how_to_read(x) for path, x in wanted.items()}
     arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
     try:
         return _handler().restore(_folder(step), args=arguments)
     except Exception as error:
         raise GShardError(f"{unreadable(error)} `gshard verify` names the files.") from error
+
+
+def how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
+    """What Orbax is to make of one array."""
+    import orbax.checkpoint as ocp
+
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array,
+        sharding=wanted.sharding,
+        global_shape=wanted.shape,
+        dtype=wanted.dtype,
+        strict=False,  # it may be padded otherwise
+    )
 
 
 def unreadable(error: Exception) -> str:
@@ -90,7 +94,7 @@ def files_of(step: Path, process: int) -> list[str]:
 
 
 def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, list[Range]]:
-    """Where in the files of one process the values of leaves lie.
+    """Where in the files of one process, which has some, the values of leaves lie.
 
     Orbax's format is OCDBT: a tree of keys, such as `params/w/c/0/1` for a block of an array, with
     the place of each value.
@@ -101,8 +105,6 @@ def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, li
     spec = {"driver": "file", "path": f"{step / folder}/"}
     store = ts.KvStore.open(spec).result()
     found: dict[str, list[Range]] = {}
-    if not files_of(step, process):  # its devices hold copies alone, which others have written
-        return found
 
     def walk(location: str, prefix: bytes) -> None:
         for entry in ts.ocdbt.dump(store, location).result()["entries"]:

@@ -54,7 +54,7 @@ class Writer:
         self._lost = 0  # saves begun that are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
-        """Copies the arrays to the host, and begins to write.
+        """Copies the arrays to the host, and begins to write; nothing else is being written.
 
         Args:
           describe: gives what to write. What it raises is raised on every process.
@@ -63,7 +63,6 @@ class Writer:
           GShardError: the step may not be written; nothing was.
           SaveFailedError: it could not be begun.
         """
-        self.wait()
         contents = self._prepared(describe)
         if contents.step == self._newest_own:
             return
@@ -250,6 +249,8 @@ class Writer:
 
     def _delete_old(self) -> None:
         """In the thread of a save, after its commit."""
+        if self._keep.all:  # and no description needs to be read
+            return
         metadata: dict[int, Mapping[str, Any]] = {}
         for step in folders.steps_in(self._directory):
             # What is damaged stays, to be looked at, and does not keep the others.
