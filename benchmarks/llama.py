@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from benchmarks.targets import BenchmarkError
+from gshard.errors import GShardError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if min(dataclasses.astuple(self)) < 1 or self.width % 128 or self.sequence % self.slice:
-            raise BenchmarkError(
+            raise GShardError(
                 f"{self} cannot be: the width is a multiple of 128 (one head), and the sequence "
                 "of 128 or shorter than that."
             )

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama import Sizes
-from benchmarks.targets import BenchmarkError, Target, parse_target
+from gshard.errors import GShardError
+from gshard.targets import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -105,13 +106,13 @@ def results(
     """Compiles gshard and the baselines; everything that is known, ready for JSON.
 
     Raises:
-      BenchmarkError: gshard's own step does not compile.
+      GShardError: gshard's own step does not compile.
     """
     with tempfile.TemporaryDirectory() as folder:
         texts = {p: Path(folder, f"{i}.txt") for i, p in enumerate(("gshard", *BASELINES))}
         gshard = compiled("gshard", target, level, sizes, texts["gshard"], timeout)
         if "error" in gshard:
-            raise BenchmarkError(gshard["error"])
+            raise GShardError(gshard["error"])
         names = () if gshard_only else BASELINES if level == "p_g_os" else BASELINES[:1]
         baselines = [compiled(p, target, level, sizes, texts[p], timeout) for p in names]
         best = better(baselines)
@@ -193,7 +194,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked: `target` is a `Target` and `sizes` are `Sizes`.
 
     Raises:
-      BenchmarkError: one line that says what is possible.
+      GShardError: one line that says what is possible.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", allow_abbrev=False)
     parser.description = __doc__.splitlines()[0]
@@ -208,7 +209,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     args.target = parse_target(args.target)
     if args.level not in LEVELS:
-        raise BenchmarkError(f"level {args.level!r} is unknown. Choose one of {', '.join(LEVELS)}.")
+        raise GShardError(f"level {args.level!r} is unknown. Choose one of {', '.join(LEVELS)}.")
     args.sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
     return args
 
@@ -220,7 +221,7 @@ def main() -> None:
         found = results(
             args.target, args.level, args.sizes, args.gshard_only, args.dump, args.timeout
         )
-    except BenchmarkError as error:
+    except GShardError as error:
         raise SystemExit(f"wire: {error}") from None
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     if args.json is not None:

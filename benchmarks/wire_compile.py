@@ -24,8 +24,9 @@ import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from benchmarks.machine import versions
-from benchmarks.targets import BenchmarkError, Target, parse_target
+from gshard.errors import GShardError
 from gshard.hlo import read_program
+from gshard.targets import Target, parse_target
 
 STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")
@@ -120,7 +121,7 @@ def measured(text: str) -> dict[str, Any]:
             continue
         moved = collective.wire_bytes
         if moved is None:
-            raise BenchmarkError(f"{collective.name} runs in a loop of unknown length")
+            raise GShardError(f"{collective.name} runs in a loop of unknown length")
         wire[collective.kind] += moved
         overlapped[collective.kind] += moved * collective.asynchronous
     return {"wire_bytes": wire, "asynchronous_bytes": overlapped}
@@ -162,7 +163,7 @@ def main() -> None:
     try:
         target, sizes = parse_target(args.target), Sizes(**args.sizes)
         found = run(args.program, target, args.level, sizes, args.dump)
-    except BenchmarkError as error:
+    except GShardError as error:
         found = {"program": args.program, "error": str(error)}
     print(json.dumps(found))
 
