@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -85,6 +85,7 @@ class Forecast:
       replica: copies of the divided state.
       choices: of the step.
       levels: by name.
+      plans: by name of the level, where every leaf lies.
     """
 
     parameters: int
@@ -92,10 +93,17 @@ class Forecast:
     replica: int
     choices: Choices
     levels: dict[str, LevelForecast]
+    plans: dict[str, Plan] = field(repr=False, compare=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, strings and numbers, ready for JSON."""
-        return dataclasses.asdict(self)
+        """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "replica": self.replica,
+            "choices": dataclasses.asdict(self.choices),
+            "levels": {name: dataclasses.asdict(level) for name, level in self.levels.items()},
+        }
 
     def __str__(self) -> str:
         return report(self)
@@ -148,7 +156,7 @@ def make_plan(
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
     found = {name: _of_level(setup, plan, choices) for name, plan in plans.items()}
-    return Forecast(elements, devices.size, plan.group.copies, choices, found)
+    return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
