@@ -27,7 +27,7 @@ from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 _SHARED = 2**14  # elements
 
 
-def make_plan(
+def planned(
     state: Any,
     kind: Kind,
     tx: optax.GradientTransformation,

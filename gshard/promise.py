@@ -32,12 +32,16 @@ class Movement:
         whole for the loss).
       elements: full size of what is moved, times executions: the output of an all-gather, the input
         of a reduce-scatter or all-reduce.
+      wire_bytes: bytes that a device sends, by the ring algorithms, in the dtypes of the plan: of
+        parameters for what is gathered and published, of gradients for what is reduced. A loss
+        that casts divided parameters moves what it casts them to.
       at_most: a bound, not a count: a leaf that the backward does not need is gathered once less.
     """
 
     kind: str
     purpose: str
     elements: int
+    wire_bytes: int
     at_most: bool = False
 
 
@@ -65,6 +69,11 @@ class Promise:
     def elements(self, kind: str) -> int:
         """Elements that collectives of one kind move."""
         return sum(m.elements for m in self.moved if m.kind == kind)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a device sends in one step."""
+        return sum(m.wire_bytes for m in self.moved)
 
 
 def promise(
@@ -94,22 +103,27 @@ def promise(
         for tree in (plan.params, plan.grads, plan.extras)
     )
     carried = [r.whole() if accumulate == "local" else r for r in reduced]
-    totals: dict[tuple[str, str, bool], int] = {}
-    for s, r in zip(stored, reduced, strict=True):
-        for kind, purpose, elements, at_most in _moved(s, r, micro_batches, accumulate, reshard):
-            key = (kind, purpose, at_most)
-            totals[key] = totals.get(key, 0) + elements
+    totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
+    moved = [
+        movement
+        for s, r in zip(stored, reduced, strict=True)
+        for movement in _moved(s, r, micro_batches, accumulate, reshard)
+    ]
     for extra in extras:  # for the forward and again for the backward, where the loss reads it
         if extra.dim is not None:
-            key = ("all-gather", "extras", True)
-            totals[key] = totals.get(key, 0) + micro_batches * _gathers(extra, reshard)
+            amounts = _times(micro_batches, *_gathers(extra, reshard))
+            moved.append(("all-gather", "extras", *amounts, True))
+    for kind, purpose, elements, sent, at_most in moved:
+        key = (kind, purpose, at_most)
+        before = totals.get(key, (0, 0))
+        totals[key] = (before[0] + elements, before[1] + sent)
     optimizer = jax.tree.leaves(plan.layouts.opt_state)
     held = {"params": stored, "gradients": carried, "optimizer": optimizer, "extras": extras}
     return Promise(
         plan.level.name,
         plan.group.size,
         {name: _bytes(layouts, on_host=False) for name, layouts in held.items()},
-        tuple(Movement(k, p, n, at_most) for (k, p, at_most), n in totals.items() if n),
+        tuple(Movement(k, p, n, sent, most) for (k, p, most), (n, sent) in totals.items() if n),
         {name: _bytes(layouts, on_host=True) for name, layouts in held.items()},
     )
 
@@ -120,40 +134,57 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
 
 def _moved(
     stored: Layout, reduced: Layout, micro_batches: int, accumulate: str, reshard: bool | int
-) -> Iterator[tuple[str, str, int, bool]]:
-    """(kind, purpose, elements, at most) of one leaf in one step."""
+) -> Iterator[tuple[str, str, int, int, bool]]:
+    """(kind, purpose, elements, bytes sent, at most) of one leaf in one step."""
     sums = micro_batches if accumulate == "sync" else 1
     if reduced.dim is None:
         if reduced.group.devices > 1:
-            yield "all-reduce", "reduce", reduced.size * sums, False
+            yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, reduced.size)), False
         return
     scatters = 1 if accumulate == "local" else micro_batches
-    yield "reduce-scatter", "scatter", _hops(reduced) * scatters, False
+    yield "reduce-scatter", "scatter", *_times(scatters, *_hops(reduced, reduced)), False
     if reduced.group.copies > 1:
-        yield "all-reduce", "reduce", reduced.stored_size // reduced.group.size * sums, False
+        part = reduced.stored_size // reduced.group.size
+        yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, part, True)), False
     if stored.dim is None:
-        yield "all-gather", "publish", _hops(reduced), False
+        yield "all-gather", "publish", *_hops(reduced, stored), False
     else:  # for the forward and again for the backward
-        yield "all-gather", "gather", micro_batches * _gathers(stored, reshard), True
+        yield "all-gather", "gather", *_times(micro_batches, *_gathers(stored, reshard)), True
 
 
-def _hops(layout: Layout) -> int:
-    """Elements of one gather or scatter: one hop per shard axis, each smaller than the last."""
+def _times(n: int, elements: int, sent: int) -> tuple[int, int]:
+    return n * elements, n * sent
+
+
+def _all_reduce(layout: Layout, elements: int, of_copies: bool = False) -> tuple[int, int]:
+    """Elements and bytes sent of a sum over all devices, or over the copies of a part."""
+    n = layout.group.copies if of_copies else layout.group.devices
+    return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
+
+
+def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
+    """Elements and bytes sent of one gather or scatter in the dtype of `moved`.
+
+    One hop per shard axis, each smaller than the last. Whatever the hops are, (N-1)/N is sent.
+    """
     sizes = layout.group.sizes
-    return sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
+    elements = sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
+    sent = layout.stored_size - layout.stored_size // layout.group.size
+    return elements, sent * moved.dtype.itemsize
 
 
-def _gathers(layout: Layout, reshard: bool | int) -> int:
-    """Elements of the gathers of one leaf for a forward and a backward pass."""
+def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
+    """Elements and bytes sent of the gathers of one leaf for a forward and a backward pass."""
     if isinstance(reshard, bool):
-        return _hops(layout) * (2 if reshard else 1)
-    size, total = layout.stored_size // layout.group.size, 0
+        return _times(2 if reshard else 1, *_hops(layout, layout))
+    size, elements, sent = layout.stored_size // layout.group.size, 0, 0
     across, within = layout.group.sub_group(reshard)
     for times, hops in ((1, across), (2, within)):
         for hop in hops:
+            sent += times * size * (hop.size - 1)
             size *= hop.size
-            total += times * size
-    return total
+            elements += times * size
+    return elements, sent * layout.dtype.itemsize
 
 
 def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:

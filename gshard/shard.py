@@ -18,7 +18,7 @@ from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation
 from gshard.plan import Plan
-from gshard.planning import make_plan, warn_of_unused
+from gshard.planning import planned, warn_of_unused
 from gshard.precision import as_precision
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.scan_dims import ScanAxes
@@ -104,7 +104,7 @@ def shard_train_state(
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
     dtypes = as_precision(precision)
-    plan = make_plan(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
+    plan = planned(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):

@@ -81,10 +81,10 @@ PROMISE = Promise(
     8,
     {"params": 2048, "gradients": 2048, "optimizer": 0},
     (
-        Movement(AG, "gather", 64 * 64 + 64 * 32, at_most=True),
-        Movement(RS, "scatter", 64 * 64),
-        Movement(RS, "scatter", 64 * 32),
-        Movement(AG, "publish", 1234567),
+        Movement(AG, "gather", 64 * 64 + 64 * 32, 4, at_most=True),
+        Movement(RS, "scatter", 64 * 64, 4),
+        Movement(RS, "scatter", 64 * 32, 4),
+        Movement(AG, "publish", 1234567, 4),
     ),
 )
 

@@ -112,6 +112,9 @@ def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
             assert bound // 2 <= found <= bound, report
         else:
             assert found == bound, report
+            sent = [r.wire_bytes for r in report.collectives if r.kind == kind and not r.scalar]
+            promised = sum(m.wire_bytes for m in promise.moved if m.kind == kind)
+            assert sum(sent) == pytest.approx(promised, abs=4 * LAYERS * k)  # of whole bytes
     kinds = {row.kind for row in report.collectives}
     assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}, kinds
 

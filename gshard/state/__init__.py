@@ -66,7 +66,10 @@ def as_state(state: Any) -> Any:
         and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
     ):
         params, tx = state  # not by create, which fails for a list of NumPy arrays
-        fields: dict[str, Any] = {"apply_fn": None, "opt_state": tx.init(updated(params))}
+        trained = updated(params)
+        nowhere = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(trained))
+        opt_state = jax.eval_shape(tx.init, trained) if nowhere else tx.init(trained)
+        fields: dict[str, Any] = {"apply_fn": None, "opt_state": opt_state}
         return TrainState(step=0, params=params, tx=tx, **fields)
     return state
 

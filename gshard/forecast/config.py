@@ -1,0 +1,171 @@
+"""What a command of gshard is asked about: a TOML file, or `module:function`, and options."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gshard.arguments import shown, whole_number
+from gshard.errors import GShardError, did_you_mean
+from gshard.forecast.setup import Choices
+from gshard.levels import LEVELS, parse_level
+
+_MEANINGS = {
+    "levels": "levels to look at, such as os,os_g (default: all four)",
+    "devices": "number of devices",
+    "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
+    "replica": "copies of the divided state (hybrid sharding)",
+    "micro_batch_size": "rows that one device takes at a time",
+    "micro_batches": "how many times in one step (k)",
+    "accumulate": "how gradients accumulate: level, local, scatter or sync",
+    "reshard_after_forward": "true, false, or how many neighbours keep a layer between them",
+    "offload": "true: the optimizer state rests in the host's memory",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model, a machine and a way to train.
+
+    Attributes:
+      model: `module:function` that returns a `gshard.Setup`.
+      arguments: keyword arguments of the function.
+      levels: names of levels.
+      devices: how many; None: those of the target, or of this computer.
+      target: a machine that `gshard.targets` knows, or None.
+      replica: copies of the divided state.
+      choices: the rest.
+    """
+
+    model: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    levels: tuple[str, ...] = tuple(LEVELS)
+    devices: int | None = None
+    target: str | None = None
+    replica: int = 1
+    choices: Choices = Choices()
+
+
+def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
+    """Reads a config.
+
+    Args:
+      source: a TOML file, or `module:function`.
+      options: values by key, `arguments.NAME` for the model's; they win over the file's.
+
+    Raises:
+      GShardError: a file that is none, a key that does not exist, a value that cannot be.
+    """
+    values, where = _from_file(source)
+    for key, value in (options or {}).items():
+        section, dot, name = key.partition(".")
+        if dot and section == "arguments":
+            values["arguments"] = {**values.get("arguments", {}), name: value}
+        else:
+            values[key] = value
+    if options and "devices" in options and "target" not in options:
+        values.pop("target", None)  # the file's machine has another number
+    if options and "target" in options and "devices" not in options:
+        values.pop("devices", None)
+    return _checked(values, where)
+
+
+def _from_file(source: str) -> tuple[dict[str, Any], str]:
+    path = Path(source)
+    if not path.exists() and ":" in source and path.suffix != ".toml":
+        return {"model": source}, source
+    try:
+        return tomllib.loads(path.read_text()), source
+    except FileNotFoundError:
+        near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
+        raise GShardError(
+            f"there is no file {source!r}.{did_you_mean(source, near)} Give a TOML file, or the "
+            "model itself as module:function."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise GShardError(f"{source} cannot be read: {error}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise GShardError(f"{source} is not TOML: {error}.") from None
+
+
+def _checked(values: dict[str, Any], where: str) -> Config:
+    own = ["model", "arguments", "levels", "devices", "target", "replica"]
+    chosen = [x.name for x in dataclasses.fields(Choices)]
+    for key in values:
+        if key not in (*own, *chosen):
+            raise GShardError(
+                f"{where}: there is no key {key!r}.{did_you_mean(key, [*own, *chosen])} "
+                f"Keys are {', '.join([*own, *chosen])}; what the model's function takes goes into "
+                "[arguments]."
+            )
+    if not isinstance(values.get("model"), str):
+        raise GShardError(
+            f"{where} names no model. Add model = 'module:function', a function that returns a "
+            "gshard.Setup."
+        )
+    if not isinstance(values.get("arguments", {}), dict):
+        raise GShardError(f"{where}: arguments={shown(values['arguments'])} must be a table.")
+    levels = values.get("levels", tuple(LEVELS))
+    if isinstance(levels, str):
+        levels = levels.split(",")
+    if not isinstance(levels, (list, tuple)) or not levels:
+        raise GShardError(f"{where}: levels={shown(levels)} must be a list of levels.")
+    for key, type_ in (("target", str), ("accumulate", str), ("offload", bool)):
+        if key in values and type(values[key]) is not type_:
+            raise GShardError(f"{where}: {key}={shown(values[key])} must be a {type_.__name__}.")
+    devices = values.get("devices")
+    return Config(
+        values["model"],
+        values.get("arguments", {}),
+        tuple(dict.fromkeys(parse_level(level).name for level in levels)),
+        None if devices is None else whole_number("devices", devices, 1),
+        values.get("target"),
+        whole_number("replica", values.get("replica", 1), 1),
+        Choices(**{key: values[key] for key in chosen if key in values}),
+    )
+
+
+# ---- the command line ---------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds CONFIG and one option for every key to a parser; `given_config` reads them."""
+    parser.add_argument("config", metavar="CONFIG", nargs="?",
+                        help="a TOML file, or module:function")  # fmt: skip
+    group = parser.add_argument_group("over what CONFIG says")
+    for key, meaning in _MEANINGS.items():
+        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
+    group.add_argument(
+        "--arguments.NAME", metavar="X", dest="_", default=argparse.SUPPRESS,
+        help="an argument of the model's function, such as --arguments.layers 4",
+    )  # fmt: skip
+
+
+def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:
+    """The parsed words and the config that they ask about; None when none is named.
+
+    Raises:
+      GShardError: as `read_config`.
+    """
+    given, rest = parser.parse_known_args(words)
+    options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
+    while rest:
+        name, equals, word = rest.pop(0).partition("=")
+        if not name.startswith("--arguments.") or not (equals or rest):
+            known = [f"--{key}" for key in _MEANINGS] + ["--json", "--help"]
+            parser.error(f"unknown option {name!r}.{did_you_mean(name, known)}")
+        options[name.removeprefix("--")] = _value(word if equals else rest.pop(0))
+    return given, None if given.config is None else read_config(given.config, options)
+
+
+def _value(word: str) -> Any:
+    """A word as TOML reads a value; what is none, such as `os_g`, as a text."""
+    try:
+        return tomllib.loads(f"x = {word}")["x"]
+    except tomllib.TOMLDecodeError:
+        return word

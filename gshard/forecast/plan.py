@@ -1,0 +1,210 @@
+"""`make_plan`: what every level takes and sends, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from gshard.arguments import whole_number
+from gshard.errors import GShardError
+from gshard.forecast.plan_report import report
+from gshard.forecast.setup import (
+    Choices,
+    Setup,
+    as_setup,
+    batch_of,
+    divided,
+    load_setup,
+    without_arrays,
+)
+from gshard.levels import LEVELS, parse_level
+from gshard.mesh import REPLICA, SHARD
+from gshard.plan import Plan
+from gshard.promise import Promise, promise
+
+# How gradients may accumulate and parameters be kept: arguments of `make_train_step` by name.
+FLAVOURS: dict[str, dict[str, Any]] = {
+    "local": {"accumulate": "local"},
+    "scatter": {"accumulate": "scatter"},
+    "sync": {"accumulate": "sync"},
+    "kept": {"reshard_after_forward": False},
+}
+
+
+@dataclass(frozen=True)
+class LevelForecast:
+    """What one level takes on one device, in bytes, and sends.
+
+    Attributes:
+      params: parameters at rest.
+      gradients: what the micro-batches of a step carry.
+      optimizer: its state, with master copies and counts.
+      extras: frozen parameters, batch statistics, an average.
+      host: of these, at rest in the host's memory.
+      batch: the rows of one step.
+      gathered: the largest layer, whole while it is used; 0 where parameters rest whole.
+      wire: sent in one step as chosen.
+      wire_by_flavour: the same for every way to accumulate (`local`, `scatter`, `sync`), and with
+        what was gathered kept for the backward pass (`kept`).
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    extras: int
+    host: int
+    batch: int
+    gathered: int
+    wire: int
+    wire_by_flavour: dict[str, int]
+
+    @property
+    def at_rest(self) -> int:
+        """What lies in the device's memory between steps."""
+        return self.params + self.optimizer + self.extras
+
+    @property
+    def needs(self) -> int:
+        """What a step needs besides activations."""
+        return self.at_rest + self.gradients + self.gathered + self.batch
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What every level takes and sends.
+
+    Attributes:
+      parameters: elements that are trained (Psi).
+      devices: in all.
+      replica: copies of the divided state.
+      choices: of the step.
+      levels: by name.
+      plans: by name of the level, where every leaf lies.
+    """
+
+    parameters: int
+    devices: int
+    replica: int
+    choices: Choices
+    levels: dict[str, LevelForecast]
+    plans: dict[str, Plan] = field(repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "replica": self.replica,
+            "choices": dataclasses.asdict(self.choices),
+            "levels": {name: dataclasses.asdict(level) for name, level in self.levels.items()},
+        }
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def make_plan(
+    model: Setup | str | Any,
+    devices: int | Mesh | AbstractMesh,
+    *,
+    levels: Sequence[str] = tuple(LEVELS),
+    arguments: Mapping[str, Any] | None = None,
+    replica: int = 1,
+    micro_batch_size: int = 1,
+    micro_batches: int = 1,
+    accumulate: str = "level",
+    reshard_after_forward: bool | int = True,
+    offload: bool = False,
+) -> Forecast:
+    """What a train state takes and a step sends at every level, from shapes alone.
+
+    Nothing is initialised or compiled, and no device is needed.
+
+    Args:
+      model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
+        for a state, concrete or abstract.
+      devices: how many, or a mesh.
+      levels: names.
+      arguments: of the function that makes the setup.
+      replica: copies of the divided state; goes with a number of devices.
+      micro_batch_size: rows that one device takes at a time.
+      micro_batches: how many times in one step (k).
+      accumulate: as in `make_train_step`.
+      reshard_after_forward: as in `make_train_step`.
+      offload: as in `shard_train_state`.
+
+    Raises:
+      GShardError: for a model, level or number that cannot be.
+    """
+    setup = load_setup(model, arguments) if isinstance(model, str) else as_setup(model)
+    choices = Choices(micro_batch_size, micro_batches, accumulate, reshard_after_forward, offload)
+    if not isinstance(devices, (Mesh, AbstractMesh)):
+        devices = abstract_mesh(devices, replica)
+    elif replica != 1:
+        raise GShardError("replica= goes with a number of devices; here the mesh says it.")
+    setup = without_arrays(setup)
+    names = list(dict.fromkeys(parse_level(level).name for level in levels))
+    if not names:
+        raise GShardError("levels= names none.")
+    plans = {name: divided(setup, devices, name, choices)[1] for name in names}
+    plan = plans[names[0]]
+    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
+    found = {name: _of_level(setup, plan, choices) for name, plan in plans.items()}
+    return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
+
+
+def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
+    """The mesh that `make_mesh(replica=)` makes of so many devices, without them."""
+    devices, replica = whole_number("devices", devices, 1), whole_number("replica", replica, 1)
+    if devices % replica:
+        raise GShardError(f"replica={replica} does not divide {devices} devices.")
+    sizes, names = (devices // replica,), (SHARD,)
+    if replica > 1:
+        sizes, names = (replica, *sizes), (REPLICA, *names)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _of_level(setup: Setup, plan: Plan, choices: Choices) -> LevelForecast:
+    chosen = {
+        "accumulate": choices.accumulate,
+        "reshard_after_forward": choices.reshard_after_forward,
+    }
+
+    def promised(**flavour: Any) -> Promise:
+        return promise(plan, micro_batches=choices.micro_batches, **{**chosen, **flavour})
+
+    this = promised()
+    batch = 0
+    if setup.batch is not None:
+        leaves = jax.tree.leaves(batch_of(setup, plan, choices))
+        batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // plan.group.devices
+    return LevelForecast(
+        **this.resident,
+        host=sum(this.host.values()),
+        batch=batch,
+        gathered=largest_layer(plan),
+        wire=this.wire_bytes,
+        wire_by_flavour={name: promised(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
+    )
+
+
+def largest_layer(plan: Plan) -> int:
+    """Bytes of the largest layer that is gathered: one of a scanned stack, or a leaf by itself."""
+    stacks: dict[str, int] = {}
+    alone = 0
+    for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):
+        if leaf.dim is None:
+            continue
+        size = leaf.stored_size * leaf.dtype.itemsize
+        if leaf.scan_dim is None:
+            alone = max(alone, size)
+        else:
+            stack = f"{leaf.path.split('/')[0]} {leaf.shape[leaf.scan_dim]}"
+            stacks[stack] = stacks.get(stack, 0) + size // leaf.shape[leaf.scan_dim]
+    return max([alone, *stacks.values()])

@@ -1,0 +1,165 @@
+"""`Setup`: what is to be trained, without arrays; and the program of one step of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from gshard.arguments import shown, whole_number
+from gshard.errors import GShardError, did_you_mean
+from gshard.plan import Plan
+from gshard.shard import shard_train_state
+from gshard.state import abstract, abstract_like, as_state, is_init
+from gshard.step import TrainStep, make_train_step
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is to be trained, without arrays.
+
+    Attributes:
+      state: what `shard_train_state` takes: an init function without arguments, or a state,
+        concrete or abstract.
+      loss_fn: what `make_train_step` takes; None where only the state matters.
+      batch: a tree of arrays, concrete or abstract, of one row or more: dimension 0 is replaced by
+        the number of rows. None without a loss.
+      shard: further arguments of `shard_train_state`, such as `scan_axes` and `precision`.
+      step: further arguments of `make_train_step`, such as `rng`, `mutable` and `has_aux`.
+    """
+
+    state: Any
+    loss_fn: Callable[..., Any] | None = None
+    batch: Any = None
+    shard: Mapping[str, Any] = field(default_factory=dict)
+    step: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What can be chosen for a run of the same setup, beside its level and mesh.
+
+    Attributes:
+      micro_batch_size: rows that one device takes at a time.
+      micro_batches: how many times in one step (k).
+      accumulate: as in `make_train_step`.
+      reshard_after_forward: as in `make_train_step`.
+      offload: as in `shard_train_state`.
+    """
+
+    micro_batch_size: int = 1
+    micro_batches: int = 1
+    accumulate: str = "level"
+    reshard_after_forward: bool | int = True
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows")
+        whole_number("micro_batches", self.micro_batches, 1)
+
+
+def divided(
+    setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
+) -> tuple[Any, Plan]:
+    """The state of a setup divided over a mesh, abstract, and its plan. Nothing is initialised."""
+    arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
+    return shard_train_state(without_arrays(setup).state, mesh, level, **arguments)
+
+
+def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:
+    """The train step of a setup.
+
+    Raises:
+      GShardError: it has no loss or no batch.
+    """
+    if setup.loss_fn is None or setup.batch is None:
+        raise GShardError(
+            "this setup has no loss_fn= or no batch=, so it has no step. Give gshard.Setup both."
+        )
+    arguments = {
+        "micro_batches": choices.micro_batches,
+        "accumulate": choices.accumulate,
+        "reshard_after_forward": choices.reshard_after_forward,
+    }
+    return make_train_step(setup.loss_fn, plan, **{**arguments, **setup.step})
+
+
+def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
+    """The global batch of one step, abstract, with the rows over the data axes."""
+    rows = plan.group.devices * choices.micro_batch_size * choices.micro_batches
+    places = NamedSharding(plan.mesh, plan.batch_spec)
+
+    def with_rows(x: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+        if not shape or dtype is None:
+            raise GShardError(
+                f"batch= of gshard.Setup holds {shown(x)}; give arrays of one row or more, such as "
+                "jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
+            )
+        return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype, sharding=places)
+
+    return jax.tree.map(with_rows, setup.batch)
+
+
+def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
+    """The setup that a function makes.
+
+    Args:
+      name: `module:function`; modules of the current folder are found too. The function returns a
+        `Setup`, or a train state in one of the forms that `shard_train_state` takes.
+      arguments: its keyword arguments.
+
+    Raises:
+      GShardError: there is no such module or function, or it fails.
+    """
+    where, colon, attribute = name.partition(":")
+    if not (where and colon and attribute):
+        raise GShardError(
+            f"model={shown(name)} must be 'module:function', such as 'examples.models.llama:setup'."
+        )
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(where)
+    except ImportError as error:
+        raise GShardError(
+            f"model={name!r} cannot be imported: {type(error).__name__}: {error}. Modules are "
+            f"looked for in the current folder ({here}), in PYTHONPATH and among what is installed."
+        ) from error
+    except Exception as error:
+        raise GShardError(
+            f"model={name!r}: its module fails on import: {type(error).__name__}: {error}"
+        ) from error
+    made_by = getattr(module, attribute, None)
+    if not callable(made_by):
+        functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+        raise GShardError(
+            f"model={name!r}: {where} has no function {attribute!r}."
+            f"{did_you_mean(attribute, functions)}"
+        )
+    try:
+        made = made_by(**(arguments or {}))
+    except Exception as error:
+        given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
+        raise GShardError(f"{name}({given}) fails: {type(error).__name__}: {error}") from error
+    return as_setup(made)
+
+
+def as_setup(given: Any) -> Setup:
+    """A setup as it is; a train state, or an init function, as a setup without a loss."""
+    return given if isinstance(given, Setup) else Setup(given)
+
+
+def without_arrays(setup: Setup) -> Setup:
+    """The same setup, its state abstract: an init function is traced, once for all plans."""
+    state = setup.state
+    made = abstract(state) if is_init(state) else abstract_like(as_state(state))
+    return dataclasses.replace(setup, state=made)
