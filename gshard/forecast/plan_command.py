@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from gshard.errors import GShardError
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import Forecast, make_plan
 from gshard.forecast.plan_report import table, text_of
+from gshard.forecast.words import in_words
 
 _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml
@@ -33,7 +33,8 @@ def main(words: list[str]) -> int:
     add_options(parser)
     parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    try:
+
+    def work() -> int:
         given, config = given_config(parser, words)
         if given.paper:
             print(json.dumps(table_1()) if given.json else _paper())
@@ -41,11 +42,10 @@ def main(words: list[str]) -> int:
         if config is None:
             parser.error("name a CONFIG, or give --paper")
         found = planned(config)
-    except GShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(found.as_dict()) if given.json else found)
-    return 0
+        print(json.dumps(found.as_dict()) if given.json else found)
+        return 0
+
+    return in_words(work)
 
 
 def planned(config: Config) -> Forecast:

@@ -17,7 +17,7 @@ from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError, did_you_mean
 from gshard.plan import Plan
 from gshard.shard import shard_train_state
-from gshard.state import abstract, abstract_like, as_state, is_init
+from gshard.state import abstract, abstract_like, as_state, is_init, kind_of
 from gshard.step import TrainStep, make_train_step
 
 
@@ -160,6 +160,8 @@ def as_setup(given: Any) -> Setup:
 
 def without_arrays(setup: Setup) -> Setup:
     """The same setup, its state abstract: an init function is traced, once for all plans."""
-    state = setup.state
-    made = abstract(state) if is_init(state) else abstract_like(as_state(state))
-    return dataclasses.replace(setup, state=made)
+    if is_init(setup.state):
+        return dataclasses.replace(setup, state=abstract(setup.state))
+    state = as_state(setup.state)
+    kind_of(state)  # or it raises
+    return dataclasses.replace(setup, state=abstract_like(state))
