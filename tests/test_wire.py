@@ -16,9 +16,10 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
-from benchmarks.llama import Sizes, abstract_params, cross_entropy
+from benchmarks.llama import Sizes, abstract_params
 from benchmarks.targets import BenchmarkError, parse_target
 from benchmarks.wire_compile import divided, promised
+from examples.models.by_slices import cross_entropy
 from tests.ahead_of_time import python_for
 
 ROOT = Path(__file__).parents[1]
