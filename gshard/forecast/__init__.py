@@ -1,0 +1,1 @@
+"""What a train step will need, estimated without compiling it."""
