@@ -12,7 +12,7 @@ from typing import Any
 
 from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError, did_you_mean
-from gshard.forecast.setup import Choices
+from gshard.forecast.choices import Choices
 from gshard.levels import LEVELS, parse_level
 from gshard.targets.target import Target, parse_target
 

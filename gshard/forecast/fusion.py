@@ -8,7 +8,6 @@ often as it is read. Its result becomes a buffer where something reads it that c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +32,11 @@ IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "sc
 
 def absorbs(name: str) -> bool:
     """Whether a kernel of this operation computes its operands itself."""
-    return name in _CHEAP or name in _DEAR or name.startswith(("reduce_", "arg", "cum")) or (
-        name in ("dynamic_update_slice", "stack_slice", "reduce_and")
+    return (
+        name in _CHEAP
+        or name in _DEAR
+        or name.startswith(("reduce_", "arg", "cum"))
+        or (name in ("dynamic_update_slice", "stack_slice", "reduce_and"))
     )
 
 
@@ -183,8 +185,10 @@ def _constants(program: Program, root: Any) -> set[int]:
     """Values that follow from no input."""
     found: set[int] = set()
     for op in program.ops:
-        if op.name in _NOTHING or (
-            fusible(op.name) or op.name in RESHAPED
-        ) and all(i == FREE or i in found or root(i) in found for i in op.ins):
+        if (
+            op.name in _NOTHING
+            or (fusible(op.name) or op.name in RESHAPED)
+            and all(i == FREE or i in found or root(i) in found for i in op.ins)
+        ):
             found.update(op.outs)
     return found
