@@ -16,13 +16,14 @@ MESH = {"devices": jax.devices()[:4]}
 
 
 def state(elements):
-    params = {"w": jax.ShapeDtypeStruct((elements // 1000, 1000), jnp.float32)}
-    return params, optax.adam(1e-3)
+    """In a hundred layers: at `p_g_os` one of them is whole at a time."""
+    layer = jax.ShapeDtypeStruct((elements // 100_000, 1000), jnp.float32)
+    return {f"w{i}": layer for i in range(100)}, optax.adam(1e-3)
 
 
 def elements_where(bytes_each):
     """How many parameters take so many bytes each of what a device may use for them."""
-    return int(SHARE * memory_of(jax.devices()[0]) / bytes_each) // 4000 * 4000
+    return int(SHARE * memory_of(jax.devices()[0]) / bytes_each) // 400_000 * 400_000
 
 
 @pytest.mark.parametrize(
@@ -36,10 +37,9 @@ def elements_where(bytes_each):
     ],
 )
 def test_the_level_that_fits_and_sends_least(bytes_each, level):
-    params, tx = state(elements_where(bytes_each))
-    params = {f"w{i}": jax.ShapeDtypeStruct((params["w"].shape[0] // 100, 1000), jnp.float32)
-              for i in range(100)}  # fmt: skip
-    _, plan = gshard.shard_train_state((params, tx), gshard.make_mesh(**MESH), "auto")
+    _, plan = gshard.shard_train_state(
+        state(elements_where(bytes_each)), gshard.make_mesh(**MESH), "auto"
+    )
     assert plan.level.name == level
 
 
@@ -62,7 +62,7 @@ def test_it_trains():
 def test_an_abstract_mesh_has_no_memory():
     mesh = AbstractMesh((4,), ("shard",), axis_types=(AxisType.Auto,))
     with pytest.raises(gshard.GShardError, match="an AbstractMesh has none"):
-        gshard.shard_train_state(state(4000), mesh, "auto")
+        gshard.shard_train_state(state(400_000), mesh, "auto")
 
 
 class Unknown:
