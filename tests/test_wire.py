@@ -121,23 +121,11 @@ def test_the_baseline_that_counts():
     assert wire.better([ran("a", 5000, 9), ran("b", 5001, 1)])["program"] == "b"
 
 
-@pytest.mark.parametrize(
-    ("stderr", "said"),
-    [
-        ("E1\nXlaError: Couldn't find a suitable version of nvlink. The", "pip install nvidia-cu"),
-        ("temporaries (26.06G) exceeds available HBM (15.75G). HLO", "it takes 26.06G of 15.75G"),
-        ("Traceback\nValueError: too odd\nFor simplicity", "code 3: ValueError: too odd"),
-        ("", "code 3: no message"),
-    ],
-)
-def test_why_a_compilation_failed(stderr, said):
-    assert said in wire.reason(stderr, 3)
-
-
 def test_a_compilation_that_takes_too_long_is_ended(tmp_path):
     target = parse_target("cpu:8")
     found = wire.compiled("gshard", target, "os", Sizes(), tmp_path / "x.txt", timeout=0.1)
-    assert found == {"program": "gshard", "error": "not done after 0 s"}
+    assert found["program"] == "gshard"
+    assert "not compiled after 0 s" in found["error"]
 
 
 def measured(python, folder, *given):
