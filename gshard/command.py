@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from gshard.checkpoint.command import main as verify
 from gshard.errors import did_you_mean
+from gshard.forecast.advise_command import main as advise
 from gshard.forecast.plan_command import main as plan
 from gshard.launch.command import main as launch
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),
     "launch": (launch, "run a script in several processes"),
     "plan": (plan, "what every level takes and sends, before anything runs"),
     "verify": (verify, "compare checkpoints with their checksums"),
