@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from gshard.forecast.choices import Choices
+from gshard.forecast.footprint import Buffer
 from gshard.plan import Plan
 from gshard.promise import Promise, promise
 
@@ -35,6 +37,9 @@ class LevelForecast:
       wire: sent in one step as chosen.
       wire_by_flavour: the same for every way to accumulate (`local`, `scatter`, `sync`), and with
         what was gathered kept for the backward pass (`kept`).
+      peak: the most that a device holds during a step, from its trace; None where it was not
+        traced.
+      largest: what it holds then, the largest first.
     """
 
     params: int
@@ -46,6 +51,8 @@ class LevelForecast:
     gathered: int
     wire: int
     wire_by_flavour: dict[str, int]
+    peak: int | None = None
+    largest: tuple[Buffer, ...] = ()
 
     @property
     def at_rest(self) -> int:
@@ -56,6 +63,15 @@ class LevelForecast:
     def needs(self) -> int:
         """What a step needs besides activations."""
         return self.at_rest + self.gradients + self.gathered + self.batch
+
+    @property
+    def activations(self) -> int | None:
+        """What a step holds at its peak beyond that; None where it was not traced."""
+        return None if self.peak is None else max(0, self.peak - self.needs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in dicts, lists, strings and numbers, ready for JSON."""
+        return {**dataclasses.asdict(self), "activations": self.activations}
 
 
 def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
@@ -70,7 +86,10 @@ def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
 
     this = promised()
     return LevelForecast(
-        **this.resident,
+        params=this.resident["params"],
+        gradients=this.resident["gradients"],
+        optimizer=this.resident["optimizer"],
+        extras=this.resident["extras"],
         host=sum(this.host.values()),
         batch=batch,
         gathered=largest_layer(plan),

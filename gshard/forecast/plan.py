@@ -17,6 +17,7 @@ from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
+from gshard.forecast.traced import footprint_of
 from gshard.levels import LEVELS, parse_level
 from gshard.mesh import REPLICA, SHARD
 from gshard.plan import Plan
@@ -49,7 +50,7 @@ class Forecast:
             "devices": self.devices,
             "replica": self.replica,
             "choices": dataclasses.asdict(self.choices),
-            "levels": {name: dataclasses.asdict(level) for name, level in self.levels.items()},
+            "levels": {name: level.as_dict() for name, level in self.levels.items()},
         }
 
     def __str__(self) -> str:
@@ -68,10 +69,14 @@ def make_plan(
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
     offload: bool = False,
+    activations: bool = True,
+    platform: str | None = None,
 ) -> Forecast:
-    """What a train state takes and a step sends at every level, from shapes alone.
+    """What a train state takes and a step sends at every level.
 
-    Nothing is initialised or compiled, and no device is needed.
+    Nothing is initialised or compiled, and no device is needed. What lies where and what is sent
+    follows from shapes alone, in milliseconds; activations from a trace of the step, in a second or
+    two for each level.
 
     Args:
       model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
@@ -85,6 +90,9 @@ def make_plan(
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
       offload: as in `shard_train_state`.
+      activations: whether to trace the step, where the setup has one.
+      platform: whose compiler the peak is to be like, `cpu`, `gpu` or `tpu`; by default that of the
+        mesh's devices, and `gpu` without them.
 
     Raises:
       GShardError: for a model, level or number that cannot be.
@@ -99,13 +107,17 @@ def make_plan(
     names = list(dict.fromkeys(parse_level(level).name for level in levels))
     if not names:
         raise GShardError("levels= names none.")
-    plans = {name: divided(setup, devices, name, choices)[1] for name in names}
+    here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
+    plans, found = {}, {}
+    for name in names:
+        state, plan = divided(setup, devices, name, choices)
+        level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+        if activations and setup.loss_fn is not None:
+            seen = footprint_of(setup, state, plan, choices, platform or here)
+            level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
+        plans[name], found[name] = plan, level
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
-    found = {
-        name: of_level(plan, choices, batch_bytes(setup, plan, choices))
-        for name, plan in plans.items()
-    }
     return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
 
 
