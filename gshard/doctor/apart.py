@@ -23,6 +23,7 @@ _NOT_PASSED = (
 )  # fmt: skip
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _GLOG = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ \S+\] ")
+_FATAL = re.compile(r"F\d{4} ")
 _TELLING = re.compile(r"^F\d{4} |Unknown flag|Check failed|\b\w*(Error|Exception)\b|[Ff]ailed")
 _LONGEST = 240  # characters of a line
 
@@ -77,10 +78,9 @@ def ask(probe: str, seconds: float, **arguments: Any) -> Answer:
 def telling(log: str) -> str:
     """The line of a log that says what went wrong; empty where none does."""
     readable = Readable()
-    lines = [line for line in log.splitlines() if line.strip() and readable.shows(line)]
-    # C++ ends a process with a line of level F, which `Readable` passes on but for its own peers'.
+    lines = [line for line in _CODES.sub("", log).splitlines() if readable.shows(line)]
     found = [line for line in lines if _TELLING.search(line)]
-    fatal = [line for line in found if line.startswith("F")]
+    fatal = [line for line in found if _FATAL.match(line)]  # with which C++ ends a process
     return one_line(_GLOG.sub("", (fatal or found or [""])[-1]))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from gshard.doctor.check import Check
 from gshard.doctor.network import SECONDS
@@ -21,10 +23,15 @@ _CLUSTERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("JAX's variables", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
 )
+_RETRY = 0.2  # seconds
 
 
-def cluster() -> list[Check]:
-    """Who this process is in its job, as `gshard.init_parallel_env()` would read it."""
+def cluster(held: ExitStack) -> list[Check]:
+    """Who this process is in its job, as `gshard.init_parallel_env()` would read it.
+
+    Args:
+      held: keeps the port of process 0 open, so that the others of the job reach it meanwhile.
+    """
     try:
         place = complete(Place(None, None, None))
     except GShardError as error:
@@ -36,7 +43,7 @@ def cluster() -> list[Check]:
     found = [Check("job", "ok", said)]
     if place.num_processes > 1:
         at = address(place.coordinator, environment.COORDINATOR)
-        found.append(_own_port(at) if place.process_id == 0 else reached(at))
+        found.append(_own_port(at, held) if place.process_id == 0 else reached(at))
     return found
 
 
@@ -79,11 +86,11 @@ def _unknown(host: str, error: OSError) -> Check:
     return Check("coordinator", "fail", f"{host} has no address: {error.strerror}", mend)
 
 
-def _own_port(at: Address) -> Check:
+def _own_port(at: Address, held: ExitStack) -> Check:
     """Process 0: whether it can listen where the others will look for it."""
     kept = bool(os.environ.get(environment.PORT_IS_KEPT))
     try:
-        listening(at, kept=kept).close()
+        held.enter_context(listening(at, kept=kept))
     except GShardError as error:
         mend = f"{environment.COORDINATOR}: an address of this machine, and a port that is free"
         return Check("coordinator", "fail", str(error), mend)
@@ -94,7 +101,7 @@ def _own_port(at: Address) -> Check:
 def reached(at: Address, seconds: float = SECONDS) -> Check:
     """Another process: whether process 0 answers."""
     try:
-        socket.create_connection(at, timeout=seconds).close()
+        _connect(at, seconds)
     except socket.gaierror as error:
         return _unknown(at.host, error)
     except ConnectionRefusedError:
@@ -105,3 +112,16 @@ def reached(at: Address, seconds: float = SECONDS) -> Check:
         mend = f"see that this is the address of process 0, and that firewalls pass port {at.port}"
         return Check("coordinator", "fail", f"{at}: {why}", mend)
     return Check("coordinator", "ok", f"{at} answers")
+
+
+def _connect(at: Address, seconds: float) -> None:
+    """Connects; process 0 of a job that has just been started may listen a moment later."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(at, timeout=seconds).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_RETRY)

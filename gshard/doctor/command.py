@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 from rich.console import Console
 
@@ -24,7 +25,7 @@ _SECONDS = 120.0
 _EXAMPLE = """example:
   gshard doctor
   gshard doctor --json > machine.json
-  srun --ntasks-per-node=1 gshard doctor --quick
+  gshard launch --nnodes 2 --rank 0 --master 10.0.0.1:29500 -m gshard doctor
 
 Exits with 0 when nothing fails, with 1 when something does. Run it where the training will run:
 on the same machine, in the same folder and environment. What it writes it removes again."""
@@ -53,10 +54,11 @@ def main(words: list[str]) -> int:
     given = parser.parse_args(words)
     found = []
     try:
-        for check in _checks(given.quick, given.timeout, Console(stderr=True)):
-            found.append(check)
-            if not given.json:
-                print(_lines(check), flush=True)
+        with ExitStack() as held:
+            for check in _checks(given.quick, given.timeout, held):
+                found.append(check)
+                if not given.json:
+                    print(_lines(check), flush=True)
     except KeyboardInterrupt:
         return 130
     failed = any(check.ok == "fail" for check in found)
@@ -74,8 +76,15 @@ def seconds(text: str) -> float:
     return value
 
 
-def _checks(quick: bool, limit: float, console: Console) -> Iterator[Check]:
-    """All checks, in the order in which one explains the next."""
+def _checks(quick: bool, limit: float, held: ExitStack) -> Iterator[Check]:
+    """All checks, in the order in which one explains the next.
+
+    Args:
+      quick: without those that start JAX.
+      limit: seconds for each that does.
+      held: what stays open until the last.
+    """
+    console = Console(stderr=True)
 
     def run(title: str, check: Callable[[], list[Check]]) -> list[Check]:
         if not console.is_terminal:
@@ -96,7 +105,7 @@ def _checks(quick: bool, limit: float, console: Console) -> Iterator[Check]:
     yield from run("machine", lambda: machine(here.all))
     yield from run("disks", disks)
     yield from run("network", network)
-    yield from run("job", cluster)
+    yield from run("job", lambda: cluster(held))
     if quick:
         return
     using = []
@@ -107,10 +116,10 @@ def _checks(quick: bool, limit: float, console: Console) -> Iterator[Check]:
         return checks
 
     yield from run("starting JAX", start)
-    if using:
-        yield from run("train step", lambda: devices.numbers(using, limit))
-    else:
-        yield Check("train step", "warn", "not run, since JAX does not start")
+    if not using:
+        yield Check("train step, processes", "warn", "not tried, since JAX does not start")
+        return
+    yield from run("train step", lambda: devices.numbers(using, limit))
     yield from run("two processes", lambda: devices.gloo(limit))
     yield from run("all GPUs", lambda: devices.nccl(using, limit))
 

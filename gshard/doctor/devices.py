@@ -115,20 +115,25 @@ def _mend_start(answer: Answer, here: Hardware) -> str:
 
 def numbers(devices: list[dict[str, Any]], seconds: float) -> list[Check]:
     """A train step at every level against one device."""
-    name, few = "train step", len(devices) == 1 and devices[0]["platform"] == "cpu"
+    few = len(devices) == 1 and devices[0]["platform"] == "cpu"
     answer = ask("numbers", seconds, virtual=_VIRTUAL if few else 0)
     if answer.result is None:
-        return [Check(name, "fail", _said(answer), _SLOW)]
-    found, on = answer.result["levels"], answer.result
-    where = f"{on['devices']} {on['platform']} device{'s' if on['devices'] > 1 else ''}"
-    where += " (virtual)" if few and on["devices"] > 1 else ""
+        return [Check("train step", "fail", _said(answer), _SLOW)]
+    count = answer.result["devices"]
+    where = f"{count} {answer.result['platform']} device{'s' if count > 1 else ''}"
+    return [judged(answer.result["levels"], where + " (virtual)" * (few and count > 1))]
+
+
+def judged(found: Mapping[str, float], where: str) -> Check:
+    """Whether the difference of each level from one device is one of rounding."""
+    name = "train step"
     wrong = [f"{level} by {error:.1g}" for level, error in found.items() if not error <= TOLERANCE]
     if wrong:
         mend = "another version of JAX, jaxlib or of the driver; then report it to gshard"
         said = f"on {where} the parameters are not those of one device: {', '.join(wrong)}"
-        return [Check(name, "fail", said, mend)]
+        return Check(name, "fail", said, mend)
     said = f"{', '.join(found)} on {where}: one device's numbers to {max(found.values()):.0e}"
-    return [Check(name, "ok", said)]
+    return Check(name, "ok", said)
 
 
 def gloo(seconds: float) -> list[Check]:

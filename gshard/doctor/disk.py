@@ -24,6 +24,10 @@ def disks() -> list[Check]:
             found.append(Check(name, "fail", str(error), "cd to a folder that is there"))
             continue
         found.append(written(name, Path(folder)))
+    wanted = os.environ.get("TMPDIR")
+    if wanted and os.path.abspath(wanted) != tempfile.gettempdir():
+        said = f"{wanted} cannot be used; temporary files go to {tempfile.gettempdir()}"
+        found.append(Check("TMPDIR", "warn", said, "name a folder that can be written"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Mapping
 
@@ -9,7 +10,6 @@ import jax
 
 from gshard.arguments import shown
 from gshard.doctor.check import Check
-from gshard.errors import did_you_mean
 from gshard.processes import environment
 
 FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
@@ -19,6 +19,8 @@ _OF_JAX = {
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES",
     "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
 }  # fmt: skip
+# How near a name must be; other programs have variables that begin with JAX_ too.
+_NEAR = {"GSHARD_": 0.5, "JAX_": 0.9}
 
 
 def _is_on(value: str) -> bool:
@@ -91,14 +93,16 @@ def variables(accelerators: int, told: Mapping[str, str]) -> list[Check]:
 
 
 def _misspelt(told: Mapping[str, str]) -> list[Check]:
-    """Variables that nobody reads, beside one whose name is nearly theirs."""
+    """Variables that nobody reads: of gshard any, of JAX those whose names are nearly settings."""
     settings = {name.upper() for name in jax.config.values if name.startswith("jax_")} | _OF_JAX
     found = []
     for prefix, known in (("GSHARD_", _OURS), ("JAX_", settings)):
         for name in sorted(told):
-            if name.startswith(prefix) and name not in known:
-                meant = did_you_mean(name, known)
-                if meant:
-                    what = f"{shown(told[name])}: no setting by this name"
-                    found.append(Check(name, "warn", what, f"{meant.strip()} Or unset {name}."))
+            if not name.startswith(prefix) or name in known:
+                continue
+            near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR[prefix])
+            if near or prefix == "GSHARD_":
+                mend = f"rename it to {near[0]}, or unset it" if near else f"unset {name}"
+                what = f"{shown(told[name])}: no setting has this name"
+                found.append(Check(name, "warn", what, mend))
     return found
