@@ -274,10 +274,11 @@ def test_tpu_chips(tmp_path):
     (tmp_path / "dev" / "accel0").unlink()
     (tmp_path / "dev" / "accel1").unlink()
     assert hardware(tmp_path)[0].tpu == 0  # something else that a virtual machine is given
-    device = tmp_path / "sys/bus/pci/devices/0000:00:04.0"
-    device.mkdir(parents=True)
-    (device / "vendor").write_text("0x1ae0\n")
-    (device / "device").write_text("0x0063\n")
+    for place, number in (("0000:00:04.0", "0x0063"), ("0000:00:05.0", "0x0042")):
+        device = tmp_path / "sys/bus/pci/devices" / place  # a TPU v5e, and Google's network card
+        device.mkdir(parents=True)
+        (device / "vendor").write_text("0x1ae0\n")
+        (device / "device").write_text(f"{number}\n")
     assert hardware(tmp_path)[0].tpu == 1
 
 
