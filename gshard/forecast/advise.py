@@ -17,7 +17,8 @@ from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.options import Option, options_of
 from gshard.forecast.plan import abstract_mesh
 from gshard.forecast.setup import Setup, batch_bytes, divided, load_setup, without_arrays
-from gshard.forecast.traced import footprint_of
+from gshard.forecast.traced import traced_work
+from gshard.forecast.work import Work
 from gshard.plan import Plan
 from gshard.targets.target import Target
 
@@ -94,7 +95,7 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         )
     options = list(options_of(config, target))
     setups: dict[str, Setup] = {}
-    traces: dict[Any, Footprint] = {}
+    traces: dict[Any, tuple[Footprint, Work]] = {}
     found = []
     for done, option in enumerate(options):
         if report is not None:
@@ -119,7 +120,11 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _judged(
-    setup: Setup, target: Target, option: Option, traces: dict[Any, Footprint], key: str
+    setup: Setup,
+    target: Target,
+    option: Option,
+    traces: dict[Any, tuple[Footprint, Work]],
+    key: str,
 ) -> list[Verdict]:
     """The verdict on an option; where it does not fit, with the state on the host beside it."""
     first = _verdict(setup, target, option, traces, key)
@@ -131,7 +136,11 @@ def _judged(
 
 
 def _verdict(
-    setup: Setup, target: Target, option: Option, traces: dict[Any, Footprint], key: str
+    setup: Setup,
+    target: Target,
+    option: Option,
+    traces: dict[Any, tuple[Footprint, Work]],
+    key: str,
 ) -> Verdict:
     choices, has = option.choices, target.chip.usable or 0
     mesh = abstract_mesh(target.devices, option.replica)
@@ -145,16 +154,16 @@ def _verdict(
         return verdict(level.needs)
     traced = (key, option.level, plan.group.size, choices)
     if traced not in traces:
-        traces[traced] = footprint_of(setup, state, plan, choices, target.platform)
-    seen = traces[traced]
+        traces[traced] = traced_work(setup, state, plan, choices, target.platform)
+    seen, work = traces[traced]
     if seen.peak > has:
         return verdict(seen.peak)
-    return verdict(seen.peak, _cost(target, plan, level, seen))
+    return verdict(seen.peak, _cost(target, plan, level, work))
 
 
-def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
+def _cost(target: Target, plan: Plan, level: LevelForecast, work: Work) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
-    sent = {kind: moved.wire_bytes for kind, moved in seen.collectives.items()}
+    sent = work.sent
     gathers, sums = sent.get("all-gather", 0), sent.get("all-reduce", 0)
     at_rest = any(x.dim is not None for x in jax.tree.leaves(plan.params))
     copies = plan.group.copies > 1
@@ -165,4 +174,4 @@ def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> 
     }
     # Moments and master copies are read and written, parameters written, gradients read.
     update = 2 * level.optimizer + level.params + level.gradients
-    return cost(target, plan.group, seen.flops, seen.traffic, wire, update, level.host)
+    return cost(target, plan.group, work.flops, work.traffic, wire, update, level.host)

@@ -6,15 +6,16 @@ from typing import Any
 
 from gshard.errors import GShardError
 from gshard.forecast.choices import Choices
-from gshard.forecast.footprint import Footprint, footprint, trace_step
+from gshard.forecast.footprint import Footprint, device_program, footprint, trace_step
 from gshard.forecast.setup import Setup, batch_of, step_of
+from gshard.forecast.work import Work, work_of
 from gshard.plan import Plan
 
 
-def footprint_of(
+def traced_work(
     setup: Setup, state: Any, plan: Plan, choices: Choices, platform: str
-) -> Footprint:
-    """The footprint of one step on one device.
+) -> tuple[Footprint, Work]:
+    """The footprint of one step on one device, and its work.
 
     Args:
       setup: with a loss and a batch.
@@ -37,4 +38,6 @@ def footprint_of(
             f"the loss cannot be traced with this state and batch: {type(error).__name__}: "
             f"{''.join(first)}"
         ) from error
-    return footprint(traced, plan, platform)
+    program = device_program(traced, plan, platform)
+    sizes = dict(plan.mesh.shape)
+    return footprint(traced, plan, platform), work_of(program, sizes, platform)
