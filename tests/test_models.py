@@ -75,7 +75,10 @@ def test_a_config_can_be_planned_with(path):
     setup = load_setup(config.model, config.arguments)
     for level in config.levels:
         _, plan = gshard.shard_train_state(setup.state, FOUR, level, **setup.shard)
-        assert plan.layouts
+        stacks = [x for x in jax.tree.leaves(plan.params) if x.path.startswith("layers/")]
+        divided = {x.dim for x in stacks}
+        assert 0 not in divided  # inside a layer, never between layers
+        assert (divided != {None}) == (level == "p_g_os")
 
 
 @pytest.mark.parametrize(
