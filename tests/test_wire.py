@@ -16,8 +16,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
-from benchmarks.llama import Sizes, abstract_params, cross_entropy
+from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import divided, promised
+from examples.models.by_slices import cross_entropy
 from gshard.errors import GShardError
 from gshard.targets import parse_target
 from tests.ahead_of_time import python_for

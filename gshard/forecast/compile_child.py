@@ -26,7 +26,8 @@ import gshard
 from gshard.audit import memory_of, rows_of
 from gshard.errors import GShardError
 from gshard.forecast.buffers import Buffers, read_buffers
-from gshard.forecast.setup import Choices, batch_of, divided, load_setup, step_of
+from gshard.forecast.choices import Choices
+from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.traffic import traffic
 from gshard.targets import Target, parse_target
 from gshard.tree import flatten

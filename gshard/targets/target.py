@@ -87,6 +87,17 @@ class Target:
             more |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
         return more
 
+    def check_compiler(self) -> None:
+        """Looks for the compiler; that of virtual CPU devices is always there.
+
+        Raises:
+          GShardError: it is not installed; names the extra that brings it.
+        """
+        if self.platform == "gpu":
+            _need(self, "jax_plugins.xla_cuda13", "aot-gpu")
+        elif self.platform == "tpu":
+            _need(self, "libtpu", "aot-tpu")
+
     def described_devices(self) -> list[Any]:
         """Its devices, in the order in which the compiler has them.
 
@@ -105,14 +116,13 @@ class Target:
                     f"has {len(devices)}: start it with XLA_FLAGS={self.environment['XLA_FLAGS']}"
                 )
             return devices[: self.devices]
+        self.check_compiler()
         if self.platform == "gpu":
-            _need(self, "jax_plugins.xla_cuda13", "aot-gpu")
             return topologies.get_topology_desc(
                 platform="cuda",
                 target_config=gpu_config(self.chip),
                 topology=f"1x{_joined(self.sizes)}",
             ).devices
-        _need(self, "libtpu", "aot-tpu")
         name = f"{_TPUS[self.kind][0]}:{_joined(self.sizes)}"
         # The two cores of a v4 chip are one device, as in practice.
         more = {"chip_config_name": "megacore"} if self.kind == "tpu-v4" else {}
