@@ -28,6 +28,7 @@ from tests.ahead_of_time import ROOT, python_for
         ("h100:2x2x2", "h100:32x8"),
         ("tpu-v5e:16x32", "8x16, 16x16 chips"),
         ("tpu-v5p:8x8", "multiples of 4 up to 16x16x24"),
+        ("tpu-v5p:4x4x6", "multiples of 4 up to 16x16x24"),
         ("tpu-v5p:16x16x28", "multiples of 4 up to 16x16x24"),
         ("cpu:1", "cpu:2 to cpu:64"),
         ("cpu:2x4", "cpu:2 to cpu:64"),
