@@ -14,7 +14,7 @@ from gshard.forecast.fills import FILLS, Fill
 from gshard.forecast.markup import Markup, el
 
 NARROW, WIDE = 340, 640  # pixels that a picture has at least, on a telephone and on paper
-_LETTER = 7.0  # pixels, of the widest usual letters of 12 px
+LETTER = 7.0  # pixels, of the widest usual letters of 12 px
 _BAR, _HEAD, _GAP = 30, 20, 14  # heights in pixels
 
 
@@ -73,7 +73,7 @@ def picture(key: str, title: str, words: str, shapes: Sequence[Markup], height: 
 
 def room_for(text: str, share: float) -> str | None:
     """The class of a label on `share` of a picture's width; None where there is no room."""
-    needed = len(text) * _LETTER + 8
+    needed = len(text) * LETTER + 8
     return "" if share * NARROW >= needed else "wide" if share * WIDE >= needed else None
 
 

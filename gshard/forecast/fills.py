@@ -55,6 +55,7 @@ FILLS = {
         Fill("batch", "batch", "#cc79a7", "#000000", "upright"),
         Fill("gathered", "layer gathered", "#009e73", "#000000", "falling"),
         Fill("activations", "activations", "#d55e00", "#000000", "crossed"),
+        Fill("wire", "sent", "#bbbbbb", "#000000", "plain"),
         Fill("host", "on the host", "#dddddd", "#000000", "rising"),
     )
 }

@@ -141,8 +141,12 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
         ]
         for name, peak, host in zip(found.levels, peaks, hosts, strict=True)
     ]
+    marked = "; the thick line is the peak" if "peak" in columns else ""
     picture = el(
-        "figure", el("figcaption", title), legend(used), bars("memory-bars", title, rows, limit)
+        "figure",
+        el("figcaption", title, marked),
+        legend(used),
+        bars("memory-bars", title, rows, limit),
     )
     return joined([picture, note, table("The same in numbers", columns, lines)])
 
@@ -154,7 +158,7 @@ def _parts(level: LevelForecast) -> dict[str, int]:
 
 
 def _wire(found: Forecast) -> Markup:
-    rows = [Bar(name, {"gathered": x.wire}, bytes_of(x.wire)) for name, x in found.levels.items()]
+    rows = [Bar(name, {"wire": x.wire}, bytes_of(x.wire)) for name, x in found.levels.items()]
     title = "Bytes that one device sends in one step, as chosen"
     flavours = next(iter(found.levels.values())).wire_by_flavour
     lines = [

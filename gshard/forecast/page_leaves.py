@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,13 @@ class Leaf:
     """One array of a train state at rest.
 
     Attributes:
+      part: of the state, for people.
       kind: what it counts as in the forecast: a key of `FILLS`.
       layout: where it lies.
       reason: why.
     """
 
+    part: str
     kind: str
     layout: Layout
     reason: str
@@ -43,9 +46,14 @@ def leaves_of(plan: Plan) -> list[Leaf]:
     """Every array of the state at rest, the largest first."""
     stored, reduced = (jax.tree.leaves(x) for x in (plan.params, plan.grads))
     # The gradient's layout says why a leaf is whole; at rest it may be whole by the level alone.
-    found = [_leaf("params", s, r.reason) for s, r in zip(stored, reduced, strict=True)]
-    for kind, tree in (("optimizer", plan.layouts.opt_state), ("extras", plan.extras)):
-        found += [_leaf(kind, x, x.reason) for x in jax.tree.leaves(tree)]
+    reasons = (x.reason for x in reduced)
+    found = [_leaf("parameters", "params", *of) for of in zip(stored, reasons, strict=True)]
+    for part, kind, tree in (
+        ("optimizer", "optimizer", plan.layouts.opt_state._replace(master={})),
+        ("master copy", "optimizer", plan.master),
+        ("extras", "extras", plan.extras),
+    ):
+        found += [_leaf(part, kind, x, x.reason) for x in jax.tree.leaves(tree)]
     return sorted(found, key=lambda x: -x.bytes)
 
 
@@ -62,6 +70,8 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     kinds = [kind for kind in ("params", "optimizer", "extras", "host")
              if any(tile.kind == kind for tile in tiles)]  # fmt: skip
     title = f"Arrays of the train state on one device at level {name}, by bytes at rest"
+    if any("*" in tile.name for tile in tiles):
+        title += "; * stands for any number"
     areas = treemap(f"leaves-{name}", title, tiles)
     figure = el("figure", el("figcaption", title), legend(kinds), areas)
     count = f"{len(leaves):,} array{'s' * (len(leaves) != 1)}, "
@@ -69,18 +79,26 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     return el("details", line, figure, _table(name, leaves), open=shown, id=f"level-{name}")
 
 
-def _leaf(kind: str, layout: Layout, reason: str) -> Leaf:
-    return Leaf("host" if layout.on_host else kind, layout, reason)
+def _leaf(part: str, kind: str, layout: Layout, reason: str) -> Leaf:
+    return Leaf(part, "host" if layout.on_host else kind, layout, reason)
 
 
 def _tiles(leaves: Sequence[Leaf]) -> list[Tile]:
-    total = sum(x.bytes for x in leaves)
-    large = [x for x in leaves[:_TILES] if x.bytes > _SMALL * total]
-    tiles = [Tile(x.layout.path, x.bytes, x.kind) for x in large]
+    """An area for each array; of very many, for those together that differ in numbers alone."""
+    many = len(leaves) > _TILES
+    sums: dict[tuple[str, str], int] = {}
+    for x in leaves:
+        name = re.sub(r"(?<!^)\d+", "*", x.layout.path) if many else x.layout.path
+        key = (x.kind, name if x.part != "master copy" else f"{x.part}/{name}")
+        sums[key] = sums.get(key, 0) + x.bytes
+    total = sum(sums.values())
+    ranked = sorted(sums.items(), key=lambda item: -item[1])
+    large = [item for item in ranked[:_TILES] if item[1] > _SMALL * total]
+    tiles = [Tile(name, count, kind) for (kind, name), count in large]
     for kind in dict.fromkeys(x.kind for x in leaves):
-        small = [x for x in leaves[len(large) :] if x.kind == kind]
-        if rest := sum(x.bytes for x in small):
-            tiles.append(Tile(others(len(small)), rest, kind))
+        small = [count for (of, _), count in ranked[len(large) :] if of == kind]
+        if sum(small):
+            tiles.append(Tile(others(len(small)), sum(small), kind))
     return tiles
 
 
@@ -93,7 +111,7 @@ def _table(name: str, leaves: Sequence[Leaf]) -> Markup:
     rows = [
         (
             x.layout.path,
-            _KINDS[x.kind],
+            x.part,
             " x ".join(map(str, x.layout.shape)) or "scalar",
             str(x.layout.dtype),
             described(x.layout),
@@ -108,9 +126,6 @@ def _table(name: str, leaves: Sequence[Leaf]) -> Markup:
         rows.append((others(len(rest)), "", "", "", "", amount(_sum(rest)), ""))
     columns = ("path", "part of", "shape", "dtype", "at rest", "bytes on one device", "reason")
     return table(caption, columns, rows, class_="leaves")
-
-
-_KINDS = {"params": "parameters", "optimizer": "optimizer", "extras": "extras", "host": "host"}
 
 
 def _sum(leaves: Iterable[Leaf]) -> int:

@@ -16,9 +16,10 @@ from gshard.layout import Layout
 from gshard.plan import Plan
 from gshard.promise import accumulation
 
-_COLUMNS, _ROWS = (5, 2), (2, 1)  # shown at the beginning and at the end of a longer grid
+# How many are shown: all up to the first number, else so many at the beginning and at the end.
+_COLUMNS, _ROWS = (8, 4, 2), (4, 2, 1)
 _BAR, _TALL = 16, 36  # width and height in pixels of a leaf in a device
-_LEAST = 2  # pixels of a part that would be too thin to see
+_LEAST = 3  # pixels of a part that would be too thin to see
 
 
 def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
@@ -48,8 +49,7 @@ def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
                 "tr",
                 words if r == rows[0] else None,
                 el("th", _or_dots(r), scope="row"),
-                [_cell(of, r, i, columns[n - 1] if n else None, ids, hosts)
-                 for n, i in enumerate(columns)],
+                [_cell(of, r, i, ids, hosts) for i in columns],
             )
             for r in rows
         ]  # fmt: skip
@@ -109,9 +109,9 @@ def _devices(plan: Plan, per_host: int | None) -> tuple[np.ndarray, np.ndarray |
     return ids, None
 
 
-def _some(count: int, first: int, last: int) -> list[int | None]:
+def _some(count: int, most: int, first: int, last: int) -> list[int | None]:
     """All numbers below `count`, or the first and the last with None for those between."""
-    if count <= first + last + 1:
+    if count <= most:
         return list(range(count))
     return [*range(first), None, *range(count - last, count)]
 
@@ -124,18 +124,17 @@ def _cell(
     of: Mapping[str, Layout],
     copy: int | None,
     part: int | None,
-    before: int | None,
     ids: np.ndarray,
     hosts: np.ndarray | None,
 ) -> Markup:
     """One device: the leaf as columns, what it holds of each filled."""
     if copy is None or part is None:
         return el("td", "…", class_="dots")
-    kind, place = None, f"device {ids[copy, part]}"
+    kind, places = None, [f"device {ids[copy, part]}"]
     if hosts is not None:
-        place += f", host {hosts[copy, part]}"
-        apart = before is None or hosts[copy, before] != hosts[copy, part]
-        kind = "host" if apart else None
+        places.append(f"host {hosts[copy, part]}")
+        first = part == 0 or hosts[copy, part - 1] != hosts[copy, part]
+        kind = "host" if first else None
     shapes = []
     for n, (key, layout) in enumerate(of.items()):
         x, whole = n * (_BAR + 4) + 1, layout.dim is None
@@ -148,7 +147,7 @@ def _cell(
         shapes.append(el("rect", x=x, y=1, width=_BAR, height=_TALL, class_="outline"))
     width = len(of) * (_BAR + 4)
     drawn = el("svg", shapes, width=width, height=_TALL + 2, aria_hidden="true")
-    return el("td", drawn, el("span", place), class_=kind)
+    return el("td", drawn, [el("span", place) for place in places], class_=kind)
 
 
 def _part_in_words(layout: Layout, part: int | None) -> str:
@@ -185,7 +184,7 @@ def _mesh_in_words(plan: Plan, ids: np.ndarray, hosts: np.ndarray | None) -> str
     if plan.group.user:
         words.append("Of the mesh axes of your own the first place is shown.")
     if hosts is not None:
-        words.append("A thick line begins a host.")
+        words.append("A double line begins a host.")
     if None in (*_some(parts, *_COLUMNS), *_some(copies, *_ROWS)):
         words.append("… stands for devices that are not drawn.")
     return " ".join(words)

@@ -29,20 +29,23 @@ figcaption { font-weight: 600; margin-bottom: .3rem; }
 .legend svg { vertical-align: -3px; margin-right: .35rem; }
 .defs { position: absolute; }
 .scroll { overflow-x: auto; margin: .6rem 0 1.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; min-width: min(100%, 30rem);
+  font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .2rem 0; }
 th, td { text-align: left; padding: .2rem .7rem .2rem 0; vertical-align: top;
   border-bottom: 1px solid var(--line); }
 thead th { border-bottom: 2px solid var(--ink); vertical-align: bottom; }
 tbody th { font-weight: 600; }
-td.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 table.leaves { font-size: 13px; width: 100%; }
 table.leaves tbody th { font-weight: 400; min-width: 11rem; overflow-wrap: anywhere; }
-table.leaves td:nth-child(3), table.leaves td:nth-child(5) { white-space: nowrap; }
+table.leaves td:nth-child(2), table.leaves td:nth-child(3),
+table.leaves td:nth-child(5) { white-space: nowrap; }
 table.mesh { font-size: 12px; }
 table.mesh td, table.mesh thead th { min-width: 5.6rem; padding: .3rem .5rem; }
 table.mesh tbody { border-bottom: 2px solid var(--ink); }
-table.mesh tbody th[scope=rowgroup] { font-weight: 400; min-width: 7.5rem; }
+table.mesh tbody th[scope=rowgroup] { font-weight: 400; min-width: 9rem; }
 table.mesh span { display: block; white-space: nowrap; }
 table.mesh td.dots { text-align: center; vertical-align: middle; min-width: 2rem; }
 table.mesh td.host { border-left: 4px double var(--ink); }
@@ -55,7 +58,7 @@ svg { display: block; overflow: visible; }
 text { font: 12px system-ui, "Helvetica Neue", Arial, sans-serif; }
 .free { fill: var(--ink); font-size: 13px; }
 .name { font-weight: 700; }
-.label { stroke-width: 4; stroke-linejoin: round; paint-order: stroke; pointer-events: none; }
+.label { stroke-width: 6; stroke-linejoin: round; paint-order: stroke; pointer-events: none; }
 .narrow { display: none; }
 @media screen and (max-width: 699px) {
   .wide { display: none; }

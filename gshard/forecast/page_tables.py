@@ -24,19 +24,22 @@ def table(
     Args:
       caption: what it holds.
       columns: headings.
-      rows: texts, numbers or elements; numbers stand on the right.
+      rows: texts and elements; amounts stand on the right.
       **more: attributes of the table.
     """
+    rows = list(rows)
+    sides = [_side(row[i] for row in rows) for i in range(len(columns))]
+    head = [el("th", x, scope="col", class_=side) for x, side in zip(columns, sides, strict=True)]
     body = [
-        el("tr", el("th", row[0], scope="row"), [el("td", x, class_=_side(x)) for x in row[1:]])
+        el(
+            "tr",
+            el("th", row[0], scope="row"),
+            [el("td", x, class_=side) for x, side in zip(row[1:], sides[1:], strict=True)],
+        )
         for row in rows
     ]
     made = el(
-        "table",
-        el("caption", caption),
-        el("thead", el("tr", [el("th", name, scope="col") for name in columns])),
-        el("tbody", body),
-        **more,
+        "table", el("caption", caption), el("thead", el("tr", head)), el("tbody", body), **more
     )
     return scrolling(made, caption)
 
@@ -71,6 +74,6 @@ def shown_value(key: str, value: Any) -> Any:
     return str(value)
 
 
-def _side(content: Any) -> str | None:
-    """The class of a number."""
-    return "number" if isinstance(content, int) or str(content).startswith("<data") else None
+def _side(column: Iterable[Any]) -> str | None:
+    """The class of a column that holds numbers."""
+    return "number" if any(str(x).startswith("<data") for x in column) else None

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.bars import label, picture, room_for
+from gshard.forecast.bars import LETTER, NARROW, WIDE, label, picture
 from gshard.forecast.fills import FILLS
 from gshard.forecast.markup import Markup, el
 
 _WIDTH, _HEIGHT = 900.0, 340.0  # pixels for which rectangles are made nearly square
+_SHORTEST = 8  # letters of a key that says something though it is cut
 _LINE = 14  # height in pixels of a line of letters
 
 
@@ -122,22 +123,35 @@ def _tile(tile: Tile, place: Rectangle) -> Markup:
         el("rect", el("title", tooltip), x=f"{x:.3%}", y=f"{place.y:.2f}", width=f"{share:.3%}",
            height=f"{place.height:.2f}", fill=fill.paint, class_="edge")
     ]  # fmt: skip
-    if place.height >= _LINE + 4:
-        size = bytes_of(tile.amount) if place.height >= 2 * _LINE + 6 else ""
-        at = {"x": f"{x:.3%}", "dx": "5"}
-        for name, room in _names(tile.name, share):
-            shapes.append(label(name, fill, y=place.y + _LINE, room=room, **at))
-            if size and room_for(size, share) in ("", room):
-                shapes.append(label(size, fill, y=place.y + 2 * _LINE, room=room, **at))
+    for text, room in _texts(tile, place, share):
+        for i, line in enumerate(text, 1):
+            y = place.y + i * _LINE
+            shapes.append(label(line, fill, f"{x:.3%}", y, room, dx="5"))
     return el("g", shapes)
 
 
-def _names(path: str, share: float) -> list[tuple[str, str]]:
-    """The longest ends of a path that there is room for, with the class of their labels."""
-    keys = path.split("/")
-    ends = ["/".join(keys[i:]) for i in range(len(keys))]
-    narrow = next((name for name in ends if room_for(name, share) == ""), None)
-    wide = next((name for name in ends if room_for(name, share) is not None), None)
-    if wide is None or wide == narrow:
-        return [] if wide is None else [(wide, "")]
-    return [(wide, "wide")] + ([] if narrow is None else [(narrow, "narrow")])
+def _texts(tile: Tile, place: Rectangle, share: float) -> list[tuple[list[str], str]]:
+    """The lines of a label with its class: once if it is the same on a telephone."""
+    most = int((place.height - 4) // _LINE)
+    narrow, wide = (
+        _lines(tile, int((share * pixels - 8) / LETTER), most) for pixels in (NARROW, WIDE)
+    )
+    return [(wide, "")] if narrow == wide else [(wide, "wide"), (narrow, "narrow")]
+
+
+def _lines(tile: Tile, letters: int, most: int) -> list[str]:
+    """The end of a path in lines of so many letters, and the bytes where there is a line left."""
+    lines: list[str] = []
+    for key in reversed(tile.name.split("/")):
+        joined = f"{key}/{lines[0]}" if lines else key
+        if lines and len(joined) <= letters:
+            lines[0] = joined
+        elif len(key) <= letters - bool(lines) and len(lines) < most:
+            lines.insert(0, f"{key}/" if lines else key)
+        elif len(lines) < most and letters >= _SHORTEST:
+            lines.insert(0, f"{key[: letters - 1]}…")
+            break
+        else:
+            break
+    size = bytes_of(tile.amount)
+    return [*lines, size] if lines and len(lines) < most and len(size) <= letters else lines
