@@ -113,7 +113,7 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
     rows = []
     for name, level in found.levels.items():
         of = {key: parts[name].get(key, 0) for key in used}
-        words = f"{bytes_of(sum(of.values()))} {total}"
+        words = bytes_of(sum(of.values()))
         peak = getattr(level, "peak", None)
         if peak is not None:
             words += f", peak {bytes_of(peak)}"
@@ -141,7 +141,7 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
         ]
         for name, peak, host in zip(found.levels, peaks, hosts, strict=True)
     ]
-    marked = "; the thick line is the peak" if "peak" in columns else ""
+    marked = "; the marks are the peak" if "peak" in columns else ""
     picture = el(
         "figure",
         el("figcaption", title, marked),

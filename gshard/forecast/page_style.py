@@ -42,6 +42,7 @@ table.leaves { font-size: 13px; width: 100%; }
 table.leaves tbody th { font-weight: 400; min-width: 11rem; overflow-wrap: anywhere; }
 table.leaves td:nth-child(2), table.leaves td:nth-child(3),
 table.leaves td:nth-child(5) { white-space: nowrap; }
+table.leaves td:nth-child(7) { min-width: 10rem; }
 table.mesh { font-size: 12px; }
 table.mesh td, table.mesh thead th { min-width: 5.6rem; padding: .3rem .5rem; }
 table.mesh tbody { border-bottom: 2px solid var(--ink); }
@@ -53,7 +54,7 @@ svg { display: block; overflow: visible; }
 .legend svg { display: inline; }
 .edge { stroke: var(--paper); stroke-width: 1; }
 .outline { fill: none; stroke: var(--ink); }
-.mark { stroke: var(--ink); stroke-width: 3; }
+.mark { stroke: var(--ink); stroke-width: 3; stroke-dasharray: 10 18; }
 .limit { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 6 4; }
 text { font: 12px system-ui, "Helvetica Neue", Arial, sans-serif; }
 .free { fill: var(--ink); font-size: 13px; }
