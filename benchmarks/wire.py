@@ -15,8 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama import Sizes
-from benchmarks.targets import BenchmarkError, Target, parse_target
+from gshard.errors import GShardError
+from gshard.forecast.compiled import ask
+from gshard.targets import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -40,47 +40,15 @@ def compiled(
     program: str, target: Target, level: str, sizes: Sizes, dump: Path, timeout: float
 ) -> dict[str, Any]:
     """What `benchmarks.wire_compile` finds; `{"program", "error"}` where it does not compile."""
-    command = [sys.executable, "-m", "benchmarks.wire_compile", program, target.text, level]
-    command += [json.dumps(dataclasses.asdict(sizes)), "--dump", str(dump)]
     what, start = f"{program} at {level} for {target.text}", time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=Path(__file__).parents[1],
-        env=os.environ | target.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            with _SAID.status(f"compiling {what}") as status:
-                while True:
-                    try:
-                        out, err = process.communicate(timeout=1)
-                        break
-                    except subprocess.TimeoutExpired:
-                        seconds = time.monotonic() - start
-                        status.update(f"compiling {what}: {seconds:.0f} s")
-                        if seconds > timeout:
-                            return {"program": program, "error": f"not done after {timeout:.0f} s"}
-        finally:
-            process.kill()
+    request = {"program": program, "target": target.text, "level": level, "dump": str(dump)}
+    request["sizes"] = dataclasses.asdict(sizes)
+    try:
+        found = ask("benchmarks.wire_compile", request, target, what, timeout)
+    except GShardError as error:
+        return {"program": program, "error": str(error)}
     _SAID.print(f"compiled {what} in {time.monotonic() - start:.0f} s", highlight=False)
-    if process.returncode == 0:
-        return json.loads(out.splitlines()[-1])
-    return {"program": program, "error": reason(err, process.returncode)}
-
-
-def reason(stderr: str, code: int) -> str:
-    """Why a compilation failed, in one line."""
-    tool = re.search(r"Couldn't find a suitable version of (\w+)", stderr)
-    if tool:
-        return f"XLA finds no {tool[1]}: pip install nvidia-cuda-nvcc, of 'gshard[aot-gpu]'."
-    memory = re.search(r"\((\S+)\) exceeds available HBM \((\S+)\)", stderr)
-    if memory:
-        return f"does not fit: it takes {memory[1]} of {memory[2]}"
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if re.match(r"[\w.]+Error\b|F\d{4}", line)), "")
-    return f"the compiler ended with code {code}: {said or (lines or ['no message'])[-1]}"[:400]
+    return found
 
 
 def total(found: dict[str, Any]) -> int:
@@ -105,13 +73,13 @@ def results(
     """Compiles gshard and the baselines; everything that is known, ready for JSON.
 
     Raises:
-      BenchmarkError: gshard's own step does not compile.
+      GShardError: gshard's own step does not compile.
     """
     with tempfile.TemporaryDirectory() as folder:
         texts = {p: Path(folder, f"{i}.txt") for i, p in enumerate(("gshard", *BASELINES))}
         gshard = compiled("gshard", target, level, sizes, texts["gshard"], timeout)
         if "error" in gshard:
-            raise BenchmarkError(gshard["error"])
+            raise GShardError(gshard["error"])
         names = () if gshard_only else BASELINES if level == "p_g_os" else BASELINES[:1]
         baselines = [compiled(p, target, level, sizes, texts[p], timeout) for p in names]
         best = better(baselines)
@@ -193,7 +161,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked: `target` is a `Target` and `sizes` are `Sizes`.
 
     Raises:
-      BenchmarkError: one line that says what is possible.
+      GShardError: one line that says what is possible.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wire", allow_abbrev=False)
     parser.description = __doc__.splitlines()[0]
@@ -208,7 +176,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     args.target = parse_target(args.target)
     if args.level not in LEVELS:
-        raise BenchmarkError(f"level {args.level!r} is unknown. Choose one of {', '.join(LEVELS)}.")
+        raise GShardError(f"level {args.level!r} is unknown. Choose one of {', '.join(LEVELS)}.")
     args.sizes = Sizes(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Sizes)})
     return args
 
@@ -220,7 +188,7 @@ def main() -> None:
         found = results(
             args.target, args.level, args.sizes, args.gshard_only, args.dump, args.timeout
         )
-    except BenchmarkError as error:
+    except GShardError as error:
         raise SystemExit(f"wire: {error}") from None
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     if args.json is not None:

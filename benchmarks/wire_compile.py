@@ -1,12 +1,10 @@
-"""Compiles one program of `benchmarks.wire` and prints what it found as one line of JSON.
+"""Compiles one program of `benchmarks.wire`, as its request on stdin says.
 
 A process of its own: some compilers abort it for what they cannot do, and libtpu takes locks.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections import defaultdict
@@ -23,9 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
-from benchmarks.machine import versions
-from benchmarks.targets import BenchmarkError, Target, parse_target
-from gshard.hlo import read_program
+from gshard.forecast.compile_child import Say, answer
+from gshard.forecast.traffic import traffic
+from gshard.targets import parse_target
+from gshard.versions import versions
 
 STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")
@@ -111,39 +110,24 @@ def lowered(program: str, mesh: Mesh, level: str, sizes: Sizes) -> jax.stages.Lo
     return by_hand.step.lower(params, jax.eval_shape(tx.init, params), batch)
 
 
-def measured(text: str) -> dict[str, Any]:
-    """Wire bytes of one device and step by kind of collective, and how many of them overlap."""
-    wire: dict[str, int] = defaultdict(int)
-    overlapped: dict[str, int] = defaultdict(int)
-    for collective in read_program(text).collectives:
-        if collective.group_size == 1:
-            continue
-        moved = collective.wire_bytes
-        if moved is None:
-            raise BenchmarkError(f"{collective.name} runs in a loop of unknown length")
-        wire[collective.kind] += moved
-        overlapped[collective.kind] += moved * collective.asynchronous
-    return {"wire_bytes": wire, "asynchronous_bytes": overlapped}
-
-
-def run(
-    program: str, target: Target, level: str, sizes: Sizes, dump: Path | None
-) -> dict[str, Any]:
+def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """Compiles one program and reads it."""
+    target, sizes = parse_target(request["target"]), Sizes(**request["sizes"])
+    program, level = request["program"], request["level"]
     mesh = gshard.make_mesh(devices=target.described_devices())
+    say("compiling")
     start = time.perf_counter()
     compiled = lowered(program, mesh, level, sizes).compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text()
-    if dump is not None:
-        dump.write_text(text)
+    Path(request["dump"]).write_text(text)
     memory = compiled.memory_analysis()
     params = abstract_params(sizes)
     return {
         "program": program,
         "compile_seconds": round(seconds, 1),
         "mesh": dict(mesh.shape),
-        **measured(text),
+        **traffic(text),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         **promised(divided(params, mesh, level)[1]),
@@ -151,21 +135,5 @@ def run(
     }
 
 
-def main() -> None:
-    """Prints one line of JSON: what was found, or `{"error": ...}` for what cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("program", "target", "level"):
-        parser.add_argument(name)
-    parser.add_argument("sizes", type=json.loads)
-    parser.add_argument("--dump", type=Path)
-    args = parser.parse_args()
-    try:
-        target, sizes = parse_target(args.target), Sizes(**args.sizes)
-        found = run(args.program, target, args.level, sizes, args.dump)
-    except BenchmarkError as error:
-        found = {"program": args.program, "error": str(error)}
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main()
+    answer(run)

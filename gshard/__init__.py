@@ -22,8 +22,8 @@ from gshard.errors import UnevenInputsError as UnevenInputsError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.exported.export import export as export
 from gshard.exported.import_params import import_params as import_params
+from gshard.forecast.level_forecast import LevelForecast as LevelForecast
 from gshard.forecast.plan import Forecast as Forecast
-from gshard.forecast.plan import LevelForecast as LevelForecast
 from gshard.forecast.plan import make_plan as make_plan
 from gshard.forecast.setup import Setup as Setup
 from gshard.host import full_params as full_params

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +145,7 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, promise: Promise | No
     plan = getattr(step, "plan", None) if plan is None else plan
     promise = getattr(step, "promise", None) if promise is None else promise
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    return Audit(_rows(read_program(text).collectives, mesh), _memory(compiled), promise)
+    return Audit(rows_of(text, mesh), memory_of(compiled), promise)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
@@ -157,14 +156,21 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
     return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
-def _memory(compiled: Any) -> dict[str, int]:
+def memory_of(compiled: Any) -> dict[str, int]:
+    """Bytes on one device by use, as `Audit.memory` has them."""
     stats = compiled.memory_analysis()
     return {name: getattr(stats, field) for name, field in _MEMORY.items() if hasattr(stats, field)}
 
 
-def _rows(collectives: Iterable[Collective], mesh: Mesh | AbstractMesh | None) -> tuple[Row, ...]:
+def rows_of(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Row, ...]:
+    """The collectives of a compiled program's text, as `Audit.collectives` has them.
+
+    Args:
+      text: optimized HLO.
+      mesh: whose axes are named; None leaves them out.
+    """
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
-    for whole in collectives:
+    for whole in read_program(text).collectives:
         if whole.group_size > 1:
             axes = _axes(whole, mesh)
             for (dtype, purpose, scalar), part in _parts(whole).items():

@@ -59,3 +59,8 @@ def parse_level(level: str | int | Level) -> Level:
         "divided), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
         "(nothing divided); 1, 2, 3 and 'zero1' to 'zero3' are accepted."
     )
+
+
+def is_auto(level: str | int | Level) -> bool:
+    """Whether the level is to be chosen from what the devices have."""
+    return isinstance(level, str) and level.strip().lower() == "auto"

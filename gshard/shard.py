@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from gshard.arguments import flag, shown
 from gshard.errors import GShardError
+from gshard.forecast.auto import choose_plan
 from gshard.layout import Layout
-from gshard.levels import Level, parse_level
+from gshard.levels import Level, is_auto, parse_level
 from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation
 from gshard.plan import Plan
@@ -50,7 +51,9 @@ def shard_train_state(
         program, so that no device and no host buffer ever holds the whole state.
       mesh: of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
       level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
-        too), or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same.
+        too), or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same. `"auto"`: of
+        those whose state and gradients fit 70 % of a device's memory the one that sends least;
+        what activations take it does not know, as `gshard advise` does.
       init_args: arguments of an init function.
       segment_size: elements of one layer; only a larger leaf is divided.
       rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
@@ -80,7 +83,7 @@ def shard_train_state(
     Raises:
       GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
     """
-    level = parse_level(level)
+    chosen = None if is_auto(level) else parse_level(level)
     flag("offload", offload)
     group = data_group(mesh, shard_axes, replica_axes)
     rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
@@ -104,7 +107,11 @@ def shard_train_state(
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
     dtypes = as_precision(precision)
-    plan = planned(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
+
+    def plan_at(level: Level) -> Plan:
+        return planned(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
+
+    plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):

@@ -179,10 +179,14 @@ class TrainStep:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """The step lowered for these arguments, concrete or abstract; nothing runs."""
+        return self.trace(*args).lower()
+
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """The step traced for these arguments; a plan of an abstract mesh will do."""
         *_, (leaves, structure), batch = self._take(args)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
-        return self.jitted.lower(leaves, structure, batch, self._rng)
+        return self.jitted.trace(leaves, structure, batch, self._rng)
 
     def _place(self, batch: Any) -> Any:
         """The global batch; its rows are checked here, before anything is compiled."""

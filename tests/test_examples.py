@@ -40,9 +40,9 @@ def write(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_settings_are_good(path):
-    assert config.parse([str(path)]).steps > 0
+@pytest.mark.parametrize("name", ["demo", "smallest"])
+def test_shipped_settings_are_good(name):
+    assert config.parse([str(ROOT / "configs" / f"{name}.toml")]).steps > 0
 
 
 def test_file_then_command_line(write):

@@ -94,12 +94,12 @@ def full(found) -> str:
     return page(found, model="m:setup", compiled=compiled, advice=advice, capacity=largest // 2)
 
 
-def with_activations(found, activations: int, peak: int):
-    """The same forecast as a later version of it gives it."""
-    levels = {}
-    for name, level in found.levels.items():
-        later = type("Later", (type(level),), {"activations": activations, "peak": peak})
-        levels[name] = later(**vars(level))
+def with_activations(found, activations: int):
+    """The same forecast as with a trace."""
+    levels = {
+        name: dataclasses.replace(level, peak=level.needs + activations)
+        for name, level in found.levels.items()
+    }
     return dataclasses.replace(found, levels=levels)
 
 
@@ -147,11 +147,13 @@ def test_leaves_add_up_to_the_forecast(offload):
 
 def test_activations_and_peak_show_when_they_are_known():
     found = forecast()
-    before = page(found, model="m")
-    after = page(with_activations(found, 77_700_000, 66_600_000), model="m")
-    for word, value in (("activations", 77_700_000), ("peak", 66_600_000)):
-        assert f'value="{value}"' not in before and f">{word}</th>" not in before
-        assert after.count(f'value="{value}"') == len(found.levels) and f">{word}</th>" in after
+    known = with_activations(found, 77_700_000)
+    before, after = page(found, model="m"), page(known, model="m")
+    for word in ("activations", "peak"):
+        assert f">{word}</th>" not in before and f">{word}</th>" in after
+    assert after.count('value="77700000"') == len(known.levels)
+    for level in known.levels.values():
+        assert f'value="{level.peak}"' in after and f'value="{level.peak}"' not in before
     assert "without activations" in before and "without activations" not in after
 
 
@@ -278,7 +280,7 @@ def test_the_command_writes_a_page(folder, capsys):
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["devices"] == 8
-    assert err == f"wrote {folder / 'plan.html'}\n"
+    assert err == "wrote plan.html\n"
     assert "Plan of page_model:setup" in "".join(Page((folder / "plan.html").read_text()).text)
     assert sorted(x.name for x in folder.iterdir() if x.is_file()) == ["page_model.py", "plan.html"]
 
@@ -367,7 +369,7 @@ def browse(tmp_path):
 @pytest.mark.parametrize("devices, layers", [(8, 3), (16_384, 60)])
 def test_nothing_is_wider_than_the_screen(browse, width, devices, layers):
     found = forecast(devices, layers=layers, width=1024, offload=True)
-    text = html.escape(full(with_activations(found, 9_000_000, 8_000_000)))
+    text = html.escape(full(with_activations(found, 9_000_000)))
     out, log = browse(MEASURE % (width, text, width), f"--window-size={width + 100},3100",
                       "--dump-dom", "--virtual-time-budget=5000")  # fmt: skip
     assert "CONSOLE" not in log

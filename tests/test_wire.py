@@ -16,9 +16,11 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
-from benchmarks.llama import Sizes, abstract_params, cross_entropy
-from benchmarks.targets import BenchmarkError, parse_target
+from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import divided, promised
+from examples.models.by_slices import cross_entropy
+from gshard.errors import GShardError
+from gshard.targets import parse_target
 from tests.ahead_of_time import python_for
 
 ROOT = Path(__file__).parents[1]
@@ -31,14 +33,6 @@ TINY = ("--layers", "2", "--width", "128", "--vocabulary", "512", "--sequence", 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--target", "v5e:16x16"], "Did you mean 'tpu-v5e'?"),
-        (["--target", "abacus:4"], "Choose one of cpu, a100, h100, b200, tpu-v4"),
-        (["--target", "h100"], "h100:HOSTSxGPUS"),
-        (["--target", "h100:4x9"], "at most 8 GPUs"),
-        (["--target", "h100:0x8"], "h100:HOSTSxGPUS"),
-        (["--target", "tpu-v5e:16x32"], "8x16, 16x16 chips"),
-        (["--target", "tpu-v5p:8x8"], "multiples of 4 up to 16x16x24"),
-        (["--target", "tpu-v5p:16x16x28"], "multiples of 4 up to 16x16x24"),
         (["--target", "cpu:1"], "cpu:2 to cpu:64"),
         (["--target", "cpu:8", "--level", "zero9"], "Choose one of dp, os, os_g, p_g_os"),
         (["--target", "cpu:8", "--width", "100"], "a multiple of 128"),
@@ -47,24 +41,10 @@ TINY = ("--layers", "2", "--width", "128", "--vocabulary", "512", "--sequence", 
     ],
 )
 def test_what_cannot_be_is_one_line(given, said):
-    with pytest.raises(BenchmarkError) as caught:
+    with pytest.raises(GShardError) as caught:
         wire.arguments(given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "devices"),
-    [
-        ("cpu:8", 8),
-        ("h100:32x8", 256),
-        ("tpu-v5e:16x16", 256),
-        ("tpu-v5p:8x8x16", 1024),
-        ("tpu-7x:4x4x4", 128),  # two to a chip
-    ],
-)
-def test_devices_of_a_target(text, devices):
-    assert parse_target(text).devices == devices
 
 
 def test_the_model_is_llama_2_7b():
@@ -141,23 +121,11 @@ def test_the_baseline_that_counts():
     assert wire.better([ran("a", 5000, 9), ran("b", 5001, 1)])["program"] == "b"
 
 
-@pytest.mark.parametrize(
-    ("stderr", "said"),
-    [
-        ("E1\nXlaError: Couldn't find a suitable version of nvlink. The", "pip install nvidia-cu"),
-        ("temporaries (26.06G) exceeds available HBM (15.75G). HLO", "it takes 26.06G of 15.75G"),
-        ("Traceback\nValueError: too odd\nFor simplicity", "code 3: ValueError: too odd"),
-        ("", "code 3: no message"),
-    ],
-)
-def test_why_a_compilation_failed(stderr, said):
-    assert said in wire.reason(stderr, 3)
-
-
 def test_a_compilation_that_takes_too_long_is_ended(tmp_path):
     target = parse_target("cpu:8")
     found = wire.compiled("gshard", target, "os", Sizes(), tmp_path / "x.txt", timeout=0.1)
-    assert found == {"program": "gshard", "error": "not done after 0 s"}
+    assert found["program"] == "gshard"
+    assert "not compiled after 0 s" in found["error"]
 
 
 def measured(python, folder, *given):

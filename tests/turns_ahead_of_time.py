@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import gshard
-from benchmarks.targets import parse_target
 from gshard.hlo.text import read_arrays, read_module
+from gshard.targets import parse_target
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 LAYER = WIDTH * WIDTH + WIDTH

@@ -22,3 +22,11 @@ def count_of(count: float) -> str:
 
 def _three(x: float) -> str:
     return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
+
+
+def seconds_of(seconds: float) -> str:
+    """A duration: `1.23 s`, `45.6 ms`, `0 s`."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 0.9995 or (unit == "us" and seconds > 0):
+            return f"{_three(seconds * factor)} {unit}"
+    return "0 s"

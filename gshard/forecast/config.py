@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError, did_you_mean
-from gshard.forecast.setup import Choices
+from gshard.forecast.choices import Choices
 from gshard.levels import LEVELS, parse_level
+from gshard.targets.target import Target, parse_target
 
 _MEANINGS = {
     "levels": "levels to look at, such as os,os_g (default: all four)",
@@ -36,19 +37,21 @@ class Config:
       model: `module:function` that returns a `gshard.Setup`.
       arguments: keyword arguments of the function.
       levels: names of levels.
-      devices: how many; None: those of the target, or of this computer.
-      target: a machine that `gshard.targets` knows, or None.
+      devices: how many; None where neither CONFIG nor an option says it.
+      target: the machine, or None.
       replica: copies of the divided state.
       choices: the rest.
+      vary: values that `gshard advise` may choose from, by argument of the function.
     """
 
     model: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     levels: tuple[str, ...] = tuple(LEVELS)
     devices: int | None = None
-    target: str | None = None
+    target: Target | None = None
     replica: int = 1
     choices: Choices = Choices()
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
@@ -94,7 +97,7 @@ def _from_file(source: str) -> tuple[dict[str, Any], str]:
 
 
 def _checked(values: dict[str, Any], where: str) -> Config:
-    own = ["model", "arguments", "levels", "devices", "target", "replica"]
+    own = ["model", "arguments", "vary", "levels", "devices", "target", "replica"]
     chosen = [x.name for x in dataclasses.fields(Choices)]
     for key in values:
         if key not in (*own, *chosen):
@@ -108,8 +111,13 @@ def _checked(values: dict[str, Any], where: str) -> Config:
             f"{where} names no model. Add model = 'module:function', a function that returns a "
             "gshard.Setup."
         )
-    if not isinstance(values.get("arguments", {}), dict):
-        raise GShardError(f"{where}: arguments={shown(values['arguments'])} must be a table.")
+    arguments, vary = values.get("arguments", {}), values.get("vary", {})
+    for key, table in (("arguments", arguments), ("vary", vary)):
+        if not isinstance(table, dict):
+            raise GShardError(f"{where}: {key}={shown(table)} must be a table.")
+    for name, tried in vary.items():
+        if not isinstance(tried, list) or not tried:
+            raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
     levels = values.get("levels", tuple(LEVELS))
     if isinstance(levels, str):
         levels = levels.split(",")
@@ -118,15 +126,26 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     for key, type_ in (("target", str), ("accumulate", str), ("offload", bool)):
         if key in values and type(values[key]) is not type_:
             raise GShardError(f"{where}: {key}={shown(values[key])} must be a {type_.__name__}.")
-    devices = values.get("devices")
+    devices, target = values.get("devices"), None
+    if devices is not None:
+        devices = whole_number("devices", devices, 1)
+    if "target" in values:
+        target = parse_target(values["target"])
+        if devices not in (None, target.devices):
+            raise GShardError(
+                f"{where}: devices={devices}, and target {target.text} has {target.devices}. Give "
+                "one of both."
+            )
+        devices = target.devices
     return Config(
         values["model"],
-        values.get("arguments", {}),
+        arguments,
         tuple(dict.fromkeys(parse_level(level).name for level in levels)),
-        None if devices is None else whole_number("devices", devices, 1),
-        values.get("target"),
+        devices,
+        target,
         whole_number("replica", values.get("replica", 1), 1),
         Choices(**{key: values[key] for key in chosen if key in values}),
+        vary,
     )
 
 

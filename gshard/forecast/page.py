@@ -48,7 +48,7 @@ def page(
       model: what was planned, in words.
       compiled: by level what the compiler says: `gshard.Audit.as_dict`, and `fits`.
       advice: ways to train, the best first, as dicts with the same keys.
-      capacity: bytes of one device's memory.
+      capacity: bytes of one device's memory that programs can use.
       per_host: devices of one host, where the mesh does not say it.
     """
     contents = {
@@ -99,7 +99,7 @@ def _about(found: Forecast, capacity: int | None) -> Markup:
         "gradients accumulate": choices.accumulate,
         "reshard after forward": str(choices.reshard_after_forward),
         "optimizer state on the host": "yes" if choices.offload else None,
-        "memory of the chip": None if capacity is None else amount(capacity),
+        "usable memory of the chip": None if capacity is None else amount(capacity),
     }
     return el("dl", [[el("dt", k), el("dd", v)] for k, v in words.items() if v is not None])
 
@@ -114,7 +114,7 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
     for name, level in found.levels.items():
         of = {key: parts[name].get(key, 0) for key in used}
         words = bytes_of(sum(of.values()))
-        peak = getattr(level, "peak", None)
+        peak = level.peak
         if peak is not None:
             words += f", peak {bytes_of(peak)}"
         if level.host:
@@ -123,12 +123,12 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
     limit, note = None, None
     longest = max(sum(of.values()) for of in parts.values())
     if capacity is not None and capacity <= _FAR * longest:
-        limit = (capacity, f"{bytes_of(capacity)}, memory of the chip")
+        limit = (capacity, f"{bytes_of(capacity)} usable")
     elif capacity is not None:
         note = el("p", f"The chip has {bytes_of(capacity)}: more than can be drawn beside this.")
     title = f"Memory of one device, {total}"
     columns = ["level", *(_HEADINGS[key] for key in used), total]
-    peaks = [getattr(level, "peak", None) for level in found.levels.values()]
+    peaks = [level.peak for level in found.levels.values()]
     hosts = [level.host for level in found.levels.values()]
     columns += ["peak"] * any(x is not None for x in peaks) + ["on the host"] * any(hosts)
     lines = [

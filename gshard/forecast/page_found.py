@@ -23,7 +23,8 @@ def by_compiler(compiled: Mapping[str, Mapping[str, Any]]) -> Markup:
     parts = []
     for name, of in compiled.items():
         verdict = of.get("fits")
-        parts.append(el("h3", name, ": ", el("strong", _VERDICTS[verdict])))
+        said = "does not compile" if "error" in of else _VERDICTS[verdict]
+        parts.append(el("h3", name, ": ", el("strong", said)))
         parts += _level(name, {k: v for k, v in of.items() if k not in ("fits", "promise")})
     return joined(parts)
 

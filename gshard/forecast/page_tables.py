@@ -8,6 +8,8 @@ from typing import Any
 from gshard.forecast.amounts import bytes_of
 from gshard.forecast.markup import Markup, el
 
+_BYTES = ("needs", "has", "host")
+
 
 def amount(count: int | None) -> Markup:
     """Bytes for people, with the exact number for programs and as a tooltip."""
@@ -58,17 +60,18 @@ def records(caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Mar
 
 
 def shown_value(key: str, value: Any) -> Any:
-    """A value of JSON for people; a key that ends with `bytes` holds bytes."""
+    """A value of JSON for people; a key of `_BYTES`, or that ends with `bytes`, holds bytes."""
+    of_bytes = key in _BYTES or key.endswith("bytes")
     if value is None:
         return "?"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return amount(value) if key.endswith("bytes") else el("data", f"{value:,}", value=value)
+        return amount(value) if of_bytes else el("data", f"{value:,}", value=value)
     if isinstance(value, float):
         return el("data", f"{value:.4g}", value=repr(value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} {v}" for k, v in value.items())
+        return ", ".join(f"{k} {bytes_of(v) if of_bytes else v}" for k, v in value.items())
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return str(value)

@@ -13,66 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard.arguments import whole_number
 from gshard.errors import GShardError
+from gshard.forecast.choices import Choices
+from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
-from gshard.forecast.setup import (
-    Choices,
-    Setup,
-    as_setup,
-    batch_of,
-    divided,
-    load_setup,
-    without_arrays,
-)
+from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
+from gshard.forecast.traced import footprint_of
 from gshard.levels import LEVELS, parse_level
 from gshard.mesh import REPLICA, SHARD
 from gshard.plan import Plan
-from gshard.promise import Promise, promise
-
-# How gradients may accumulate and parameters be kept: arguments of `make_train_step` by name.
-FLAVOURS: dict[str, dict[str, Any]] = {
-    "local": {"accumulate": "local"},
-    "scatter": {"accumulate": "scatter"},
-    "sync": {"accumulate": "sync"},
-    "kept": {"reshard_after_forward": False},
-}
-
-
-@dataclass(frozen=True)
-class LevelForecast:
-    """What one level takes on one device, in bytes, and sends.
-
-    Attributes:
-      params: parameters at rest.
-      gradients: what the micro-batches of a step carry.
-      optimizer: its state, with master copies and counts.
-      extras: frozen parameters, batch statistics, an average.
-      host: of these, at rest in the host's memory.
-      batch: the rows of one step.
-      gathered: the largest layer, whole while it is used; 0 where parameters rest whole.
-      wire: sent in one step as chosen.
-      wire_by_flavour: the same for every way to accumulate (`local`, `scatter`, `sync`), and with
-        what was gathered kept for the backward pass (`kept`).
-    """
-
-    params: int
-    gradients: int
-    optimizer: int
-    extras: int
-    host: int
-    batch: int
-    gathered: int
-    wire: int
-    wire_by_flavour: dict[str, int]
-
-    @property
-    def at_rest(self) -> int:
-        """What lies in the device's memory between steps."""
-        return self.params + self.optimizer + self.extras
-
-    @property
-    def needs(self) -> int:
-        """What a step needs besides activations."""
-        return self.at_rest + self.gradients + self.gathered + self.batch
 
 
 @dataclass(frozen=True)
@@ -102,7 +50,7 @@ class Forecast:
             "devices": self.devices,
             "replica": self.replica,
             "choices": dataclasses.asdict(self.choices),
-            "levels": {name: dataclasses.asdict(level) for name, level in self.levels.items()},
+            "levels": {name: level.as_dict() for name, level in self.levels.items()},
         }
 
     def __str__(self) -> str:
@@ -121,10 +69,14 @@ def make_plan(
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
     offload: bool = False,
+    activations: bool = True,
+    platform: str | None = None,
 ) -> Forecast:
-    """What a train state takes and a step sends at every level, from shapes alone.
+    """What a train state takes and a step sends at every level.
 
-    Nothing is initialised or compiled, and no device is needed.
+    Nothing is initialised or compiled, and no device is needed. What lies where and what is sent
+    follows from shapes alone, in milliseconds; activations from a trace of the step, in a second or
+    two for each level.
 
     Args:
       model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
@@ -138,6 +90,9 @@ def make_plan(
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
       offload: as in `shard_train_state`.
+      activations: whether to trace the step, where the setup has one.
+      platform: whose compiler the peak is to be like, `cpu`, `gpu` or `tpu`; by default that of the
+        mesh's devices, and `gpu` without them.
 
     Raises:
       GShardError: for a model, level or number that cannot be.
@@ -152,10 +107,17 @@ def make_plan(
     names = list(dict.fromkeys(parse_level(level).name for level in levels))
     if not names:
         raise GShardError("levels= names none.")
-    plans = {name: divided(setup, devices, name, choices)[1] for name in names}
+    here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
+    plans, found = {}, {}
+    for name in names:
+        state, plan = divided(setup, devices, name, choices)
+        level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+        if activations and setup.loss_fn is not None:
+            seen = footprint_of(setup, state, plan, choices, platform or here)
+            level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
+        plans[name], found[name] = plan, level
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
-    found = {name: _of_level(setup, plan, choices) for name, plan in plans.items()}
     return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
 
 
@@ -168,43 +130,3 @@ def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
     if replica > 1:
         sizes, names = (replica, *sizes), (REPLICA, *names)
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
-
-
-def _of_level(setup: Setup, plan: Plan, choices: Choices) -> LevelForecast:
-    chosen = {
-        "accumulate": choices.accumulate,
-        "reshard_after_forward": choices.reshard_after_forward,
-    }
-
-    def promised(**flavour: Any) -> Promise:
-        return promise(plan, micro_batches=choices.micro_batches, **{**chosen, **flavour})
-
-    this = promised()
-    batch = 0
-    if setup.batch is not None:
-        leaves = jax.tree.leaves(batch_of(setup, plan, choices))
-        batch = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // plan.group.devices
-    return LevelForecast(
-        **this.resident,
-        host=sum(this.host.values()),
-        batch=batch,
-        gathered=largest_layer(plan),
-        wire=this.wire_bytes,
-        wire_by_flavour={name: promised(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
-    )
-
-
-def largest_layer(plan: Plan) -> int:
-    """Bytes of the largest layer that is gathered: one of a scanned stack, or a leaf by itself."""
-    stacks: dict[str, int] = {}
-    alone = 0
-    for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):
-        if leaf.dim is None:
-            continue
-        size = leaf.stored_size * leaf.dtype.itemsize
-        if leaf.scan_dim is None:
-            alone = max(alone, size)
-        else:
-            stack = f"{leaf.path.split('/')[0]} {leaf.shape[leaf.scan_dim]}"
-            stacks[stack] = stacks.get(stack, 0) + size // leaf.shape[leaf.scan_dim]
-    return max([alone, *stacks.values()])

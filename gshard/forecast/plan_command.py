@@ -6,23 +6,30 @@ import argparse
 import contextlib
 import json
 import sys
+from typing import Any
 
 from gshard.errors import GShardError
 from gshard.exported.new_file import NewFile, file_path
+from gshard.forecast.compiled import compile_for
+from gshard.forecast.compiled_report import compiled_report
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.page import page
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import Forecast, make_plan
 from gshard.forecast.plan_report import table, text_of
+from gshard.forecast.words import in_words
+from gshard.targets import Target
 
 _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml
   gshard plan configs/llama-7b.toml --devices 64 --micro_batches 4 --arguments.layers 16
   gshard plan my_project.model:setup --devices 8 --json
-  gshard plan configs/llama-7b.toml --html plan.html
+  gshard plan configs/llama-7b.toml --devices 64 --html plan.html
+  gshard plan configs/llama-7b.toml --target h100:32x8 --levels p_g_os
   gshard plan --paper
 
-GB are 1e9 bytes. Nothing is initialised, and no device is needed."""
+GB are 1e9 bytes. Nothing is initialised, and no device is needed: with --target the real step
+is compiled for that machine, here. Exits with 1 when no level fits it."""
 
 
 def main(words: list[str]) -> int:
@@ -36,9 +43,15 @@ def main(words: list[str]) -> int:
     )
     add_options(parser)
     parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
+    parser.add_argument("--shapes", action="store_true", help="no trace, so no activations")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None,
+        help="compile the step of each level for the target (default: where --target is given)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
-    try:
+
+    def work() -> int:
         given, config = given_config(parser, words)
         if given.paper and given.html is not None:
             parser.error("--html goes with a CONFIG, not with --paper")
@@ -47,23 +60,48 @@ def main(words: list[str]) -> int:
             return 0
         if config is None:
             parser.error("name a CONFIG, or give --paper")
-        with contextlib.ExitStack() as on_exit:
-            # Opened first: a place that cannot be written to is refused before the work.
-            path = None if given.html is None else file_path(given.html, "--html")
-            file = path and on_exit.enter_context(NewFile(path, "--html"))
-            found = planned(config)
-            if file:
-                file.write(page(found, model=config.model).encode())
+        compiles = given.compile or (given.compile is None and "target" in given)
+        target = checked(config) if compiles else None
+        with _place(given.html) as file:
+            found = planned(config, activations=not given.shapes)
+            programs = {} if target is None else compiled(config, target)
+            if file is not None:
+                file.write(page_of(config, found, programs).encode())
                 file.commit()
-                print(f"wrote {path}", file=sys.stderr)
-    except GShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(found.as_dict()) if given.json else found)
-    return 0
+                print(f"wrote {given.html}", file=sys.stderr)
+        if given.json:
+            print(json.dumps(found.as_dict() | {"compiled": programs}))
+        else:
+            print(found)
+            if target is not None:
+                print("\n" + compiled_report(target.text, found, programs))
+        fits = [of.get("fits") is not False and "error" not in of for of in programs.values()]
+        return int(bool(fits) and not any(fits))
+
+    return in_words(work)
 
 
-def planned(config: Config) -> Forecast:
+def _place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
+    """The file of a page, opened before the work: a place that cannot be written is refused."""
+    if file is None:
+        return contextlib.nullcontext()
+    return NewFile(file_path(file, "--html"), "--html")
+
+
+def page_of(config: Config, found: Forecast, programs: dict[str, dict[str, Any]]) -> str:
+    """The page of a forecast, with what is known of the target."""
+    target = config.target
+    return page(
+        found,
+        model=config.model if target is None else f"{config.model} for {target.text}",
+        compiled=programs,
+        capacity=None if target is None else target.chip.usable,
+        # A host of a TPU slice is a tile of its torus: not devices in a row.
+        per_host=target.devices_per_host if target and target.platform == "gpu" else None,
+    )
+
+
+def planned(config: Config, activations: bool = True) -> Forecast:
     """The forecast for a config."""
     if config.devices is None:
         raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
@@ -73,8 +111,45 @@ def planned(config: Config) -> Forecast:
         levels=config.levels,
         arguments=config.arguments,
         replica=config.replica,
+        activations=activations,
+        platform=None if config.target is None else config.target.platform,
         **vars(config.choices),
     )
+
+
+def checked(config: Config) -> Target:
+    """The target to compile for.
+
+    Raises:
+      GShardError: there is none, or its compiler is not installed: before anything else is done.
+    """
+    if config.target is None:
+        raise GShardError("compile for which machine? Give --target, such as h100:1x8.")
+    config.target.check_compiler()
+    return config.target
+
+
+def compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
+    """What the compiler says of every level; `{"error": ...}` where it says nothing.
+
+    Raises:
+      GShardError: there is no compiler.
+    """
+    found = {}
+    for level in config.levels:
+        request = {
+            "model": config.model,
+            "arguments": dict(config.arguments),
+            "target": target.text,
+            "level": level,
+            "replica": config.replica,
+            **vars(config.choices),
+        }
+        try:
+            found[level] = compile_for(request)
+        except GShardError as error:
+            found[level] = {"error": str(error)}
+    return found
 
 
 def _paper() -> str:

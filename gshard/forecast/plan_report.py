@@ -39,6 +39,7 @@ def report(found: Forecast) -> str:
 def _memory(found: Forecast) -> Table:
     """A row for each level; what no level has is left out."""
     levels = found.levels.values()
+    traced = all(x.peak is not None for x in levels)
     amounts = {
         "parameters": [x.params for x in levels],
         "gradients": [x.gradients for x in levels],
@@ -46,7 +47,11 @@ def _memory(found: Forecast) -> Table:
         "extras": [x.extras for x in levels],
         "batch": [x.batch for x in levels],
         "layer gathered": [x.gathered for x in levels],
-        "without activations": [x.needs for x in levels],
+        **(
+            {"activations": [x.activations for x in levels], "peak": [x.peak for x in levels]}
+            if traced
+            else {"without activations": [x.needs for x in levels]}
+        ),
         "at rest on the host": [x.host for x in levels],
     }
     amounts = {name: column for name, column in amounts.items() if any(column)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -13,11 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import shown
 from gshard.errors import GShardError, did_you_mean
+from gshard.forecast.choices import Choices
 from gshard.plan import Plan
 from gshard.shard import shard_train_state
-from gshard.state import abstract, abstract_like, as_state, is_init
+from gshard.state import abstract, abstract_like, as_state, is_init, kind_of
 from gshard.step import TrainStep, make_train_step
 
 
@@ -40,29 +42,6 @@ class Setup:
     batch: Any = None
     shard: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What can be chosen for a run of the same setup, beside its level and mesh.
-
-    Attributes:
-      micro_batch_size: rows that one device takes at a time.
-      micro_batches: how many times in one step (k).
-      accumulate: as in `make_train_step`.
-      reshard_after_forward: as in `make_train_step`.
-      offload: as in `shard_train_state`.
-    """
-
-    micro_batch_size: int = 1
-    micro_batches: int = 1
-    accumulate: str = "level"
-    reshard_after_forward: bool | int = True
-    offload: bool = False
-
-    def __post_init__(self) -> None:
-        whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows")
-        whole_number("micro_batches", self.micro_batches, 1)
 
 
 def divided(
@@ -106,6 +85,14 @@ def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
         return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype, sharding=places)
 
     return jax.tree.map(with_rows, setup.batch)
+
+
+def batch_bytes(setup: Setup, plan: Plan, choices: Choices) -> int:
+    """Bytes of the batch on one device; 0 of a setup without one."""
+    if setup.batch is None:
+        return 0
+    leaves = jax.tree.leaves(batch_of(setup, plan, choices))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // plan.group.devices
 
 
 def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
@@ -160,6 +147,8 @@ def as_setup(given: Any) -> Setup:
 
 def without_arrays(setup: Setup) -> Setup:
     """The same setup, its state abstract: an init function is traced, once for all plans."""
-    state = setup.state
-    made = abstract(state) if is_init(state) else abstract_like(as_state(state))
-    return dataclasses.replace(setup, state=made)
+    if is_init(setup.state):
+        return dataclasses.replace(setup, state=abstract(setup.state))
+    state = as_state(setup.state)
+    kind_of(state)  # or it raises
+    return dataclasses.replace(setup, state=abstract_like(state))

@@ -75,7 +75,7 @@ def init_parallel_env(
         _seconds("start_timeout", start_timeout, environment.START_TIMEOUT, START_TIMEOUT),
     )
     _check_secure(secure)
-    place = _complete(asked)
+    place = complete(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if place.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
@@ -96,7 +96,7 @@ def init_parallel_env(
 # ---- who this process is -------------------------------------------------------------------------
 
 
-def _complete(asked: Place) -> Place:
+def complete(asked: Place) -> Place:
     """Arguments, then variables. All None: nothing says anything."""
     told = {name: value for name, value in asked._asdict().items() if value is not None}
     place = environment.place()._replace(**told)

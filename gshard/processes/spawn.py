@@ -29,7 +29,7 @@ _OPTIONS = {
     "start_timeout": START_TIMEOUT,
 }
 # As this process began, whatever another thread spawns meanwhile.
-_IS_STARTED = environment.place().process_id is not None
+_IS_STARTED = bool(os.environ.get(environment.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
 _NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
 

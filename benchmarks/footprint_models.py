@@ -1,0 +1,212 @@
+"""The models by which the analytic footprint is judged: activations matter in every one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from benchmarks.llama import Sizes, abstract_params, loss_of
+from benchmarks.models import ResidualMLP
+from examples.gpt import GPT, next_byte_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its optimizer and how many rows one device takes.
+
+    Attributes:
+      state: the train state, abstract.
+      loss_fn: what `make_train_step` takes.
+      batch: from a number of rows to abstract arrays.
+      rows: of one device in one step.
+      shard: further arguments of `shard_train_state`.
+      step: further arguments of `make_train_step`.
+    """
+
+    state: Any
+    loss_fn: Callable[..., Any]
+    batch: Callable[[int], Any]
+    rows: int
+    shard: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Case:
+        """The same with other fields; dictionaries are merged."""
+        merged = {
+            name: getattr(self, name) | value if isinstance(value, dict) else value
+            for name, value in changes.items()
+        }
+        return dataclasses.replace(self, **merged)
+
+
+class NormedConv(nn.Module):
+    """Convolutions with BatchNorm, at four resolutions."""
+
+    width: int = 32
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        for i in range(4):
+            for stride in (1, 2):
+                x = nn.Conv(self.width << i, (3, 3), (stride, stride), use_bias=False)(x)
+                x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+        return nn.Dense(100)(x.mean((1, 2)))
+
+
+class NormedState(TrainState):
+    batch_stats: Any = None
+
+
+class Attending(nnx.Module):
+    """A pre-norm encoder layer."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = nnx.LayerNorm(width, rngs=rngs), nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
+
+
+class Encoder(nnx.Module):
+    """Classes of sequences of vectors."""
+
+    def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, width, rngs=rngs)
+        self.layers = nnx.List([Attending(width, rngs) for _ in range(layers)])
+        self.head = nnx.Linear(width, 100, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def _linen(params: Any, tx: Any) -> Any:
+    return jax.eval_shape(
+        lambda: TrainState.create(
+            apply_fn=None,
+            params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params),
+            tx=tx,
+        )
+    )
+
+
+def _shape(*shape: int, dtype: Any = jnp.float32) -> Callable[[int], Any]:
+    return lambda rows: jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+
+def _labelled(*shape: int) -> Callable[[int], Any]:
+    return lambda rows: {"x": _shape(*shape)(rows), "y": _shape(dtype=jnp.int32)(rows)}
+
+
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def mlp(rows: int = 1024, width: int = 256, layers: int = 4, tx: Any = None) -> Case:
+    model = ResidualMLP(width, layers)
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, width)))["params"]
+
+    def loss_fn(params, x_BxD):
+        return jnp.square(model.apply({"params": params}, x_BxD) - x_BxD[:, ::-1]).mean()
+
+    return Case(_linen(params, tx or optax.adamw(1e-3)), loss_fn, _shape(width), rows)
+
+
+def gpt(rows: int = 8, width: int = 256, layers: int = 4, length: int = 128, **options) -> Case:
+    model = GPT(width, layers, heads=4, **options)
+    text = jnp.zeros((1, length), jnp.uint8)
+    params = jax.eval_shape(model.init, jax.random.key(0), text)["params"]
+    shard = {"scan_axes": {"^blocks/": 0}} if model.scan else {}
+    return Case(
+        _linen(params, optax.adamw(1e-3)),
+        partial(next_byte_loss, model),
+        _shape(length + 1, dtype=jnp.uint8),
+        rows,
+        shard,
+    )
+
+
+def llama(rows: int = 4) -> Case:
+    sizes = Sizes(layers=4, width=512, vocabulary=4096, sequence=512)
+    shard = {"scan_axes": {"^layers/": 0}}
+
+    def batch(rows: int) -> dict[str, Any]:
+        tokens = _shape(sizes.sequence, dtype=jnp.int32)(rows)
+        return {"tokens": tokens, "next": tokens}
+
+    state = _linen(abstract_params(sizes), optax.adamw(3e-4))
+    return Case(state, partial(loss_of, sizes=sizes), batch, rows, shard)
+
+
+def conv(rows: int = 16) -> Case:
+    model = NormedConv()
+    made = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
+    state = jax.eval_shape(
+        lambda: NormedState.create(
+            apply_fn=None,
+            params=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made["params"]),
+            batch_stats=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made["batch_stats"]),
+            tx=optax.sgd(0.1, 0.9),
+        )
+    )
+
+    def loss_fn(params, batch, batch_stats):
+        variables = {"params": params, "batch_stats": batch_stats}
+        logits, new = model.apply(variables, batch["x"], mutable=["batch_stats"])
+        return _cross_entropy(logits, batch["y"]), {"batch_stats": new["batch_stats"]}
+
+    return Case(state, loss_fn, _labelled(32, 32, 3), rows, step={"mutable": "batch_stats"})
+
+
+def encoder(rows: int = 16) -> Case:
+    def make():
+        model = Encoder(128, 3, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def loss_fn(model, batch):
+        return _cross_entropy(model(batch["x"]), batch["y"])
+
+    return Case(nnx.eval_shape(make), loss_fn, _labelled(128, 64), rows)
+
+
+def _bf16(case: Case) -> Case:
+    return case.but(shard={"precision": "bfloat16"})
+
+
+def _in_micro_batches(case: Case) -> Case:
+    return case.but(step={"micro_batches": 4})
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": mlp,
+    "mlp-sgd": lambda: mlp(tx=optax.sgd(0.1)),
+    "mlp-wide": lambda: mlp(rows=64, width=1024, layers=2),
+    "mlp-k4": lambda: _in_micro_batches(mlp()),
+    "gpt": lambda: gpt(scan=False),
+    "gpt-remat": lambda: gpt(scan=False, remat=True),
+    "gpt-scan": gpt,
+    "gpt-scan-remat": lambda: gpt(remat=True),
+    "gpt-scan-k4": lambda: _in_micro_batches(gpt()),
+    "mlp-bf16": lambda: _bf16(mlp()),
+    "llama": llama,
+    "llama-bf16": lambda: _bf16(llama()),
+    "llama-k4": lambda: _in_micro_batches(llama()),
+    "conv": conv,
+    "conv-k4": lambda: _in_micro_batches(conv()),
+    "encoder": encoder,
+}

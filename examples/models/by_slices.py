@@ -1,0 +1,85 @@
+"""Causal attention and cross-entropy that go over slices of the sequence, and need little memory.
+
+Letters in names: B sequences, T tokens of each, D width, H heads, K heads of keys and values, each
+for G heads of queries, E features of a head, V vocabulary, N slices of C tokens.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+SLICE = 128  # tokens; a shorter sequence is one slice
+
+
+def slices(x_BxTx, size: int):
+    """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence walks."""
+    x_BxNxCx = x_BxTx.reshape(x_BxTx.shape[0], -1, size, *x_BxTx.shape[2:])
+    return jnp.moveaxis(x_BxNxCx, 1, 0)
+
+
+def attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, size: int):
+    """Causal attention, a slice of queries at a time; `size` divides T, and K divides H."""
+    B, T, H, E = q_BxTxHxE.shape
+    K = k_BxTxKxE.shape[2]
+    q_BxTxKxGxE = q_BxTxHxE.reshape(B, T, K, H // K, E)
+
+    @jax.checkpoint
+    def of_slice(start, q_BxCxKxGxE):
+        scores_BxKxGxCxT = jnp.einsum(
+            "BCKGE,BTKE->BKGCT", q_BxCxKxGxE, k_BxTxKxE, preferred_element_type=jnp.float32
+        )
+        seen_CxT = start + jnp.arange(size)[:, None] >= jnp.arange(T)
+        weights_BxKxGxCxT = nn.softmax(jnp.where(seen_CxT, scores_BxKxGxCxT * E**-0.5, -1e30))
+        weights_BxKxGxCxT = weights_BxKxGxCxT.astype(v_BxTxKxE.dtype)
+        y_BxCxKxGxE = jnp.einsum("BKGCT,BTKE->BCKGE", weights_BxKxGxCxT, v_BxTxKxE)
+        return start + size, y_BxCxKxGxE
+
+    _, y_NxBxCxKxGxE = jax.lax.scan(of_slice, 0, slices(q_BxTxKxGxE, size))
+    return jnp.moveaxis(y_NxBxCxKxGxE, 0, 1).reshape(B, T, H, E)
+
+
+def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
+    """Cross-entropy of the next tokens, summed over each sequence, a slice of tokens at a time.
+
+    What the backward pass keeps of a slice is the logarithm of its normaliser. It also makes the
+    backward pass wait for the forward pass: otherwise a compiler may compute the loss, which
+    nothing but the log needs, at the very end, and keep the whole head until then.
+    """
+    return _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size)[0]
+
+
+def _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size: int):
+    def of_slice(sum_B, walked):
+        x_BxCxD, next_BxC = walked
+        logits_BxCxV = jnp.matmul(x_BxCxD, head_DxV, preferred_element_type=jnp.float32)
+        norm_BxC = nn.logsumexp(logits_BxCxV, axis=-1)
+        right_BxC = jnp.take_along_axis(logits_BxCxV, next_BxC[..., None], axis=-1)[..., 0]
+        return sum_B + (norm_BxC - right_BxC).sum(1), norm_BxC
+
+    nothing_B = jnp.zeros(x_BxTxD.shape[0], jnp.float32)
+    walked = slices(x_BxTxD, size), slices(next_BxT, size)
+    sum_B, norm_NxBxC = jax.lax.scan(of_slice, nothing_B, walked)
+    return sum_B, (x_BxTxD, head_DxV, next_BxT, norm_NxBxC)
+
+
+def _cross_entropy_backward(size: int, kept, d_sum_B):
+    x_BxTxD, head_DxV, next_BxT, norm_NxBxC = kept
+    V, dtype = head_DxV.shape[1], head_DxV.dtype
+
+    def of_slice(d_head_DxV, walked):
+        x_BxCxD, next_BxC, norm_BxC = walked
+        logits_BxCxV = jnp.matmul(x_BxCxD, head_DxV, preferred_element_type=jnp.float32)
+        d_BxCxV = jnp.exp(logits_BxCxV - norm_BxC[..., None]) - jax.nn.one_hot(next_BxC, V)
+        d_BxCxV = (d_BxCxV * d_sum_B[:, None, None]).astype(dtype)
+        d_head_DxV += jnp.einsum("BCD,BCV->DV", x_BxCxD, d_BxCxV)
+        return d_head_DxV, jnp.einsum("BCV,DV->BCD", d_BxCxV, head_DxV)
+
+    walked = slices(x_BxTxD, size), slices(next_BxT, size), norm_NxBxC
+    d_head_DxV, d_x_NxBxCxD = jax.lax.scan(of_slice, jnp.zeros_like(head_DxV), walked)
+    return jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(x_BxTxD.shape), d_head_DxV, None
+
+
+cross_entropy = jax.custom_vjp(_cross_entropy, nondiff_argnums=(3,))
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -1,0 +1,137 @@
+"""GPT-2 in Flax Linen (Radford et al., 2019), at any size; written as most people would write it.
+
+Attention keeps its scores and the loss sees all logits at once. There is no dropout: one epoch is
+how such a model is trained today.
+
+Letters in names: B sequences, T tokens of each, D width, H heads, E features of a head, F width of
+the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import gshard
+from examples.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+
+START = nn.initializers.normal(0.02)
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer MLP; each sees a normalised copy of the stream."""
+
+    layers: int
+    heads: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_BxTxD, _):
+        B, T, D = x_BxTxD.shape
+        # What is added to the stream shrinks with the number of layers that add to it.
+        last = nn.initializers.normal(0.02 / (2 * self.layers) ** 0.5)
+
+        def dense(features: int, name: str, start=START):
+            return nn.Dense(features, dtype=self.dtype, kernel_init=start, name=name)
+
+        def norm(name: str):
+            return nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name=name)
+
+        qkv_BxTx3D = dense(3 * D, "qkv")(norm("attention_norm")(x_BxTxD))
+        q_BxTxHxE, k_BxTxHxE, v_BxTxHxE = (
+            part_BxTxD.reshape(B, T, self.heads, D // self.heads)
+            for part_BxTxD in jnp.split(qkv_BxTx3D, 3, axis=-1)
+        )
+        y_BxTxHxE = jax.nn.dot_product_attention(q_BxTxHxE, k_BxTxHxE, v_BxTxHxE, is_causal=True)
+        x_BxTxD += dense(D, "out", last)(y_BxTxHxE.reshape(B, T, D))
+
+        h_BxTxF = dense(4 * D, "up")(norm("mlp_norm")(x_BxTxD))
+        h_BxTxF = nn.gelu(h_BxTxF, approximate=True)
+        return x_BxTxD + dense(D, "down", last)(h_BxTxF), None
+
+
+class GPT2(nn.Module):
+    """The mean cross-entropy of every token given the ones before it, in nats.
+
+    Attributes:
+      layers, width, heads: of the model; the MLP is four times as wide.
+      vocabulary: tokens.
+      positions: the longest sequence; each position has an embedding of its own.
+      dtype: what is computed in; parameters are cast to it where they are used.
+      remat: what the backward pass finds of a layer, a value of `REMAT`.
+    """
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50257
+    positions: int = 1024
+    dtype: Any = jnp.float32
+    remat: Any = None
+
+    @nn.compact
+    def __call__(self, tokens_BxT, next_BxT):
+        D, V, T = self.width, self.vocabulary, tokens_BxT.shape[1]
+        embed = nn.Embed(V, D, dtype=self.dtype, embedding_init=START, name="embed")
+        place = nn.Embed(
+            self.positions, D, dtype=self.dtype, embedding_init=START, name="positions"
+        )
+        x_BxTxD = embed(tokens_BxT) + place(jnp.arange(T))
+
+        layers = stack_of(Block, self.layers, self.remat)
+        x_BxTxD, _ = layers(self.layers, self.heads, self.dtype, name=STACK)(x_BxTxD, None)
+        x_BxTxD = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x_BxTxD)
+
+        logits_BxTxV = embed.attend(x_BxTxD).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, next_BxT).mean()
+
+
+def setup(
+    *,
+    layers: int = 12,
+    width: int = 768,
+    heads: int = 12,
+    vocabulary: int = 50257,
+    positions: int = 1024,
+    sequence: int | None = None,
+    dtype: str = "float32",
+    remat: str = "none",
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    learning_rate: float = 6e-4,
+    seed: int = 0,
+) -> gshard.Setup:
+    """GPT-2 of any size; the defaults are the smallest that was published, 124M.
+
+    Args:
+      layers, width, heads, vocabulary, positions: see `GPT2`.
+      sequence: tokens of one row; by default one for each position.
+      dtype: `"bfloat16"` or `"float32"`, what is computed in.
+      remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
+        `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.
+      precision, optimizer, learning_rate, seed: see `setup_of`.
+    """
+    sequence = positions if sequence is None else sequence
+    need(min(layers, heads, vocabulary, sequence) > 0, "each is at least 1")
+    need(width > 0 and width % heads == 0, f"width={width} is a multiple of heads={heads}")
+    need(sequence <= positions, f"sequence={sequence} is at most positions={positions}")
+    return setup_of(
+        GPT2(
+            layers,
+            width,
+            heads,
+            vocabulary,
+            positions,
+            named("dtype", dtype, DTYPES),
+            named("remat", remat, REMAT),
+        ),
+        sequence,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        precision=precision,
+        seed=seed,
+    )

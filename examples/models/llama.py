@@ -1,0 +1,205 @@
+"""Llama in Flax Linen, at any size, written to need little memory.
+
+Attention and the cross-entropy go over slices of the sequence. Nothing of the model knows about
+gshard; with `rows` given, activations are constrained to lie by rows, as GSPMD likes to be told.
+
+Letters in names: B sequences, T tokens of each, D width, H heads, K heads of keys and values, E
+features of a head, P pairs of them, F width of the MLP, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+import gshard
+from examples.models.by_slices import SLICE, attend, cross_entropy
+from examples.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the model; the defaults are those of Llama 2 7B (Touvron et al., 2023, section 2.2).
+
+    Attributes:
+      layers: how many.
+      width: of the stream.
+      heads: of queries, which share the width.
+      kv_heads: of keys and values; each serves `heads / kv_heads` heads of queries.
+      mlp: width of the gated MLP.
+      vocabulary: tokens.
+      tied: the head is the embedding, transposed.
+      theta: base of the rotary positions. Llama 3's stretching of long waves is left out: it has
+        no parameters, and only moves angles.
+    """
+
+    layers: int = 32
+    width: int = 4096
+    heads: int = 32
+    kv_heads: int = 32
+    mlp: int = 11008
+    vocabulary: int = 32000
+    tied: bool = False
+    theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        counts = self.layers, self.width, self.heads, self.kv_heads, self.mlp, self.vocabulary
+        need(min(counts) > 0, f"{self}: all of them are at least 1")
+        need(
+            self.width % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
+            f"{self}: kv_heads divides heads, and each head has an even part of the width",
+        )
+
+
+def hold(x, rows: NamedSharding | None):
+    """Constrains an array to lie by rows, where that is wanted."""
+    return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
+
+
+def rotate(x_BxTxHxE, theta: float):
+    """Rotary positions: pairs of features turned by an angle that grows with the position."""
+    T, E = x_BxTxHxE.shape[1], x_BxTxHxE.shape[-1]
+    angle_Tx1xP = jnp.arange(T)[:, None, None] * theta ** -(jnp.arange(E // 2) / (E // 2))
+    cos, sin = jnp.cos(angle_Tx1xP), jnp.sin(angle_Tx1xP)
+    a, b = jnp.split(x_BxTxHxE.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return turned.astype(x_BxTxHxE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; several heads of queries share keys and values."""
+
+    sizes: Sizes
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        B, T, D = x_BxTxD.shape
+        H, K, theta = self.sizes.heads, self.sizes.kv_heads, self.sizes.theta
+
+        def heads(n: int, name: str):
+            y_BxTxnE = nn.Dense(n * D // H, use_bias=False, dtype=self.dtype, name=name)(x_BxTxD)
+            return y_BxTxnE.reshape(B, T, n, D // H)
+
+        q_BxTxHxE, k_BxTxKxE, v_BxTxKxE = heads(H, "q"), heads(K, "k"), heads(K, "v")
+        y_BxTxHxE = attend(
+            rotate(q_BxTxHxE, theta), rotate(k_BxTxKxE, theta), v_BxTxKxE, min(SLICE, T)
+        )
+        y_BxTxD = y_BxTxHxE.reshape(B, T, D)
+        return nn.Dense(D, use_bias=False, dtype=self.dtype, name="o")(y_BxTxD)
+
+
+class MLP(nn.Module):
+    """Two layers, the first gated."""
+
+    sizes: Sizes
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        def dense(features: int, name: str):
+            return nn.Dense(features, use_bias=False, dtype=self.dtype, name=name)
+
+        F = self.sizes.mlp
+        h_BxTxF = nn.silu(dense(F, "gate")(x_BxTxD)) * dense(F, "up")(x_BxTxD)
+        return dense(x_BxTxD.shape[-1], "down")(h_BxTxF)
+
+
+class Block(nn.Module):
+    """Attention, then a gated MLP; each sees a normalised copy of the stream."""
+
+    sizes: Sizes
+    dtype: Any
+    rows: NamedSharding | None
+
+    @nn.compact
+    def __call__(self, x_BxTxD, _):
+        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x_BxTxD)
+        y_BxTxD = Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
+        x_BxTxD = hold(x_BxTxD + y_BxTxD, self.rows)
+        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x_BxTxD)
+        y_BxTxD = MLP(self.sizes, self.dtype, name="mlp")(h_BxTxD)
+        return hold(x_BxTxD + y_BxTxD, self.rows), None
+
+
+class Llama(nn.Module):
+    """The mean cross-entropy of every token given the ones before it, in nats.
+
+    Attributes:
+      sizes: of the model.
+      dtype: what is computed in; parameters are cast to it where they are used.
+      remat: what the backward pass finds of a layer, a value of `REMAT`.
+      rows: how activations lie, (rows, ...), for a compiler that chooses layouts; None where each
+        device sees its own rows alone.
+    """
+
+    sizes: Sizes = Sizes()
+    dtype: Any = jnp.bfloat16
+    remat: Any = REMAT["full"]
+    rows: NamedSharding | None = None
+
+    @nn.compact
+    def __call__(self, tokens_BxT, next_BxT):
+        D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
+        embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
+        x_BxTxD = hold(embed(tokens_BxT), self.rows)
+        layers = stack_of(Block, self.sizes.layers, self.remat)
+        x_BxTxD, _ = layers(self.sizes, self.dtype, self.rows, name=STACK)(x_BxTxD, None)
+        x_BxTxD = nn.RMSNorm(dtype=self.dtype, name="norm")(x_BxTxD)
+
+        if self.sizes.tied:
+            head_DxV = embed.embedding.astype(self.dtype).T
+        else:
+            head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V))
+            head_DxV = head_DxV.astype(self.dtype)
+        if self.rows is not None:  # once, and not again for every slice
+            head_DxV = hold(head_DxV, NamedSharding(self.rows.mesh, jax.P()))
+        return cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
+
+
+def setup(
+    *,
+    layers: int = 32,
+    width: int = 4096,
+    heads: int = 32,
+    kv_heads: int = 32,
+    mlp: int = 11008,
+    vocabulary: int = 32000,
+    tied: bool = False,
+    theta: float = 10000.0,
+    sequence: int = 4096,
+    dtype: str = "bfloat16",
+    remat: str = "full",
+    precision: str | None = None,
+    optimizer: str = "adamw",
+    learning_rate: float = 3e-4,
+    seed: int = 0,
+) -> gshard.Setup:
+    """Llama of any size; the defaults are Llama 2 7B.
+
+    Args:
+      layers, width, heads, kv_heads, mlp, vocabulary, tied, theta: see `Sizes`.
+      sequence: tokens of one row, a multiple of 128 or fewer.
+      dtype: `"bfloat16"` or `"float32"`, what is computed in.
+      remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
+        `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.
+      precision, optimizer, learning_rate, seed: see `setup_of`.
+    """
+    sizes = Sizes(layers, width, heads, kv_heads, mlp, vocabulary, tied, theta)
+    need(
+        sequence > 0 and sequence % min(SLICE, sequence) == 0,
+        f"sequence={sequence} is a multiple of {SLICE}, or shorter",
+    )
+    return setup_of(
+        Llama(sizes, named("dtype", dtype, DTYPES), named("remat", remat, REMAT)),
+        sequence,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        precision=precision,
+        seed=seed,
+    )

@@ -1,0 +1,102 @@
+"""How the models here are trained: on the next token, with choices that go by names."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.training.train_state import TrainState
+
+import gshard
+from gshard.errors import did_you_mean
+
+STACK = "layers"  # the parameters of all layers, one on another
+
+OPTIMIZERS = {
+    "adamw": partial(optax.adamw, b2=0.95, weight_decay=0.1),
+    "adafactor": optax.adafactor,
+    "lion": partial(optax.lion, weight_decay=0.1),
+    "sgd": partial(optax.sgd, momentum=0.9),
+}
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+# What the backward pass finds of a layer, beside its input; it computes the rest again.
+REMAT = {
+    "none": None,  # nothing is computed again
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def stack_of(block: Any, layers: int, remat: Any) -> Any:
+    """A block as a scan over `layers` of it: one compiled block, and parameters in stacks.
+
+    Args:
+      block: a module; called with the stream and None it returns the stream and what is stacked.
+      layers: how many.
+      remat: a policy of `jax.checkpoint`, or None: see `REMAT`.
+    """
+    if remat is not None:
+        # In a scan nothing but the policy decides what is kept.
+        block = nn.remat(block, policy=remat, prevent_cse=False)
+    return nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
+
+
+def setup_of(
+    model: nn.Module,
+    sequence: int,
+    *,
+    optimizer: str,
+    learning_rate: float,
+    precision: str | None,
+    seed: int,
+) -> gshard.Setup:
+    """A model that learns the next token.
+
+    Args:
+      model: `model.apply({"params": ...}, tokens, next)` is the mean loss over the sequences.
+      sequence: tokens of one row; a batch is `tokens` and `next`, each (rows, `sequence`) integers.
+      optimizer: a name of `OPTIMIZERS`.
+      learning_rate: constant.
+      precision: of `gshard.shard_train_state`: with `"bfloat16"` parameters rest and move in 2
+        bytes, and a float32 master copy lies divided beside the moments.
+      seed: of the parameters.
+    """
+    tx = named("optimizer", optimizer, OPTIMIZERS)(learning_rate)
+
+    def init() -> TrainState:
+        tokens_1xT = jnp.zeros((1, sequence), jnp.int32)
+        params = model.init(jax.random.key(seed), tokens_1xT, tokens_1xT)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params, batch):
+        return model.apply({"params": params}, batch["tokens"], batch["next"])
+
+    tokens_1xT = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
+    return gshard.Setup(
+        init,
+        loss_fn,
+        batch={"tokens": tokens_1xT, "next": tokens_1xT},
+        shard={"scan_axes": {f"^{STACK}/": 0}, "precision": precision},
+    )
+
+
+def named(argument: str, name: str, known: dict[str, Any]) -> Any:
+    """What a name stands for."""
+    if name not in known:
+        raise gshard.GShardError(
+            f"{argument}={name!r} is unknown.{did_you_mean(name, known)} "
+            f"Choose one of {', '.join(known)}."
+        )
+    return known[name]
+
+
+def need(possible: bool, what: str) -> None:
+    """Refuses sizes that do not fit each other; `what` says which are possible."""
+    if not possible:
+        raise gshard.GShardError(f"These sizes cannot be: {what}.")

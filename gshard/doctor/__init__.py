@@ -1,0 +1,1 @@
+"""`gshard doctor`: what is wrong with this machine, before anything is trained on it."""

@@ -1,0 +1,115 @@
+"""Memory, shared memory and cores of the machine, and how much of them a container leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from gshard.doctor.check import GIB, Check, size
+
+_LITTLE_MEMORY = GIB
+_LITTLE_SHARED = GIB  # NCCL and loaders of data keep buffers there; Docker gives 64 MiB
+_UNLIMITED = 2**60  # what cgroup v1 says instead of "max" is near 2**63
+
+
+def machine(accelerators: int, root: Path = Path("/")) -> list[Check]:
+    """Memory, swap, /dev/shm and cores.
+
+    Args:
+      accelerators: how many the machine has.
+      root: where `proc`, `sys` and `dev` lie.
+    """
+    limits = cgroup_limits(root)
+    return [*_memory(limits[0], root), *_shared(accelerators, root), _cores(limits[1])]
+
+
+def _memory(limit: float | None, root: Path) -> list[Check]:
+    found = _lines(root / "proc/meminfo")
+    if "MemTotal" not in found:
+        return [Check("host memory", "ok", "this system does not say")]
+    total, free = found["MemTotal"], found.get("MemAvailable", found["MemTotal"])
+    said = f"{size(free)} free of {size(total)}, swap {size(found.get('SwapTotal', 0))}"
+    if limit is not None and limit < total:
+        said += f"; the container (cgroup) is limited to {size(limit)}"
+    if min(free, limit if limit is not None else free) < _LITTLE_MEMORY:
+        mend = "end other programs, or give the container more: less than 1 GiB does not start JAX"
+        return [Check("host memory", "warn", said, mend)]
+    return [Check("host memory", "ok", said)]
+
+
+def _shared(accelerators: int, root: Path) -> list[Check]:
+    folder = root / "dev/shm"
+    if not folder.is_dir():
+        return []
+    usage = shutil.disk_usage(folder)
+    said = f"{size(usage.free)} free of {size(usage.total)}"
+    if accelerators > 1 and usage.free < _LITTLE_SHARED:
+        mend = "NCCL needs room there: docker run --shm-size=8g, or mount an emptyDir of Memory"
+        return [Check("/dev/shm", "warn", said, mend)]
+    return [Check("/dev/shm", "ok", said)]
+
+
+def _cores(limit: float | None) -> Check:
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    said = f"{here} of {os.cpu_count()}"
+    if limit is not None and limit < here:
+        said += f"; the container (cgroup) is limited to {limit:g}"
+        mend = "XLA starts a thread for each core, and they wait for each other: give it all cores"
+        return Check("CPU cores", "warn", said, mend)
+    return Check("CPU cores", "ok", said)
+
+
+def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, float | None]:
+    """Bytes of memory, and cores, that the control groups of this process leave it.
+
+    The least over a group and those it lies in; None where there is no limit. Versions 1 and 2.
+    """
+    memory, cores = [], []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        for folder in [Path(path), *Path(path).parents]:
+            inner = str(folder).lstrip("/")
+            if not kinds:
+                at = root / "sys/fs/cgroup" / inner
+                memory.append(_number(at / "memory.max"))
+                cores.append(_share(_text(at / "cpu.max").split()))
+            elif "memory" in kinds.split(","):
+                at = root / "sys/fs/cgroup/memory" / inner
+                memory.append(_number(at / "memory.limit_in_bytes"))
+            elif "cpu" in kinds.split(","):
+                at = root / "sys/fs/cgroup/cpu" / inner
+                parts = _text(at / "cpu.cfs_quota_us"), _text(at / "cpu.cfs_period_us")
+                cores.append(_share([part.strip() for part in parts]))
+    known = [x for x in memory if x is not None and x < _UNLIMITED], [x for x in cores if x]
+    return min(known[0], default=None), min(known[1], default=None)
+
+
+def _share(parts: list[str]) -> float | None:
+    """Cores of `[microseconds, of a period]`."""
+    if len(parts) != 2 or not all(part.isdigit() for part in parts) or not int(parts[1]):
+        return None  # "max", -1: no limit
+    return int(parts[0]) / int(parts[1])
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> dict[str, int]:
+    """`MemTotal: 24 kB` and so on, in bytes."""
+    found = {}
+    for line in _text(path).splitlines():
+        name, _, rest = line.partition(":")
+        parts = rest.split()
+        if parts and parts[0].isdigit():
+            found[name] = int(parts[0]) * (1024 if parts[1:] == ["kB"] else 1)
+    return found

@@ -1,0 +1,161 @@
+"""What runs in a process of its own: it may hang or abort, and prints one JSON object.
+
+`main` is called with the name of a function and its arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gshard
+from gshard.levels import LEVELS
+
+_STEPS = 2
+
+
+def main(name: str, arguments: str) -> None:
+    """Runs a probe; whatever libraries print goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore", gshard.GShardWarning)
+    try:
+        found = PROBES[name](**json.loads(arguments))
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
+    with out:
+        json.dump(found, out)
+
+
+def devices() -> dict[str, Any]:
+    """The devices that JAX uses, their memory in bytes, and the mesh over them."""
+    try:
+        found = jax.local_devices()
+    except AssertionError:  # all that JAX says then
+        raise RuntimeError("JAX has no plugin for what JAX_PLATFORMS names") from None
+    mesh = gshard.make_mesh()
+    inside = set(mesh.devices.flat)
+    stats = [device.memory_stats() or {} for device in found]
+    return {
+        "devices": [
+            {"platform": d.platform, "kind": d.device_kind, "memory": s.get("bytes_limit")}
+            for d, s in zip(found, stats, strict=True)
+        ],
+        "mesh": dict(mesh.shape),
+        "idle": [str(d) for d in jax.devices() if d not in inside],
+    }
+
+
+def numbers(virtual: int) -> dict[str, Any]:
+    """The largest difference of the parameters, each level against one device without gshard.
+
+    Args:
+      virtual: CPU devices to make; 0 for those that are there.
+    """
+    if virtual:
+        with suppress(gshard.GShardError):  # XLA_FLAGS says how many
+            gshard.virtual_devices(virtual)
+    here = jax.local_devices()
+    mesh = gshard.make_mesh(devices=here)
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    params = {"in": normal(64, 48) / 8, "bias": normal(48), "out": normal(48, 16) / 7}
+    batch = {"x": normal(4 * len(here), 64), "y": normal(4 * len(here), 16)}
+    tx = optax.sgd(0.1, momentum=0.9)
+    # TPUs, and GPUs with TF32, round the operands of a product otherwise.
+    with jax.default_matmul_precision("highest"):
+        wanted = _on_one_device(params, tx, batch)
+        found = {}
+        for level in LEVELS:
+            state, plan = gshard.shard_train_state((params, tx), mesh, level, segment_size=0)
+            step = gshard.make_train_step(_loss, plan)
+            for _ in range(_STEPS):
+                state, _ = step(state, batch)
+            got = gshard.full_params(state)
+            found[level] = max(
+                float(np.abs(np.asarray(got[name]) - wanted[name]).max()) for name in params
+            )
+    return {"levels": found, "devices": len(here), "platform": here[0].platform}
+
+
+def _loss(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def _on_one_device(params: Any, tx: Any, batch: Any) -> dict[str, np.ndarray]:
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(jax.grad(_loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for _ in range(_STEPS):
+        params, state = step(params, state)
+    return jax.tree.map(np.asarray, params)
+
+
+def gloo(patience: int) -> dict[str, Any]:
+    """What two new processes, which have so many seconds to meet, find as the sum of 1 and 2."""
+    sums = gshard.spawn(_sum_over_processes, nprocs=2, virtual_devices=1, start_timeout=patience)
+    return {"sums": sums}
+
+
+def _sum_over_processes() -> float:
+    gshard.init_parallel_env()
+    mesh = gshard.make_mesh()
+    own = np.full((1,), gshard.get_rank() + 1, np.float32)
+    return float(_sum(mesh)(jax.make_array_from_process_local_data(_rows(mesh), own)))
+
+
+def nccl(elements: int = 2**24) -> dict[str, Any]:
+    """The sum over all local devices, each with its own number, and how fast it is moved.
+
+    Args:
+      elements: that each device gives, of 4 bytes.
+    """
+    mesh = gshard.make_mesh(devices=jax.local_devices())
+    count = mesh.size
+    rows = np.broadcast_to(np.arange(1, count + 1, dtype=np.float32)[:, None], (count, elements))
+    given, add = jax.device_put(rows, _rows(mesh)), _sum(mesh)
+    total = jax.block_until_ready(add(given))
+    began = time.perf_counter()
+    for _ in range(5):
+        jax.block_until_ready(add(given))
+    seconds = (time.perf_counter() - began) / 5
+    wanted = count * (count + 1) / 2
+    right = all((np.asarray(part.data) == wanted).all() for part in total.addressable_shards)
+    # What a ring moves in and out of each device.
+    moved = 2 * (count - 1) / count * 4 * elements
+    return {"right": bool(right), "devices": count, "bytes_per_second": moved / seconds}
+
+
+def _rows(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    return jax.NamedSharding(mesh, jax.P(mesh.axis_names))
+
+
+def _sum(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Adds up rows that lie on several devices; every device has the sum."""
+    whole = jax.NamedSharding(mesh, jax.P())
+    return jax.jit(lambda x: x.sum(0), out_shardings=whole)
+
+
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "devices": devices,
+    "numbers": numbers,
+    "gloo": gloo,
+    "nccl": nccl,
+}

@@ -1,0 +1,168 @@
+"""`advise`: which level, mesh, micro-batches, offload and remat fit a machine, fastest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from gshard.errors import GShardError
+from gshard.forecast.config import Config
+from gshard.forecast.cost import Cost, cost
+from gshard.forecast.footprint import Footprint
+from gshard.forecast.level_forecast import LevelForecast, of_level
+from gshard.forecast.options import Option, options_of
+from gshard.forecast.plan import abstract_mesh
+from gshard.forecast.setup import Setup, batch_bytes, divided, load_setup, without_arrays
+from gshard.forecast.traced import footprint_of
+from gshard.plan import Plan
+from gshard.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an option takes, and how long.
+
+    Attributes:
+      option: what was asked.
+      devices: in all.
+      needs: bytes of a device's memory at the peak; where what is known without activations is too
+        much already, that alone.
+      has: bytes that programs of a device can use.
+      host: bytes in the host's memory for one device.
+      cost: seconds by resource; None where it does not fit.
+    """
+
+    option: Option
+    devices: int
+    needs: int
+    has: int
+    host: int
+    cost: Cost | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the device and of the host are enough."""
+        return self.cost is not None
+
+    @property
+    def balance(self) -> float | None:
+        """Rows of one micro-batch of a device with which computing takes as long as sending.
+
+        With fewer the wire binds. What is sent does not depend on them.
+        """
+        if self.cost is None or not self.cost.wire:
+            return None
+        busy = max(self.cost.compute, self.cost.memory)
+        return self.option.choices.micro_batch_size * self.cost.wire / busy if busy else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            **dataclasses.asdict(self.option),
+            "shard": self.devices // self.option.replica,
+            "needs": self.needs,
+            "has": self.has,
+            "host": self.host,
+            "fits": self.fits,
+            "cost": None if self.cost is None else self.cost.as_dict(),
+            "balance_rows": self.balance,
+        }
+
+
+def advise(config: Config, report: Callable[[int, int], None] | None = None) -> list[Verdict]:
+    """Every way to train a config that is worth a look: those that fit first, by time.
+
+    All take the same rows in a step: those of the config. The model of time is that of `cost`.
+
+    Args:
+      config: with a target.
+      report: called with how many options are done, of how many.
+
+    Raises:
+      GShardError: there is no target, or the model is wrong.
+    """
+    target = config.target
+    if target is None:
+        raise GShardError("for which machine? Give --target, such as h100:1x8.")
+    if target.chip.usable is None:
+        raise GShardError(
+            f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
+        )
+    options = list(options_of(config, target))
+    setups: dict[str, Setup] = {}
+    traces: dict[Any, Footprint] = {}
+    found = []
+    for done, option in enumerate(options):
+        if report is not None:
+            report(done, len(options))
+        key = repr(sorted(option.arguments.items()))
+        if key not in setups:
+            made = load_setup(config.model, {**config.arguments, **option.arguments})
+            setups[key] = without_arrays(made)
+        found += _judged(setups[key], target, option, traces, key)
+    if report is not None:
+        report(len(options), len(options))
+    return ranked(found)
+
+
+def ranked(found: Sequence[Verdict]) -> list[Verdict]:
+    """Those that fit by time, the others by what they need; of equal ones what needs less first."""
+
+    def order(x: Verdict) -> tuple[bool, float, int]:
+        return x.cost is None, 0.0 if x.cost is None else float(f"{x.cost.step:.3g}"), x.needs
+
+    return sorted(found, key=order)
+
+
+def _judged(
+    setup: Setup, target: Target, option: Option, traces: dict[Any, Footprint], key: str
+) -> list[Verdict]:
+    """The verdict on an option; where it does not fit, with the state on the host beside it."""
+    first = _verdict(setup, target, option, traces, key)
+    if first.fits or option.choices.offload or first.host:
+        return [first]
+    away = dataclasses.replace(option.choices, offload=True)
+    second = _verdict(setup, target, dataclasses.replace(option, choices=away), traces, key)
+    return [first, second] if second.host else [first]
+
+
+def _verdict(
+    setup: Setup, target: Target, option: Option, traces: dict[Any, Footprint], key: str
+) -> Verdict:
+    choices, has = option.choices, target.chip.usable or 0
+    mesh = abstract_mesh(target.devices, option.replica)
+    state, plan = divided(setup, mesh, option.level, choices)
+    level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+
+    def verdict(needs: int, seconds: Cost | None = None) -> Verdict:
+        return Verdict(option, target.devices, needs, has, level.host, seconds)
+
+    if level.needs > has or level.host > target.chip.host_memory:
+        return verdict(level.needs)
+    traced = (key, option.level, plan.group.size, choices)
+    if traced not in traces:
+        traces[traced] = footprint_of(setup, state, plan, choices, target.platform)
+    seen = traces[traced]
+    if seen.peak > has:
+        return verdict(seen.peak)
+    return verdict(seen.peak, _cost(target, plan, level, seen))
+
+
+def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
+    """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
+    sent = {kind: moved.wire_bytes for kind, moved in seen.collectives.items()}
+    gathers, sums = sent.get("all-gather", 0), sent.get("all-reduce", 0)
+    at_rest = any(x.dim is not None for x in jax.tree.leaves(plan.params))
+    copies = plan.group.copies > 1
+    wire = {
+        "shard": sent.get("reduce-scatter", 0) + gathers * at_rest + sums * (not copies),
+        "copies": sums * copies,
+        "publish": gathers * (not at_rest),
+    }
+    # Moments and master copies are read and written, parameters written, gradients read.
+    update = 2 * level.optimizer + level.params + level.gradients
+    return cost(target, plan.group, seen.flops, seen.traffic, wire, update, level.host)

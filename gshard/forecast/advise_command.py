@@ -1,0 +1,72 @@
+"""The command `gshard advise`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gshard.forecast.advise import Verdict, advise
+from gshard.forecast.advise_report import advice
+from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.words import in_words
+
+_EXAMPLE = """examples:
+  gshard advise configs/llama-7b.toml --target h100:32x8
+  gshard advise configs/llama-7b.toml --target a100:4x8 --micro_batch_size 8 --top 20
+  gshard advise my_project.model:setup --target tpu-v5e:4x4 --json
+
+Looks at every level, copies of the divided state, micro-batches for the same rows in a step,
+offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
+["none", "full"]. Memory is that of the traced step; time is a model, not a measurement, and good
+for an order. Exits with 1 when nothing fits."""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command with these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="gshard advise",
+        description="Which level, mesh and micro-batches fit a machine, the fastest first.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.add_argument("--top", type=int, default=10, help="rows of the table (default 10)")
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+
+    def work() -> int:
+        given, config = given_config(parser, words)
+        if config is None:
+            parser.error("name a CONFIG")
+        found = _with_progress(config)
+        if given.json:
+            print(json.dumps(_as_dict(config, found)))
+        else:
+            print(advice(config, found, given.top))
+        return int(not any(x.fits for x in found))
+
+    return in_words(work)
+
+
+def _as_dict(config: Config, found: list[Verdict]) -> dict[str, Any]:
+    target = None if config.target is None else config.target.text
+    return {"target": target, "options": [x.as_dict() for x in found]}
+
+
+def _with_progress(config: Config) -> list[Verdict]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tracing"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        return advise(config, lambda done, of: bar.update(task, completed=done, total=of))

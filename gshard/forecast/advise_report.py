@@ -1,0 +1,87 @@
+"""Advice as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from gshard.forecast.advise import Verdict
+from gshard.forecast.amounts import bytes_of, seconds_of
+from gshard.forecast.config import Config
+from gshard.forecast.cost import COMPUTE_SHARE, MEMORY_SHARE
+from gshard.forecast.plan_report import table, text_of
+
+
+def advice(config: Config, found: Sequence[Verdict], top: int) -> str:
+    """The best rows of those that fit, and what is nearest to fitting of the others."""
+    fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
+    rows = config.choices.micro_batch_size * config.choices.micro_batches
+    machine = "" if config.target is None else f" on {config.target.text}"
+    has = bytes_of(found[0].has)
+    title = f"{config.model}{machine}: {rows} rows on each device in a step, {has} for programs"
+    parts: list[Table | str] = [title]
+    if fit:
+        parts.append(_ranked(fit[:top]))
+        if len(fit) > top:
+            parts.append(f"{len(fit) - top} more fit; --top {len(fit)} shows them.")
+    else:
+        parts.append("Nothing fits.")
+    if others:
+        made = table(
+            f"Does not fit: {len(others)}; the nearest",
+            ("level", "replica x shard", "micro-batches", "with"),
+            ("needs", "too much by"),
+        )
+        for x in others[:3]:
+            made.add_row(*_names(x), bytes_of(x.needs), _missing(x))
+        parts.append(made)
+    parts.append(
+        f"A model, good for an order: {COMPUTE_SHARE:.0%} of the chip's peak, {MEMORY_SHARE:.0%} "
+        "of its memory's bandwidth, no latency. balance: rows of a micro-batch below which the "
+        "wire binds."
+    )
+    return text_of(parts)
+
+
+def _ranked(fit: Sequence[Verdict]) -> Table:
+    made = table(
+        "Fits, fastest first",
+        ("", "level", "replica x shard", "micro-batches", "with", "bound by"),
+        ("step", "compute", "memory", "wire", "update", "peak", "of it", "balance"),
+    )
+    for place, x in enumerate(fit, 1):
+        if x.cost is None:
+            continue
+        cost = x.cost
+        made.add_row(
+            str(place),
+            *_names(x),
+            cost.binding,
+            *map(seconds_of, (cost.step, cost.compute, cost.memory)),
+            seconds_of(cost.wire + cost.publish),
+            seconds_of(cost.update + cost.host),
+            bytes_of(x.needs),
+            f"{x.needs / x.has:.0%}",
+            "-" if x.balance is None else f"{x.balance:.3g}",
+        )
+    return made
+
+
+def _names(x: Verdict) -> tuple[str, str, str, str]:
+    option = x.option
+    more = [f"{name} {value}" for name, value in option.arguments.items()]
+    if option.choices.offload:
+        more.append("offload")
+    if option.choices.reshard_after_forward is False:
+        more.append("kept for backward")
+    return (
+        option.level,
+        f"{option.replica} x {x.devices // option.replica}",
+        f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
+        ", ".join(more),
+    )
+
+
+def _missing(x: Verdict) -> str:
+    return bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"

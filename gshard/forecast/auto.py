@@ -1,0 +1,66 @@
+"""`level="auto"`: the fastest level whose state fits the devices at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh
+
+from gshard.errors import GShardError, warn
+from gshard.forecast.amounts import bytes_of
+from gshard.forecast.choices import Choices
+from gshard.forecast.level_forecast import LevelForecast, of_level
+from gshard.levels import LEVELS, Level
+from gshard.plan import Plan
+from gshard.targets.device import memory_of
+
+# Of a device's memory for the state and gradients. What activations take is not known without a
+# loss; `gshard advise` knows it.
+SHARE = 0.7
+
+
+def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> Plan:
+    """The plan of the level that sends and updates least, of those that fit.
+
+    Args:
+      plan_at: the plan of a level.
+      mesh: of real devices.
+
+    Raises:
+      GShardError: no device says how much memory it has.
+    """
+    if isinstance(mesh, AbstractMesh):
+        raise GShardError(
+            "level='auto' looks at the memory of the devices, and an AbstractMesh has none. Name "
+            "the level; gshard.make_plan and gshard advise show what each one takes."
+        )
+    sizes = [memory_of(device) for device in mesh.local_devices]
+    if not sizes or None in sizes:
+        raise GShardError(
+            f"level='auto': {mesh.local_devices[0]} does not say how much memory it has. Name the "
+            "level: 'os', 'os_g' or 'p_g_os'."
+        )
+    least_here = min(size for size in sizes if size is not None)
+    if jax.process_count() > 1:  # all are to choose the same
+        least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
+    memory = int(SHARE * least_here)
+    plans = {name: plan_at(level) for name, level in LEVELS.items()}
+    found = {name: of_level(plan, Choices()) for name, plan in plans.items()}
+    fitting = [name for name in LEVELS if found[name].needs <= memory]
+    if fitting:
+        return plans[min(fitting, key=lambda name: _moved(found[name]))]
+    least = min(found, key=lambda name: found[name].needs)
+    warn(
+        f"level='auto': even at {least!r} the state and gradients take "
+        f"{bytes_of(found[least].needs)} on a device, more than {bytes_of(memory)} ({SHARE:.0%} of "
+        f"its memory). Use more devices, or offload=True."
+    )
+    return plans[least]
+
+
+def _moved(level: LevelForecast) -> tuple[int, int]:
+    """Bytes on the wire, the slowest way, and then those that an update reads and writes."""
+    return level.wire, level.optimizer

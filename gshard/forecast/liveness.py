@@ -1,0 +1,131 @@
+"""How much memory the kernels of a program need at most: an order, and what is live in it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+
+from gshard.forecast.fusion import IN_PLACE, Fused, Kernel, fused
+from gshard.forecast.program import FREE, Program
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of live buffers of a program, its inputs aside.
+
+    Attributes:
+      bytes: of it.
+      live: (bytes, value, kernel that wrote it, program), what is live then.
+    """
+
+    bytes: int
+    live: tuple[tuple[int, int, Kernel | None, Program], ...] = ()
+
+
+def peak_of(program: Program, platform: str) -> Peak:
+    """The peak of a program's own buffers; results that take over an input's memory need none."""
+    whole = fused(program, platform)
+    return _simulated(whole, _order(whole, platform), platform)
+
+
+def _order(whole: Fused, platform: str) -> list[Kernel]:
+    """The order in which the kernels run."""
+    if platform == "cpu":
+        return _breadth_first(whole)
+    return whole.kernels
+
+
+def _breadth_first(whole: Fused) -> list[Kernel]:
+    """As XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
+    writer = {i: k for k, kernel in enumerate(whole.kernels) for i in kernel.writes}
+    waits = [0] * len(whole.kernels)
+    readers: dict[int, list[int]] = defaultdict(list)
+    for k, kernel in enumerate(whole.kernels):
+        before = {writer[i] for i in kernel.reads if i in writer}
+        waits[k] = len(before)
+        for b in before:
+            readers[b].append(k)
+    ready = deque(k for k, n in enumerate(waits) if not n)
+    found = []
+    while ready:
+        k = ready.popleft()
+        found.append(whole.kernels[k])
+        for r in readers[k]:
+            waits[r] -= 1
+            if not waits[r]:
+                ready.append(r)
+    return found
+
+
+def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
+    program = whole.program
+    sizes = program.values
+    last: dict[int, int] = {}
+    for k, kernel in enumerate(order):
+        for i in kernel.reads:
+            last[i] = k
+        for i in kernel.writes:
+            last.setdefault(i, k)
+    end = len(order)
+    outputs = [FREE if i == FREE else whole.buffer.get(i, i) for i in program.outputs]
+    donor = {outputs[o]: program.inputs[i] for o, i in program.kept if outputs[o] != FREE}
+    inputs = set(program.inputs)
+    for i in outputs:
+        if i != FREE:
+            last[i] = end
+    dies: dict[int, list[int]] = defaultdict(list)
+    for i, k in last.items():
+        dies[k].append(i)
+    live: dict[int, int] = {}
+    total, peak, at_peak = 0, 0, {}
+    writer: dict[int, Kernel] = {}
+    taken: set[int] = set()
+    for k, kernel in enumerate(order):
+        extra, inner = 0, None
+        for body in kernel.op.bodies:
+            found = peak_of(body, platform)
+            if found.bytes > extra:
+                extra, inner = found.bytes, found
+        dying = [i for i in dies[k] if i in live and i not in kernel.writes]
+        for place, i in enumerate(kernel.writes):
+            size = sizes[i].bytes
+            writer[i] = kernel
+            own = donor.get(i)
+            if own is not None and own not in taken:
+                free = last.get(own, -1)
+                if free < k or (free == k and kernel.elementwise):
+                    taken.add(own)
+                    live[i] = 0
+                    continue
+            shared = _shared(kernel, place, size, dying, sizes)
+            if shared is not None:
+                dying.remove(shared)
+                total -= live.pop(shared)
+            live[i] = size
+            total += size
+        if total + extra > peak:
+            peak = total + extra
+            at_peak = dict(live), inner
+        for i in dies[k]:
+            if i in live:
+                total -= live.pop(i)
+    if not at_peak:
+        return Peak(0)
+    held, inner = at_peak
+    rows = [(size, i, writer[i], program) for i, size in held.items() if size]
+    return Peak(peak, (*rows, *(inner.live if inner else ())))
+
+
+def _shared(kernel: Kernel, place: int, size: int, dying: list[int], sizes: list) -> int | None:
+    """An operand whose memory a result takes over."""
+    pairs = kernel.op.carried
+    if pairs:
+        for a, b in pairs:
+            if b == place and kernel.op.ins[a] in dying:
+                return kernel.op.ins[a]
+        return None
+    if kernel.elementwise or kernel.op.name in IN_PLACE:
+        for i in dying:
+            if sizes[i].bytes == size:
+                return i
+    return None

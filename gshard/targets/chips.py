@@ -1,0 +1,132 @@
+"""What is known of accelerators: memory, speed of arithmetic, speed of every way out.
+
+All figures are of one JAX device (a GPU, a TPU chip, half a TPU7x chip) and in bytes, bytes/s of
+one direction, and FLOP/s without sparsity. GB is 1e9 bytes, GiB is 2**30.
+
+Sources:
+  [nv]: NVIDIA's data sheets: A100 80GB SXM, H100 SXM5, H200 SXM, HGX B200; and of DGX A100, H100,
+    H200 and B200 for networks, PCIe and host memory.
+  [xla]: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb: what CUDA says of the device.
+  [tpu]: docs.cloud.google.com/tpu/docs: v4, v5e, v5p, v6e, tpu7x.
+  [book]: jax-ml.github.io/scaling-book, "How to Think About TPUs", tables of chips and links.
+  [libtpu]: "available HBM" in the error of libtpu 0.0.52 for a program that is too large; it says
+    two decimals, so the last 5 MiB are not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_GB, _GIB, _TERA = 10**9, 2**30, 10**12
+
+# Share of the device's memory that JAX takes at its start and keeps arrays in: its default for
+# XLA_PYTHON_CLIENT_MEM_FRACTION (docs.jax.dev, "GPU memory allocation").
+_PREALLOCATED = 0.75
+# Share of NVLink's bandwidth that collectives of 8 GPUs reach: NCCL's bus bandwidth on 8 H100 is
+# 350 GB/s to gather and 360 GB/s to scatter, of 450 (github.com/NVIDIA/nccl/issues/1281).
+_NCCL = 350 / 450
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device, as JAX counts them.
+
+    Attributes:
+      name: as a target names it, such as `h100`.
+      title: as its maker names it.
+      memory: bytes that the device reports; None of a CPU, whose devices share the computer's.
+      usable: bytes of it for arrays and temporaries of programs, by JAX's defaults.
+      bfloat16: peak FLOP/s of matrix products in bfloat16.
+      float32: the same of products of float32 at JAX's default precision: TF32 on GPUs, one pass of
+        bfloat16 on TPUs.
+      memory_bandwidth: bytes/s from and to its own memory.
+      link: bytes/s that collectives send from a device to others of its host (NVLink), or over one
+        link of the torus (ICI): half of what it sends along one axis, both ways round.
+      network: bytes/s that a device sends to other hosts (or, of TPUs, other slices), its share of
+        its host's network: an assumption, since networks are built to order.
+      host_link: bytes/s between the device and its host's memory.
+      host_memory: bytes of its host's memory, shared out over the host's devices.
+      per_chip: devices that make up one chip, as TPU slices are counted.
+    """
+
+    name: str
+    title: str
+    memory: int | None
+    usable: int | None
+    bfloat16: float
+    float32: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    host_link: float
+    host_memory: float
+    per_chip: int = 1
+
+
+def _gpu(
+    name: str, title: str, memory: int, tflops: float, tf32: float, hbm: float, nvlink: float,
+    network: float, pcie: float,
+) -> Chip:  # fmt: skip
+    """A GPU of a host of 8 with 2 TB [nv], from TFLOP/s and GB/s."""
+    return Chip(
+        name,
+        title,
+        memory=memory,
+        usable=int(_PREALLOCATED * memory),
+        bfloat16=tflops * _TERA,
+        float32=tf32 * _TERA,
+        memory_bandwidth=hbm * _GB,
+        link=_NCCL * nvlink * _GB,
+        network=network * _GB,
+        host_link=pcie * _GB,
+        host_memory=2000 * _GB / 8,
+    )
+
+
+def _tpu(
+    name: str, title: str, hbm_gib: float, tflops: float, hbm: float, ici: float, network: float,
+    pcie: float, host_memory: float, per_chip: int = 1,
+) -> Chip:  # fmt: skip
+    """A TPU from the figures of its chip, in GiB of one device, TFLOP/s and GB/s."""
+    usable = int(hbm_gib * _GIB)
+    return Chip(
+        name,
+        title,
+        memory=usable,
+        usable=usable,
+        bfloat16=tflops * _TERA / per_chip,
+        float32=tflops * _TERA / per_chip,
+        memory_bandwidth=hbm * _GB / per_chip,
+        link=ici * _GB / per_chip,
+        network=network * _GB / per_chip,
+        host_link=pcie * _GB / per_chip,
+        host_memory=host_memory * _GB / per_chip,
+        per_chip=per_chip,
+    )
+
+
+# GPUs: memory and its bandwidth [xla] (a100, h100: of devices at hand, within 0.02 % of it); dense
+# bfloat16 and TF32, and NVLink, half of what both directions have [nv]; the network is one port per
+# GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the others) [nv]. PCIe is what copies reach of x16: 25 of
+# 32 GB/s in generation 4, 50 of 64 in generation 5.
+#
+# TPUs: usable memory [libtpu]; bfloat16 and memory bandwidth [tpu]; ICI of one link, one way, as
+# [book] has it, nine tenths of what [tpu] says (tpu-7x: the same share of it); PCIe [book], where
+# TPU7x is not known and taken as v6e. Network: [tpu] for each chip of v5p, v6e, 7x; a v5e host has
+# 2 x 100 Gb/s for 8 chips [tpu], a v4 host 25 GB/s for 4 [book]. Host memory [tpu].
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        # Virtual devices of this computer. Orders of magnitude of one core, to make a plan run.
+        Chip("cpu", "virtual CPU device", None, None, 5e10, 5e10, 1e10, 5e9, 1e9, 1e10, 4e9),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 85094825984, 312, 156, 2039, 300, 25, 25),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 84929347584, 989.4, 494.7, 3352.32, 450, 50, 50),
+        _gpu("h200", "NVIDIA H200 141GB HBM3e", 151397597184, 989.4, 494.7, 4800, 450, 50, 50),
+        _gpu("b200", "NVIDIA B200", 191514411008, 2250, 1100, 7672.32, 900, 50, 50),
+        _tpu("tpu-v4", "TPU v4", 30.75, 275, 1200, 45, 6.25, 16, 407 / 4),
+        _tpu("tpu-v5e", "TPU v5e", 15.75, 197, 819, 45, 3.125, 15, 512 * _GIB / _GB / 8),
+        _tpu("tpu-v5p", "TPU v5p", 95.73, 459, 2765, 90, 6.25, 15, 448 / 4),
+        _tpu("tpu-v6e", "TPU v6e (Trillium)", 31.24, 918, 1638, 90, 12.5, 32, 720 / 4),
+        _tpu("tpu-7x", "TPU7x (Ironwood)", 94.74, 2307, 7380, 90, 12.5, 32, 960 / 4, per_chip=2),
+    )
+}

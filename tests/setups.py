@@ -1,0 +1,89 @@
+"""Functions that make a `gshard.Setup`, for tests that name one as `tests.setups:...`."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+
+
+def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gshard.Setup:
+    """A multilayer perceptron in Linen, as `(params, tx)`."""
+    net = nn.Sequential([nn.Dense(width) for _ in range(layers)])
+
+    def init():
+        return net.init(jax.random.key(0), jnp.zeros((1, width)))["params"], optax.adamw(1e-3)
+
+    def loss(params, x):
+        return jnp.square(net.apply({"params": params}, x)).mean()
+
+    shard = {} if precision is None else {"precision": precision}
+    return gshard.Setup(init, loss, jax.ShapeDtypeStruct((1, width), jnp.float32), shard)
+
+
+class _State(TrainState):
+    batch_stats: dict
+
+
+def norm(width: int = 200) -> gshard.Setup:
+    """Linen with batch statistics, in a `TrainState` of its own."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axis = ("shard",) if not self.is_initializing() else None
+            return nn.BatchNorm(use_running_average=False, axis_name=axis)(nn.Dense(width)(x))
+
+    net = Net()
+
+    def init():
+        made = net.init(jax.random.key(0), jnp.zeros((2, width)))
+        return _State.create(
+            apply_fn=net.apply,
+            params=made["params"],
+            tx=optax.sgd(1e-2, momentum=0.9),
+            batch_stats=made["batch_stats"],
+        )
+
+    def loss(params, x, *, batch_stats):
+        variables = {"params": params, "batch_stats": batch_stats}
+        y, new = net.apply(variables, x, mutable=["batch_stats"])
+        return jnp.square(y - 1).mean(), new
+
+    return gshard.Setup(init, loss, jnp.zeros((2, width)), step={"mutable": ("batch_stats",)})
+
+
+def pair(width: int = 192) -> gshard.Setup:
+    """An NNX model and its optimizer."""
+
+    def init():
+        model = nnx.Linear(width, width, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    def loss(model, x):
+        return jnp.square(model(x)).mean()
+
+    return gshard.Setup(init, loss, jnp.zeros((1, width)))
+
+
+def fails() -> gshard.Setup:
+    """Cannot be made."""
+    raise RuntimeError("no such data set")
+
+
+def fails_in_loss(width: int = 256) -> gshard.Setup:
+    """Its loss cannot be traced."""
+    made = mlp(width)
+
+    def loss(params, x):
+        return (x @ jnp.zeros((3, 3))).mean()
+
+    return gshard.Setup(made.state, loss, made.batch)
+
+
+NUMBER = 3

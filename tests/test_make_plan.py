@@ -1,0 +1,296 @@
+"""`make_plan`, the paper's table, and the command `gshard plan`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.command import main
+from gshard.forecast.amounts import bytes_of, count_of
+from gshard.forecast.config import read_config
+from gshard.forecast.paper import DEGREES, SIZES, rounded, table_1
+from gshard.forecast.setup import load_setup
+from gshard.shard import shard_train_state
+from tests import setups
+
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+
+
+# ---- bytes and wire -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("make", [setups.mlp, setups.norm, setups.pair], ids=lambda x: x.__name__)
+def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
+    setup = make()
+    found = gshard.make_plan(setup, devices, levels=[level]).levels[level]
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    state, plan = shard_train_state(setup.state, mesh, level, **setup.shard)
+    parts = plan.kind.split(state)
+    device = jax.devices()[devices - 1]
+
+    def live(tree):
+        return sum(
+            shard.data.nbytes
+            for x in jax.tree.leaves(tree)
+            for shard in x.addressable_shards
+            if shard.device == device
+        )
+
+    assert found.params == live(parts.params)
+    assert found.optimizer == live(parts.opt_state)
+    assert found.extras == live(parts.extras)
+    assert found.at_rest == live((parts.params, parts.opt_state, parts.extras))
+
+
+def test_master_copies_count_as_optimizer_state():
+    found = gshard.make_plan("tests.setups:mlp", 4, arguments={"precision": "bfloat16"})
+    psi = found.parameters
+    assert psi == 3 * (256 * 256 + 256)
+    assert found.levels["dp"].params == 2 * psi
+    assert found.levels["dp"].optimizer - 12 * psi == 4 + 4 * 6  # a count, and the guard's
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_wire_is_what_the_compiled_step_sends(level):
+    setup = setups.mlp()
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    found = gshard.make_plan(setup, 4, levels=[level], micro_batches=2).levels[level]
+    state, plan = shard_train_state(setup.state, mesh, level)
+    rows = np.ones((8, 256), np.float32)
+    for flavour, options in {
+        "level": {},
+        "local": {"accumulate": "local"},
+        "scatter": {"accumulate": "scatter"},
+        "sync": {"accumulate": "sync"},
+    }.items():
+        step = gshard.make_train_step(setup.loss_fn, plan, micro_batches=2, **options)
+        audit = gshard.audit(step, state, rows)
+        sent = sum(r.wire_bytes for r in audit.collectives if not r.scalar)
+        promised = found.wire if flavour == "level" else found.wire_by_flavour[flavour]
+        # A linear layer's backward pass keeps what its forward pass gathered, where XLA sees it.
+        gathered = sum(r.wire_bytes for r in audit.collectives if r.purpose == "gather")
+        assert promised - gathered <= sent <= promised
+        if not gathered:
+            assert sent == promised
+
+
+def test_a_batch_and_a_gathered_layer_count():
+    found = gshard.make_plan(
+        setups.mlp(), 4, micro_batches=3, micro_batch_size=5, levels=["p_g_os", "os"]
+    )
+    assert list(found.levels) == ["p_g_os", "os"]
+    assert found.levels["os"].batch == 3 * 5 * 256 * 4
+    assert found.levels["os"].gathered == 0
+    assert found.levels["p_g_os"].gathered == 256 * 256 * 4
+
+
+def test_offload_moves_bytes_to_the_host():
+    there = gshard.make_plan(setups.mlp(), 4, levels=["os"]).levels["os"]
+    away = gshard.make_plan(setups.mlp(), 4, levels=["os"], offload=True).levels["os"]
+    assert there.host == 0
+    assert away.host > 0.9 * there.optimizer
+    assert away.host + away.optimizer == there.optimizer
+
+
+def test_a_trillion_parameters_on_16384_devices():
+    params = {f"w{i}": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32) for i in range(100)}
+    found = gshard.make_plan((params, optax.adam(1e-3)), 16384)
+    assert found.parameters == 10**12
+    assert found.levels["dp"].at_rest == 12 * 10**12 + 4 + 4 * 6
+    # 100,000 rows lie as 7 on each device, the last ones padding.
+    assert found.levels["p_g_os"].params == 100 * 7 * 100_000 * 4
+
+
+# ---- the paper's table --------------------------------------------------------------------------
+
+# Rajbhandari et al., 2020, Table 1: 7.5B, 128B and 1T, each at os, os_g, p_g_os.
+PRINTED = """
+1 120 120 120 2048 2048 2048 16000 16000 16000
+4 52.5 41.3 30 896 704 512 7000 5500 4000
+16 35.6 21.6 7.5 608 368 128 4750 2875 1000
+64 31.4 16.6 1.88 536 284 32 4187 2218 250
+256 30.4 15.4 0.47 518 263 8 4046 2054 62.5
+1024 30.1 15.1 0.12 513 257 2 4011 2013 15.6
+"""
+
+
+def test_table_1_is_the_paper_s_formulas():
+    found = table_1()
+    for name, psi in SIZES.items():
+        for n in DEGREES:
+            formulas = 4 * psi + 12 * psi / n, 2 * psi + 14 * psi / n, 16 * psi / n
+            for count, formula in zip(found[name][n].values(), formulas, strict=True):
+                # Counts of steps beside it, and a part rounded up to whole elements.
+                assert formula <= count < formula + 100, (name, n)
+
+
+def test_table_1_is_printed_as_in_the_paper(capsys):
+    assert main(["plan", "--paper"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if row and row[0].isdigit()] == [
+        line.split() for line in PRINTED.strip().splitlines()
+    ]
+    assert main(["plan", "--paper", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["1T"]["1"]["os"] >= 16 * 10**12
+
+
+def test_rounding():
+    assert [rounded(x) for x in (41_250_000_000, 7_500_000_000, 117_187_500)] == [
+        "41.3", "7.5", "0.12",
+    ]  # fmt: skip
+    assert [rounded(x) for x in (4_187_500_000_000, 99_960_000_000)] == ["4187", "100"]
+
+
+def test_amounts():
+    assert [bytes_of(x) for x in (0, 999, 1000, 999_600, 1_234_567, 10**12)] == [
+        "0 B", "999 B", "1.00 kB", "1.00 MB", "1.23 MB", "1.00 TB",
+    ]  # fmt: skip
+    assert [count_of(x) for x in (7_500_000_000, 124_439_808, 12)] == ["7.50 B", "124 M", "12"]
+
+
+# ---- configs ------------------------------------------------------------------------------------
+
+
+def test_options_win_over_a_file(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(
+        'model = "tests.setups:mlp"\ntarget = "h100:2x8"\nmicro_batches = 2\n'
+        "[arguments]\nwidth = 64\nlayers = 2\n"
+    )
+    config = read_config(str(path))
+    assert (config.devices, config.target.text) == (16, "h100:2x8")
+    config = read_config(str(path), {"devices": 4, "arguments.width": 32, "levels": "os,2"})
+    assert (config.devices, config.target, config.levels) == (4, None, ("os", "os_g"))
+    assert config.arguments == {"width": 32, "layers": 2}
+    assert config.choices.micro_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("levels = ['os']", "names no model"),
+        ("model = 'a:b'\nmicro_batch = 2", "Did you mean 'micro_batches'?"),
+        ("model = 'a:b'\nlevels = ['ox']", "level='ox' is unknown"),
+        ("model = 'a:b'\nlevels = 3.5", "levels=3.5 must be a list"),
+        ("model = 'a:b'\ntarget = 'h101:8'", "Did you mean 'h100'?"),
+        ("model = 'a:b'\ntarget = 'h100:2x8'\ndevices = 8", "target h100:2x8 has 16"),
+        ("model = 'a:b'\nmicro_batches = 0", "micro_batches=0 must be a whole number"),
+        ("model = 'a:b'\noffload = 'yes'", "offload='yes' must be a bool"),
+        ("model = 'a:b'\narguments = 3", "arguments=3 must be a table"),
+        ("model = 'a:b'\n[vary]\nx = 3", "vary.x=3 must be a list"),
+        ("model = ", "is not TOML"),
+    ],
+)
+def test_a_wrong_config_says_where(tmp_path, text, said):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(gshard.GShardError) as caught:
+        read_config(str(path))
+    assert said in str(caught.value)
+
+
+def test_a_missing_file_has_a_near_one(tmp_path):
+    (tmp_path / "llama-7b.toml").touch()
+    with pytest.raises(gshard.GShardError, match="Did you mean .*llama-7b.toml"):
+        read_config(str(tmp_path / "llama_7b.toml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("tests.setups", {}, "must be 'module:function'"),
+        ("tests.setupz:mlp", {}, "cannot be imported: ModuleNotFoundError"),
+        ("tests.setups:mpl", {}, "Did you mean 'mlp'?"),
+        ("tests.setups:NUMBER", {}, "has no function 'NUMBER'"),
+        ("tests.setups:mlp", {"wdth": 3}, "unexpected keyword argument 'wdth'"),
+        ("tests.setups:fails", {}, "fails: RuntimeError: no such data set"),
+    ],
+)
+def test_a_wrong_model_says_what(name, arguments, said):
+    with pytest.raises(gshard.GShardError) as caught:
+        load_setup(name, arguments)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: gshard.make_plan(setups.mlp(), 0), "devices=0 must be"),
+        (lambda: gshard.make_plan(setups.mlp(), 6, replica=4), "replica=4 does not divide 6"),
+        (lambda: gshard.make_plan(3, 8), "state is a int"),
+        (lambda: gshard.make_plan(setups.mlp(), 8, levels=[]), "levels= names none"),
+        (
+            lambda: gshard.make_plan(setups.mlp(), gshard.make_mesh(), replica=2),
+            "replica= goes with a number",
+        ),
+        (
+            lambda: gshard.make_plan(
+                gshard.Setup(setups.mlp().state, setups.mlp().loss_fn, {"a": 3}), 8
+            ),
+            "give arrays of one row or more",
+        ),
+    ],
+)
+def test_bad_input(call, said):
+    with pytest.raises(gshard.GShardError) as caught:
+        call()
+    assert said in str(caught.value)
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_in_a_folder_of_the_user_s(tmp_path):
+    (tmp_path / "mine.py").write_text((Path(__file__).parent / "setups.py").read_text())
+    (tmp_path / "mine.toml").write_text('model = "mine:mlp"\ndevices = 8\n')
+    ran = subprocess.run(
+        [sys.executable, "-m", "gshard", "plan", "mine.toml", "--json", "--arguments.layers", "5"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(gshard.__file__).parents[1])},
+    )  # fmt: skip
+    found = json.loads(ran.stdout)
+    assert found["parameters"] == 5 * (256 * 256 + 256)
+    assert found == gshard.make_plan(setups.mlp(layers=5), 8).as_dict()
+
+
+def test_warnings_are_lines_and_said_once(capsys):
+    words = ["plan", "tests.setups:mlp", "--devices", "8", "--arguments.width", "64"]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert said.err.count("warning: ") == 1
+    assert said.err.count("stay whole on every device") == 1
+    assert "site-packages" not in said.err
+    assert "parameters on 8 devices" in said.out
+    assert "\x1b" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["tests.setups:mlp"], 1, "how many devices?"),
+        (["nowhere.toml"], 1, "there is no file 'nowhere.toml'"),
+        (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], 1, "Did you mean 'os'?"),
+        (["tests.setups:mlp", "--device", "8"], 2, "Did you mean '--devices'?"),
+        (["tests.setups:mlp", "--arguments.width"], 2, "unknown option"),
+        ([], 2, "name a CONFIG"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words, code, said, capsys):
+    try:
+        assert main(["plan", *words]) == code
+    except SystemExit as ended:
+        assert ended.code == code
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert not printed.out
