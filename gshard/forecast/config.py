@@ -176,7 +176,7 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
     while rest:
         name, equals, word = rest.pop(0).partition("=")
         if not name.startswith("--arguments.") or not (equals or rest):
-            known = [f"--{key}" for key in _MEANINGS] + ["--json", "--help"]
+            known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
             parser.error(f"unknown option {name!r}.{did_you_mean(name, known)}")
         options[name.removeprefix("--")] = _value(word if equals else rest.pop(0))
     return given, None if given.config is None else read_config(given.config, options)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from typing import Any
 
 from gshard.errors import GShardError
+from gshard.exported.new_file import NewFile, file_path
 from gshard.forecast.compiled import compile_for
 from gshard.forecast.compiled_report import compiled_report
 from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.page import page
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import Forecast, make_plan
 from gshard.forecast.plan_report import table, text_of
@@ -20,6 +24,7 @@ _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml
   gshard plan configs/llama-7b.toml --devices 64 --micro_batches 4 --arguments.layers 16
   gshard plan my_project.model:setup --devices 8 --json
+  gshard plan configs/llama-7b.toml --devices 64 --html plan.html
   gshard plan configs/llama-7b.toml --target h100:32x8 --levels p_g_os
   gshard plan --paper
 
@@ -44,9 +49,12 @@ def main(words: list[str]) -> int:
         help="compile the step of each level for the target (default: where --target is given)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
 
     def work() -> int:
         given, config = given_config(parser, words)
+        if given.paper and given.html is not None:
+            parser.error("--html goes with a CONFIG, not with --paper")
         if given.paper:
             print(json.dumps(table_1()) if given.json else _paper())
             return 0
@@ -54,8 +62,13 @@ def main(words: list[str]) -> int:
             parser.error("name a CONFIG, or give --paper")
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
-        found = planned(config, activations=not given.shapes)
-        programs = {} if target is None else compiled(config, target)
+        with _place(given.html) as file:
+            found = planned(config, activations=not given.shapes)
+            programs = {} if target is None else compiled(config, target)
+            if file is not None:
+                file.write(page_of(config, found, programs).encode())
+                file.commit()
+                print(f"wrote {given.html}", file=sys.stderr)
         if given.json:
             print(json.dumps(found.as_dict() | {"compiled": programs}))
         else:
@@ -66,6 +79,26 @@ def main(words: list[str]) -> int:
         return int(bool(fits) and not any(fits))
 
     return in_words(work)
+
+
+def _place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
+    """The file of a page, opened before the work: a place that cannot be written is refused."""
+    if file is None:
+        return contextlib.nullcontext()
+    return NewFile(file_path(file, "--html"), "--html")
+
+
+def page_of(config: Config, found: Forecast, programs: dict[str, dict[str, Any]]) -> str:
+    """The page of a forecast, with what is known of the target."""
+    target = config.target
+    return page(
+        found,
+        model=config.model if target is None else f"{config.model} for {target.text}",
+        compiled=programs,
+        capacity=None if target is None else target.chip.usable,
+        # A host of a TPU slice is a tile of its torus: not devices in a row.
+        per_host=target.devices_per_host if target and target.platform == "gpu" else None,
+    )
 
 
 def planned(config: Config, activations: bool = True) -> Forecast:
