@@ -27,8 +27,8 @@ def table(plan: Plan) -> str:
         rows.add_row(
             stored.path,
             f"{stored.dtype}{list(stored.shape)}",
-            _describe(stored),
-            _describe(reduced),
+            in_words(stored),
+            in_words(reduced),
             f"{stored.bytes_per_device:,}",
             reduced.reason,
         )
@@ -36,7 +36,7 @@ def table(plan: Plan) -> str:
         rows.add_row(
             layout.path,
             f"{layout.dtype}{list(layout.shape)}",
-            _describe(layout),
+            in_words(layout),
             "none",
             f"{layout.bytes_per_device:,}",
             layout.reason,
@@ -64,7 +64,8 @@ def table(plan: Plan) -> str:
     return out.getvalue()
 
 
-def _describe(layout: Layout) -> str:
+def in_words(layout: Layout) -> str:
+    """How a leaf lies: `dim 0 / 8 + 3 padded`, `whole`, ..."""
     pad = f" + {layout.padding} padded" if layout.padding else ""
     own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
     over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
