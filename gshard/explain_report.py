@@ -121,10 +121,10 @@ def _levels(found: Explanation) -> Table:
         ("level",),
         ("at rest", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
     )
+    now = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
-        mark = " (now)" if name == found.level else ""
         amounts = (x.at_rest, found.saves(name), x.gradients, x.gathered, x.host, x.wire)
-        made.add_row(name + mark, *(f"{n:,}" for n in amounts))
+        made.add_row(now.get(name, name), *(f"{n:,}" for n in amounts))
     return made
 
 
