@@ -93,7 +93,9 @@ def measure(state: Any, plan: Plan) -> Measured:
             "Leave plan out: the state knows its own."
         )
     devices = list(plan.mesh.local_devices)
-    alive = jax.live_arrays(plan.mesh.devices.flat[0].platform)  # before any shard of one is looked at
+    alive = jax.live_arrays(
+        plan.mesh.devices.flat[0].platform
+    )  # before any shard of one is looked at
     found = {str(d): dict.fromkeys(plan.bytes_per_device, 0) for d in devices}
     paths, leaves, _ = flatten(state)
     own: set[Any] = set()
