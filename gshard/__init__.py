@@ -20,6 +20,8 @@ from gshard.errors import GShardWarning as GShardWarning
 from gshard.errors import NonFiniteError as NonFiniteError
 from gshard.errors import UnevenInputsError as UnevenInputsError
 from gshard.evaluate import make_eval_step as make_eval_step
+from gshard.explain import Explanation as Explanation
+from gshard.explain import explain as explain
 from gshard.exported.export import export as export
 from gshard.exported.import_params import import_params as import_params
 from gshard.forecast.level_forecast import LevelForecast as LevelForecast

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard.audit_report import report, total
 from gshard.errors import GShardError
+from gshard.exceeded import exceeded
 from gshard.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
@@ -99,6 +100,11 @@ class Audit:
         """
         rows = (row for row in self.collectives if kind in (None, row.kind))
         return sum(_known(row, row.wire_bytes) for row in rows)
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """Promises that do not hold, in words; none where there is no promise."""
+        return () if self.promise is None else exceeded(self.promise, self.collectives)
 
     def as_dict(self) -> dict[str, Any]:
         """The whole audit in dicts, lists, strings and numbers, ready for JSON."""

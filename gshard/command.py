@@ -9,12 +9,16 @@ from gshard.checkpoint.command import main as verify
 from gshard.doctor.command import main as doctor
 from gshard.errors import did_you_mean
 from gshard.forecast.advise_command import main as advise
+from gshard.forecast.audit_command import main as audit
+from gshard.forecast.explain_command import main as explain
 from gshard.forecast.plan_command import main as plan
 from gshard.launch.command import main as launch
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),
+    "audit": (audit, "what the compiled step really sends and keeps, beside what is promised"),
     "doctor": (doctor, "look for what is wrong with this machine"),
+    "explain": (explain, "what holds the memory of a train state, and why"),
     "launch": (launch, "run a script in several processes"),
     "plan": (plan, "what every level takes and sends, before anything runs"),
     "verify": (verify, "compare checkpoints with their checksums"),

@@ -183,7 +183,8 @@ def lay_out(
     elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
         taken = frozenset(d for d, names in enumerate(user) if names)
         choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, taken, whole_at_rest))
-    dim, reason = (choice.dim, choice.reason) if choice else (None, "not divided at this level")
+    why_whole = "not divided at this level" if rule is None else f"{leaf.dtype} is not a number"
+    dim, reason = (choice.dim, choice.reason) if choice else (None, why_whole)
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, user)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class Plan:
       kind: how the train state splits into parts.
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
+      at: the plan of the same state, with the same choices, at another level.
     """
 
     level: Level
@@ -55,6 +57,7 @@ class Plan:
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
+    at: Callable[[Level], Plan]
 
     @property
     def data_axes(self) -> tuple[str, ...]:

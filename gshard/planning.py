@@ -77,6 +77,9 @@ def planned(
         ]
         return jax.tree.unflatten(structure, found)
 
+    def at(other: Level) -> Plan:
+        return planned(state, kind, tx, mesh, group, other, rule, scan_axes, precision, offload)
+
     refuse_twice(paths, "parameters")
     not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
     check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
@@ -110,6 +113,7 @@ def planned(
         kind=kind,
         tx=tx,
         template=state,
+        at=at,
     )
     if offload:
         plan = _offloaded(plan)

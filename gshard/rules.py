@@ -102,6 +102,22 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
     return rule
 
 
+# What to change in a call, by a part of the reason for which a leaf is whole.
+_SETTINGS = {
+    "<= segment_size": "segment_size= below the elements of one layer",
+    "no dimension divides": "indivisible='pad'",
+    "no dimension to divide": "scan_axes=, or rules= with another dimension",
+    "one device in the shard group": "more devices in the shard group",
+    "is not a number": "",
+}
+
+
+def setting_of(reason: str) -> str:
+    """What to change so that a leaf is divided that is whole for `reason`; empty for nothing."""
+    found = (setting for part, setting in _SETTINGS.items() if part in reason)
+    return next(found, "rules=, which says so")
+
+
 def by_path(pattern: str, dim: int | str) -> Rule:
     """Decides for the leaves whose path matches a regular expression (searched, not anchored).
 

@@ -48,8 +48,15 @@ def divided(
     setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
     """The state of a setup divided over a mesh, abstract, and its plan. Nothing is initialised."""
+    return initialised(without_arrays(setup), mesh, level, choices)
+
+
+def initialised(
+    setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
+) -> tuple[Any, Plan]:
+    """The same with arrays, where the setup makes or holds them and the mesh has devices."""
     arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
-    return shard_train_state(without_arrays(setup).state, mesh, level, **arguments)
+    return shard_train_state(setup.state, mesh, level, **arguments)
 
 
 def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:

@@ -1,0 +1,67 @@
+"""The command `gshard audit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from gshard.audit import Audit, audit
+from gshard.errors import GShardError
+from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.setup import batch_of, divided, load_setup, step_of
+from gshard.forecast.this_computer import mesh_here, status
+
+_EXAMPLE = """examples:
+  gshard audit my_project.toml
+  gshard audit my_project.model:setup --devices 8 --levels os_g --micro_batches 4
+  gshard audit my_project.toml --json
+
+The step is compiled for this computer's accelerators, or for virtual CPU devices where there are
+not as many, and not run. Exits with 1 when a promise does not hold, and says which."""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command with these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="gshard audit",
+        description="What a compiled step really sends and keeps, beside what is promised.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    try:
+        given, config = given_config(parser, words)
+        if config is None:
+            parser.error("name a CONFIG")
+        found = audited(config)
+    except GShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps({"levels": {
+            name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
+        }}))  # fmt: skip
+    else:
+        print("\n\n".join(f"level {name}\n\n{x}" for name, x in found.items()))
+    broken = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
+    for line in broken:
+        print(f"promise not kept: {line}", file=sys.stderr)
+    return int(bool(broken))
+
+
+def audited(config: Config) -> dict[str, Audit]:
+    """The audits of a config's levels, by name."""
+    mesh = mesh_here(config, "gshard audit")
+    setup = load_setup(config.model, config.arguments)
+    found = {}
+    with status("") as say:
+        for level in config.levels:
+            say(f"{level}: compiling for {mesh.size} {mesh.devices.flat[0].device_kind} devices")
+            state, plan = divided(setup, mesh, level, config.choices)
+            arguments = state if isinstance(state, tuple) else (state,)
+            step = step_of(setup, plan, config.choices)
+            found[level] = audit(step, *arguments, batch_of(setup, plan, config.choices))
+    return found

@@ -1,0 +1,95 @@
+"""The command `gshard explain`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import jax
+from jax.sharding import Mesh
+
+from gshard.errors import GShardError
+from gshard.explain import Explanation, explain
+from gshard.forecast.amounts import bytes_of
+from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.setup import divided, initialised, load_setup
+from gshard.forecast.this_computer import free_memory, mesh_here, status
+from gshard.plan import Plan
+
+_EXAMPLE = """examples:
+  gshard explain my_project.toml --levels os_g
+  gshard explain my_project.model:setup --devices 8 --most 50
+  gshard explain my_project.toml --abstract --json
+
+The state is made for real, one level after the other, on this computer's accelerators, or on
+virtual CPU devices where there are not as many. Where it does not fit, or with --abstract, nothing
+is made and nothing is measured. For a state that trains: gshard.explain(state)."""
+
+
+def main(words: list[str]) -> int:
+    """Runs the command with these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="gshard explain",
+        description="What holds the memory of a train state, why, and what would change it.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_options(parser)
+    parser.add_argument("--abstract", action="store_true", help="make no arrays, measure nothing")
+    parser.add_argument("--most", type=int, default=20, metavar="N",
+                        help="arrays that are listed (default: 20; --json has all)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    try:
+        given, config = given_config(parser, words)
+        if config is None:
+            parser.error("name a CONFIG")
+        found = explained(config, given.abstract)
+    except GShardError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps({"levels": {
+            name: x.as_dict() | {"not_measured": why} for name, (x, why) in found.items()
+        }}))  # fmt: skip
+        return 0
+    print("\n\n".join(
+        x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
+        for x, why in found.values()
+    ))  # fmt: skip
+    return 0
+
+
+def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, str]]:
+    """Of every level of a config the explanation, and why nothing was measured, by name."""
+    mesh = mesh_here(config, "gshard explain")
+    setup = load_setup(config.model, config.arguments)
+    found = {}
+    with status("") as say:
+        for level in config.levels:
+            say(f"{level}: making the state on {mesh.size} devices")
+            state, plan = divided(setup, mesh, level, config.choices)
+            why = "--abstract." if abstract else _does_not_fit(plan, mesh)
+            if not why:
+                state, plan = initialised(setup, mesh, level, config.choices)
+            explanation = explain(state, plan, micro_batches=config.choices.micro_batches)
+            if not why and explanation.measured is None:
+                why = "the setup's state is abstract."
+            found[level] = (explanation, why)
+            del state  # before the next one is made
+    return found
+
+
+def _does_not_fit(plan: Plan, mesh: Mesh) -> str:
+    """Why the state cannot be made here, in words; empty when it can."""
+    sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.layouts)]
+    made = 2 * max(sizes)  # an init function may have one array whole, and what it is made of
+    needed, free = mesh.size * (sum(plan.bytes_per_device.values()) + made), free_memory(mesh)
+    if free is None or needed <= free:
+        return ""
+    return (
+        f"to make the state takes {bytes_of(needed)} on {mesh.size} devices, and {bytes_of(free)} "
+        "are free here (as with --abstract). Measure a smaller one, with --devices or "
+        "--arguments.NAME."
+    )

@@ -1,0 +1,331 @@
+"""`gshard.explain`: the bytes that are alive are the plan's, and what else is alive has a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.errors import DonatedStateError, GShardError
+from gshard.levels import LEVELS
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+    pytest.mark.filterwarnings("ignore:offload=True puts nothing"),
+]
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=True)(nn.Dense(40)(x))
+        return nn.Dense(13)(nn.tanh(x))
+
+
+class WithStatistics(TrainState):
+    batch_stats: Any
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(7, 40, rngs=rngs)
+        self.norm = nnx.BatchNorm(40, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.last = nnx.Linear(40, 13, rngs=rngs)
+
+
+def linen() -> Any:
+    made = Net().init(jax.random.key(0), jnp.ones((1, 7)))
+    return WithStatistics.create(
+        apply_fn=None, params=made["params"], tx=optax.adam(1e-3), batch_stats=made["batch_stats"]
+    )
+
+
+def pair() -> Any:
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+
+def plain() -> Any:
+    return {"w": jnp.ones((41, 13)), "b": jnp.ones((300,))}, optax.adam(1e-3)
+
+
+KINDS = {"linen": linen, "nnx": pair, "plain": plain}
+
+
+def mesh_of(n: int):
+    return gshard.make_mesh(devices=jax.devices()[:n])
+
+
+def divided(state: Any, level: str, n: int = 8, **options: Any):
+    return gshard.shard_train_state(state, mesh_of(n), level, segment_size=24, **options)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("n", "options"),
+    [
+        (8, {}),
+        (5, {"precision": "bfloat16"}),
+        (3, {"offload": True}),
+        (7, {"precision": "bfloat16", "offload": True}),
+        (1, {}),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else "+".join(x) or "as it is",
+)
+def test_live_bytes_are_the_plans(kind, level, n, options):
+    state, plan = divided(KINDS[kind](), level, n, **options)
+    found = gshard.explain(state)
+    assert found.exact and not found.measured.differs
+    assert found.measured.state == {str(d): plan.bytes_per_device for d in plan.mesh.devices.flat}
+    assert found.planned == plan.bytes_per_device
+    by_part = dict.fromkeys(plan.bytes_per_device, 0)
+    for x in found.leaves:
+        if x.part in by_part:
+            by_part["host" if x.on_host else x.part] += x.bytes
+    assert by_part == plan.bytes_per_device
+    assert found.levels[level].at_rest == found.at_rest
+    assert set(found.levels) == set(LEVELS) and not found.cannot
+    if options.get("precision"):
+        assert any(x.path.startswith("opt_state/master/") for x in found.leaves)
+    assert json.loads(json.dumps(found.as_dict()))["exact"] is True
+
+
+def test_every_level_is_forecast_as_it_is_when_divided_so():
+    found = gshard.explain(divided(linen(), "os", precision="bfloat16")[0], micro_batches=4)
+    for level, forecast in found.levels.items():
+        plan = divided(linen(), level, precision="bfloat16")[1]
+        sizes = plan.bytes_per_device
+        assert forecast.at_rest == sum(sizes.values())
+        assert found.saves(level) == found.at_rest - forecast.at_rest
+        assert forecast.wire == gshard.promise(plan, micro_batches=4).wire_bytes
+    assert found.wire[4]["level"] == found.levels["os"].wire
+    assert found.wire[8]["sync"] == gshard.promise(plan.at(LEVELS["os"]), micro_batches=8,
+                                                   accumulate="sync").wire_bytes  # fmt: skip
+
+
+def test_an_abstract_state_is_explained_without_measures():
+    mesh = AbstractMesh((64,), ("shard",), axis_types=(AxisType.Auto,))
+    state, plan = gshard.shard_train_state(lambda: linen(), mesh, "p_g_os", segment_size=24)
+    found = gshard.explain(state, plan)
+    assert found.measured is None and found.exact is None and found.group_size == 64
+    assert found.planned == plan.bytes_per_device
+    assert "Nothing was measured" in str(found)
+    assert "Why did memory not fall" not in str(found)
+
+
+def test_an_old_copy_that_a_variable_keeps_is_named():
+    old = {"w": jnp.ones((211, 97)), "b": jnp.ones((97,))}
+    tx = optax.adam(1e-3)
+    moments = tx.init(old)
+    state, _ = divided((old, tx), "p_g_os")
+    found = gshard.explain(state)
+    named = {x.of: x for x in found.measured.copies}
+    size = 4 * (211 * 97 + 97)
+    assert named["parameters"].count == 2 and named["parameters"].bytes == size
+    assert named["optimizer state"].count == 4 and named["optimizer state"].bytes == 2 * size
+    assert "1 x float32[211, 97]" in named["parameters"].shapes
+    home = str(jax.devices()[0])
+    assert named["parameters"].lies == f"on {home}"
+    assert found.measured.beside_bytes[home] >= 3 * size
+    kinds = {x.shape: x for x in found.measured.beside}
+    assert kinds[211, 97].count == 3 and kinds[211, 97].dtype == "float32"
+    assert f"2 arrays on {home} have the shapes of the parameters" in str(found)
+    del old, moments
+    found = gshard.explain(state)
+    assert not found.measured.copies
+    assert (211, 97) not in {x.shape for x in found.measured.beside}
+
+
+def test_an_old_divided_state_is_found_as_it_is_stored():
+    state, plan = divided(({"w": jnp.ones((211, 97))}, optax.adam(1e-3)), "p_g_os", 5)
+    old = jax.tree.map(lambda x: x + 0, state)
+    found = gshard.explain(state)
+    assert {x.of for x in found.measured.copies} == {"parameters", "optimizer state"}
+    (row,) = [x for x in found.measured.beside if x.shape == (215, 97)]
+    assert row.count == 3 and row.lies == "divided over 5 devices"
+    assert row.bytes == 3 * 43 * 97 * 4
+    del old
+
+
+def test_views_of_parts_count_once():
+    """A look at the shards of an array makes arrays that share its memory."""
+    state, _ = divided(({"w": jnp.ones((211, 97))}, optax.sgd(0.1)), "p_g_os")
+    views = [x.data for x in state.params["w"].addressable_shards]
+    beside = jax.device_put(np.ones((8, 501), np.float32), state.params["w"].sharding)
+    parts = [x.data for x in beside.addressable_shards]
+    for _ in range(2):
+        measured = gshard.explain(state).measured
+        shapes = [x.shape for x in measured.beside]
+        assert shapes.count((8, 501)) == 1
+        assert views[0].shape not in shapes and parts[0].shape not in shapes
+        assert not measured.differs
+
+
+def test_a_state_that_was_explained_still_trains_in_place():
+    def loss(params, x):
+        return jnp.square(x @ params["w"]).mean()
+
+    state, plan = divided(({"w": jnp.ones((64, 96))}, optax.adam(1e-3)), "os")
+    step = gshard.make_train_step(loss, plan)
+    rows = np.ones((8, 64), np.float32)
+    state, _ = step(state, rows)
+    before = gshard.explain(state)
+    old = state
+    state, _ = step(state, rows)
+    after = gshard.explain(state)
+    assert after.exact and after.measured.state == before.measured.state
+    assert all(x.shape != (64, 96) for x in after.measured.beside)
+    with pytest.raises(DonatedStateError):
+        gshard.explain(old)
+
+
+def test_whole_leaves_are_marked_with_what_changes_them():
+    params = {
+        "small": jnp.ones((20,)),
+        "odd": jnp.ones((9, 5)),
+        "mine": jnp.ones((64, 8)),
+        "layers": jnp.ones((40,)),
+        "large": jnp.ones((64, 64)),
+    }
+    mesh = mesh_of(8)
+    state, _ = gshard.shard_train_state(
+        (params, optax.sgd(0.1)),
+        mesh,
+        "p_g_os",
+        segment_size=0,
+        rules=[{"mine": "whole"}, gshard.by_shape(24, "whole")],
+        scan_axes={"layers": 0},
+    )
+    found = gshard.explain(state)
+    why = {x.path: (x.reason, x.change) for x in found.marked}
+    assert set(why) == {f"params/{x}" for x in ("small", "odd", "mine", "layers")}
+    assert "20 elements <= segment_size 24" in why["params/small"][0]
+    assert "segment_size" in why["params/small"][1]
+    assert why["params/odd"][1] == "indivisible='pad'"
+    assert why["params/mine"] == ("rule 'mine'", "rules=, which says so")
+    assert found.leaves[0].path == "params/large" or found.leaves[0].marked
+    rows = {x.path: x for x in found.leaves}
+    assert rows["params/mine"].spare == 64 * 8 * 4 * 7 // 8 and rows["params/large"].spare == 0
+    assert "* params/mine" in str(found)
+
+
+def test_a_dimension_that_a_scan_walks_is_marked_so():
+    state, _ = gshard.shard_train_state(
+        ({"stack": jnp.ones((48,))}, optax.sgd(0.1)), mesh_of(8), "p_g_os", segment_size=0,
+        scan_axes={"stack": 0},
+    )  # fmt: skip
+    (leaf,) = gshard.explain(state).marked
+    assert leaf.reason == "no dimension to divide" and "scan_axes" in leaf.change
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_level_that_keeps_a_part_whole_says_which_one_divides_it(level):
+    found = gshard.explain(divided(linen(), level)[0])
+    change = {x.path: x.change for x in found.leaves}
+    whole, state = "params/Dense_0/kernel", "opt_state/inner/0/mu/Dense_0/kernel"
+    divides = LEVELS[level]
+    assert change[whole] == ("" if divides.divides_params else "level p_g_os")
+    assert change[state] == ("" if divides.divides_state else "level os")
+    assert not any(x.path == whole for x in found.marked)
+
+
+def test_what_halves_the_memory():
+    found = gshard.explain(divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "dp")[0])
+    assert found.halved_by == "os" and "Which level halves it? os" in str(found)
+    found = gshard.explain(divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")[0])
+    assert found.halved_by is None and "Nothing more." in str(found)
+
+
+def test_a_level_that_a_rule_makes_impossible_is_said():
+    state, _ = gshard.shard_train_state(
+        ({"stack": jnp.ones((48, 3))}, optax.sgd(0.1)), mesh_of(8), "os", segment_size=0,
+        scan_axes={"stack": 0}, rules={"stack": 0},
+    )  # fmt: skip
+    found = gshard.explain(state)
+    assert set(found.cannot) == {"p_g_os"} and "scan walks" in found.cannot["p_g_os"]
+    assert "Level p_g_os is not possible" in str(found)
+
+
+def test_a_leaf_that_does_not_lie_as_planned_is_named():
+    state, _ = divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")
+    moved = state.replace(params={"w": jnp.ones((64, 64))})
+    found = gshard.explain(moved)
+    assert found.exact is False
+    assert found.measured.differs[0].startswith("params/w: 16,384 B on ")
+    assert "by the plan 2,048 B" in found.measured.differs[0]
+    assert "does NOT lie as the plan says" in str(found)
+    found = gshard.explain(state.replace(params={"w": np.ones((64, 64), np.float32)}))
+    assert found.measured.differs == ("params/w: not on a device, a ndarray",)
+
+
+def test_state_on_the_host_that_came_to_the_device_is_named():
+    state, plan = divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "os", offload=True)
+    here = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),
+                        state.opt_state)  # fmt: skip
+    found = gshard.explain(state.replace(opt_state=here), plan)
+    assert found.exact is False
+    assert found.measured.differs[0].startswith("opt_state/inner/0/mu/w: on the device of")
+
+
+@pytest.mark.parametrize("options", [{"replica": 2}, {"extra": {"model": 2}}])
+def test_copies_of_the_divided_state_and_the_users_axis(options):
+    mesh = gshard.make_mesh(**options)
+    place = NamedSharding(mesh, P(None, "model" if "extra" in options else None))
+    params = {"w": jax.device_put(jnp.ones((64, 64)), place), "b": jnp.ones((64,))}
+    start = (params, optax.adam(1e-3))
+    state, plan = gshard.shard_train_state(start, mesh, "os_g", segment_size=24)
+    found = gshard.explain(state)
+    assert found.exact and found.group_size == 4
+    assert found.measured.state[str(jax.devices()[7])] == plan.bytes_per_device
+
+
+def test_what_paddles_face_wrapped():
+    model, optimizer = pair()
+    model, optimizer, _ = gshard.group_sharded_parallel(model, optimizer, "p_g_os")
+    found = gshard.explain((model, optimizer))
+    assert found.exact and found.level == "p_g_os"
+    assert found.planned == model.plan.bytes_per_device
+
+
+def test_the_text_lists_what_holds_most():
+    found = gshard.explain(divided(linen(), "os")[0])
+    sizes = [x.bytes for x in found.leaves]
+    assert sizes == sorted(sizes, reverse=True)
+    assert f"(3 of {len(sizes)} arrays" in found.text(3)
+    assert f"{len(sizes) - 3} smaller ones" in found.text(3)
+    assert all(x.path in found.text(None) for x in found.leaves)
+    assert f"{sizes[0] / sum(sizes):.1%}" in str(found)
+    assert "float32[7, 40]" in str(found)  # not taken for markup
+
+
+def test_what_cannot_be_explained():
+    with pytest.raises(GShardError, match="explain: this state has no plan"):
+        gshard.explain(linen())
+    with pytest.raises(GShardError, match="explain: state is a dict"):
+        gshard.explain({"w": 1})
+    model, optimizer = divided(pair(), "os")[0]
+    with pytest.raises(GShardError, match=r"explain\(\(model, optimizer\)\)"):
+        gshard.explain(model, optimizer)
+    state, plan = divided(linen(), "os")
+    with pytest.raises(GShardError, match=r"explain\(state, plan\)"):
+        gshard.explain((model, optimizer), plan)
+    with pytest.raises(GShardError, match="micro_batches=0"):
+        gshard.explain(state, micro_batches=0)
+    nowhere = dataclasses.replace(plan, mesh=plan.mesh.abstract_mesh)
+    with pytest.raises(GShardError, match="the plan was made without devices"):
+        gshard.explain(state, nowhere)
