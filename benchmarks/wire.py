@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama import Sizes
+from gshard.ahead_of_time.compiled import ask
 from gshard.errors import GShardError
-from gshard.forecast.compiled import ask
 from gshard.targets import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")

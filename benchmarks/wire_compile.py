@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
-from gshard.forecast.compile_child import Say, answer
-from gshard.forecast.traffic import traffic
+from gshard.ahead_of_time.child import Say, answer
+from gshard.ahead_of_time.traffic import traffic
 from gshard.targets import parse_target
 from gshard.versions import versions
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from gshard.advice.command import main as advise
 from gshard.checkpoint.command import main as verify
 from gshard.doctor.command import main as doctor
 from gshard.errors import did_you_mean
-from gshard.forecast.advise_command import main as advise
 from gshard.forecast.audit_command import main as audit
 from gshard.forecast.explain_command import main as explain
 from gshard.forecast.plan_command import main as plan

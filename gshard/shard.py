@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard.advice.auto import choose_plan
 from gshard.arguments import flag, shown
 from gshard.errors import GShardError
-from gshard.forecast.auto import choose_plan
 from gshard.layout import Layout
 from gshard.levels import Level, is_auto, parse_level
 from gshard.mesh import data_group

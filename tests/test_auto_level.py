@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
-from gshard.forecast.auto import SHARE, choose_plan
+from gshard.advice.auto import SHARE, choose_plan
 from gshard.targets.device import chip_of, memory_of
 
 MESH = {"devices": jax.devices()[:4]}

@@ -18,10 +18,10 @@ import pytest
 
 import gshard
 from gshard.command import main
-from gshard.forecast.fills import FILLS
-from gshard.forecast.page import page
-from gshard.forecast.page_leaves import leaves_of
-from gshard.forecast.treemap import Rectangle, squarified
+from gshard.page.fills import FILLS
+from gshard.page.leaves import leaves_of
+from gshard.page.page import page
+from gshard.page.treemap import Rectangle, squarified
 
 VOID = {"meta", "link", "br", "hr", "col"}
 

@@ -7,10 +7,10 @@ import json
 import sys
 
 from gshard.audit import Audit, audit
-from gshard.errors import GShardError
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.this_computer import mesh_here, status
+from gshard.forecast.words import in_words
 
 _EXAMPLE = """examples:
   gshard audit my_project.toml
@@ -32,24 +32,24 @@ def main(words: list[str]) -> int:
     )
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    try:
+
+    def work() -> int:
         given, config = given_config(parser, words)
         if config is None:
             parser.error("name a CONFIG")
         found = audited(config)
-    except GShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if given.json:
-        print(json.dumps({"levels": {
-            name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
-        }}))  # fmt: skip
-    else:
-        print("\n\n".join(f"level {name}\n\n{x}" for name, x in found.items()))
-    broken = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
-    for line in broken:
-        print(f"promise not kept: {line}", file=sys.stderr)
-    return int(bool(broken))
+        if given.json:
+            print(json.dumps({"levels": {
+                name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
+            }}))  # fmt: skip
+        else:
+            print("\n\n".join(f"level {name}\n\n{x}" for name, x in found.items()))
+        broken = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
+        for line in broken:
+            print(f"promise not kept: {line}", file=sys.stderr)
+        return int(bool(broken))
+
+    return in_words(work)
 
 
 def audited(config: Config) -> dict[str, Audit]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import jax
 from jax.sharding import Mesh
 
-from gshard.errors import GShardError
 from gshard.explain import Explanation, explain
 from gshard.forecast.amounts import bytes_of
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here, status
+from gshard.forecast.words import in_words
 from gshard.plan import Plan
 
 _EXAMPLE = """examples:
@@ -41,24 +40,24 @@ def main(words: list[str]) -> int:
     parser.add_argument("--most", type=int, default=20, metavar="N",
                         help="arrays that are listed (default: 20; --json has all)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
-    try:
+
+    def work() -> int:
         given, config = given_config(parser, words)
         if config is None:
             parser.error("name a CONFIG")
         found = explained(config, given.abstract)
-    except GShardError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if given.json:
-        print(json.dumps({"levels": {
-            name: x.as_dict() | {"not_measured": why} for name, (x, why) in found.items()
-        }}))  # fmt: skip
+        if given.json:
+            print(json.dumps({"levels": {
+                name: x.as_dict() | {"not_measured": why} for name, (x, why) in found.items()
+            }}))  # fmt: skip
+        else:
+            print("\n\n".join(
+                x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
+                for x, why in found.values()
+            ))  # fmt: skip
         return 0
-    print("\n\n".join(
-        x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
-        for x, why in found.values()
-    ))  # fmt: skip
-    return 0
+
+    return in_words(work)
 
 
 def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, str]]:

@@ -8,16 +8,16 @@ import json
 import sys
 from typing import Any
 
+from gshard.ahead_of_time.compiled import compile_for
+from gshard.ahead_of_time.report import compiled_report
 from gshard.errors import GShardError
 from gshard.exported.new_file import NewFile, file_path
-from gshard.forecast.compiled import compile_for
-from gshard.forecast.compiled_report import compiled_report
 from gshard.forecast.config import Config, add_options, given_config
-from gshard.forecast.page import page
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import Forecast, make_plan
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.words import in_words
+from gshard.page.page import page
 from gshard.targets import Target
 
 _EXAMPLE = """examples:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gshard.forecast.markup import Markup, el
+from gshard.page.markup import Markup, el
 
 _LINES = {
     "plain": "",

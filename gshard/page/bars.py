@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.fills import FILLS, Fill
-from gshard.forecast.markup import Markup, el
+from gshard.page.fills import FILLS, Fill
+from gshard.page.markup import Markup, el
 
 NARROW, WIDE = 340, 640  # pixels that a picture has at least, on a telephone and on paper
 LETTER = 7.0  # pixels, of the widest usual letters of 12 px

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.bars import LETTER, NARROW, WIDE, label, picture
-from gshard.forecast.fills import FILLS
-from gshard.forecast.markup import Markup, el
+from gshard.page.bars import LETTER, NARROW, WIDE, label, picture
+from gshard.page.fills import FILLS
+from gshard.page.markup import Markup, el
 
 _WIDTH, _HEIGHT = 900.0, 340.0  # pixels for which rectangles are made nearly square
 _SHORTEST = 8  # letters of a key that says something though it is cut

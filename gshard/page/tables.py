@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.markup import Markup, el
+from gshard.page.markup import Markup, el
 
 _BYTES = ("needs", "has", "host")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.forecast.markup import Markup, el, joined
-from gshard.forecast.page_tables import amount, records, shown_value, table
+from gshard.page.markup import Markup, el, joined
+from gshard.page.tables import amount, records, shown_value, table
 
 _COLLECTIVES = ("kind", "axes", "dtype", "purpose", "count", "asynchronous", "times",
                 "payload_bytes", "wire_bytes")  # fmt: skip

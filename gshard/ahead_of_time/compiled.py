@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from gshard.ahead_of_time.failure import reason
 from gshard.errors import GShardError
-from gshard.forecast.failure import reason
 from gshard.processes.guardian import Guardian, kill_group, kill_rest
 from gshard.targets import Target, parse_target
 
@@ -56,7 +56,7 @@ def compile_for(
     """
     target = parse_target(request["target"])
     what = f"{request['model']} at {request['level']} for {target.text}"
-    return ask("gshard.forecast.compile_child", request, target, what, timeout, report)
+    return ask("gshard.ahead_of_time.child", request, target, what, timeout, report)
 
 
 def ask(
@@ -67,7 +67,7 @@ def ask(
     timeout: float,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Runs a module that answers a request (see `compile_child.answer`) until it has a result.
+    """Runs a module that answers a request (see `child.answer`) until it has a result.
 
     Args:
       module: run as by `python -m`, with the current folder on its path.

@@ -1,7 +1,7 @@
-"""Compiles one step for a machine that is not there: `python -m gshard.forecast.compile_child`.
+"""Compiles one step for a machine that is not there: `python -m gshard.ahead_of_time.child`.
 
 A process of its own: some compilers abort theirs for what they cannot do, and libtpu takes locks.
-It is given one JSON object on stdin (see `gshard.forecast.compiled.compile_for`) and writes JSON
+It is given one JSON object on stdin (see `gshard.ahead_of_time.compiled.compile_for`) and writes JSON
 objects to stdout, one a line: `{"stage": ...}` as it goes on, and at last one of `{"result": ...}`,
 `{"error": ...}` (what a user can mend) and `{"failed": ...}` (what a library said).
 """
@@ -23,12 +23,12 @@ from typing import Any
 import jax
 
 import gshard
+from gshard.ahead_of_time.buffers import Buffers, read_buffers
+from gshard.ahead_of_time.traffic import traffic
 from gshard.audit import memory_of, rows_of
 from gshard.errors import GShardError
-from gshard.forecast.buffers import Buffers, read_buffers
 from gshard.forecast.choices import Choices
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
-from gshard.forecast.traffic import traffic
 from gshard.targets import Target, parse_target
 from gshard.tree import flatten
 from gshard.versions import versions

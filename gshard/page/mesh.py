@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from gshard.forecast.fills import FILLS, legend
-from gshard.forecast.markup import Markup, el, joined
-from gshard.forecast.page_tables import scrolling
 from gshard.forecast.plan import Forecast
 from gshard.layout import Layout
+from gshard.page.fills import FILLS, legend
+from gshard.page.markup import Markup, el, joined
+from gshard.page.tables import scrolling
 from gshard.plan import Plan
 from gshard.promise import accumulation
 

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from gshard.forecast.advise import Verdict
+from gshard.advice.advise import Verdict
+from gshard.advice.cost import COMPUTE_SHARE, MEMORY_SHARE
 from gshard.forecast.amounts import bytes_of, seconds_of
 from gshard.forecast.config import Config
-from gshard.forecast.cost import COMPUTE_SHARE, MEMORY_SHARE
 from gshard.forecast.plan_report import table, text_of
 
 
-def advice(config: Config, found: Sequence[Verdict], top: int) -> str:
-    """The best rows of those that fit, and what is nearest to fitting of the others."""
+def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str:
+    """Those that fit, fastest first, and what is nearest to fitting of the others.
+
+    Of those that differ in copies and micro-batches alone the fastest, unless `every` is wanted.
+    """
     fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
     rows = config.choices.micro_batch_size * config.choices.micro_batches
     machine = "" if config.target is None else f" on {config.target.text}"
@@ -22,9 +25,13 @@ def advice(config: Config, found: Sequence[Verdict], top: int) -> str:
     title = f"{config.model}{machine}: {rows} rows on each device in a step, {has} for programs"
     parts: list[Table | str] = [title]
     if fit:
-        parts.append(_ranked(fit[:top]))
-        if len(fit) > top:
-            parts.append(f"{len(fit) - top} more fit; --top {len(fit)} shows them.")
+        best = {(x.option.level, _with(x)): x for x in reversed(fit)}
+        shown = [x for x in fit if every or x in best.values()]
+        parts.append(_ranked(shown))
+        if len(fit) > len(shown):
+            parts.append(
+                f"Each with the micro-batches and copies that suit it; --all shows {len(fit)}."
+            )
     else:
         parts.append("Nothing fits.")
     if others:
@@ -70,17 +77,22 @@ def _ranked(fit: Sequence[Verdict]) -> Table:
 
 def _names(x: Verdict) -> tuple[str, str, str, str]:
     option = x.option
-    more = [f"{name} {value}" for name, value in option.arguments.items()]
-    if option.choices.offload:
-        more.append("offload")
-    if option.choices.reshard_after_forward is False:
-        more.append("kept for backward")
     return (
         option.level,
         f"{option.replica} x {x.devices // option.replica}",
         f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
-        ", ".join(more),
+        _with(x),
     )
+
+
+def _with(x: Verdict) -> str:
+    """What beside level, copies and micro-batches."""
+    more = [f"{name} {value}" for name, value in x.option.arguments.items()]
+    if x.option.choices.offload:
+        more.append("offload")
+    if x.option.choices.reshard_after_forward is False:
+        more.append("kept for backward")
+    return ", ".join(more)
 
 
 def _missing(x: Verdict) -> str:

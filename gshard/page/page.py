@@ -7,15 +7,15 @@ from typing import Any
 
 from gshard._version import __version__
 from gshard.forecast.amounts import bytes_of, count_of
-from gshard.forecast.bars import Bar, bars
-from gshard.forecast.fills import definitions, legend
-from gshard.forecast.markup import Markup, el, joined
-from gshard.forecast.page_found import advised, by_compiler
-from gshard.forecast.page_leaves import leaves_of_level
-from gshard.forecast.page_mesh import mesh_grid
-from gshard.forecast.page_style import STYLE
-from gshard.forecast.page_tables import amount, table
 from gshard.forecast.plan import Forecast, LevelForecast
+from gshard.page.bars import Bar, bars
+from gshard.page.fills import definitions, legend
+from gshard.page.found import advised, by_compiler
+from gshard.page.leaves import leaves_of_level
+from gshard.page.markup import Markup, el, joined
+from gshard.page.mesh import mesh_grid
+from gshard.page.style import STYLE
+from gshard.page.tables import amount, table
 
 # Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gshard.forecast.advise import Verdict, advise
-from gshard.forecast.advise_report import advice
+from gshard.advice.advise import Verdict, advise
+from gshard.advice.report import advice
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.words import in_words
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8
-  gshard advise configs/llama-7b.toml --target a100:4x8 --micro_batch_size 8 --top 20
+  gshard advise configs/llama-7b.toml --target a100:4x8 --micro_batch_size 8 --all
   gshard advise my_project.model:setup --target tpu-v5e:4x4 --json
 
 Looks at every level, copies of the divided state, micro-batches for the same rows in a step,
@@ -35,7 +35,7 @@ def main(words: list[str]) -> int:
         allow_abbrev=False,
     )
     add_options(parser)
-    parser.add_argument("--top", type=int, default=10, help="rows of the table (default 10)")
+    parser.add_argument("--all", action="store_true", help="every copy and micro-batch of each")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
     def work() -> int:
@@ -46,7 +46,7 @@ def main(words: list[str]) -> int:
         if given.json:
             print(json.dumps(_as_dict(config, found)))
         else:
-            print(advice(config, found, given.top))
+            print(advice(config, found, given.all))
         return int(not any(x.fits for x in found))
 
     return in_words(work)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import jax
 
-from gshard.forecast.fills import legend
-from gshard.forecast.markup import Markup, el
-from gshard.forecast.page_tables import amount, table
-from gshard.forecast.treemap import Tile, treemap
 from gshard.layout import Layout
+from gshard.page.fills import legend
+from gshard.page.markup import Markup, el
+from gshard.page.tables import amount, table
+from gshard.page.treemap import Tile, treemap
 from gshard.plan import Plan
 from gshard.plan_table import described
 

@@ -1,0 +1,1 @@
+"""Which way to train suits a machine."""

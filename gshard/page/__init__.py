@@ -1,0 +1,1 @@
+"""A forecast as one page of HTML."""

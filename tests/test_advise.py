@@ -1,0 +1,201 @@
+"""`gshard advise`: what fits, in which order, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+import gshard
+from gshard.advice.advise import Verdict, advise, ranked
+from gshard.advice.cost import COMPUTE_SHARE, Cost, bandwidths, cost
+from gshard.advice.options import Option, options_of, replicas_of
+from gshard.advice.report import advice
+from gshard.command import main
+from gshard.forecast.choices import Choices
+from gshard.forecast.config import Config, read_config
+from gshard.forecast.plan import abstract_mesh
+from gshard.mesh import data_group
+from gshard.targets import parse_target
+
+H100 = parse_target("h100:2x8")
+WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})
+
+
+def config_of(**more):
+    values = {"target": H100, "devices": 16, "arguments": {"width": 1024, "layers": 2}}
+    return Config("tests.setups:mlp", **{**values, **more})
+
+
+def group_of(devices, replica=1):
+    return data_group(abstract_mesh(devices, replica))
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+def test_options_take_the_same_rows():
+    config = config_of(choices=Choices(micro_batch_size=6, micro_batches=2))
+    found = list(options_of(config, H100))
+    assert {x.choices.micro_batches * x.choices.micro_batch_size for x in found} == {12}
+    assert {x.choices.micro_batches for x in found} == {1, 2, 3, 4, 6, 12}
+    assert {x.level for x in found} == {"dp", "os", "os_g", "p_g_os"}
+    # Copies only where a level divides; keeping what is gathered only where it gathers.
+    assert {x.replica for x in found if x.level == "dp"} == {1}
+    assert {x.replica for x in found if x.level == "os"} == {1, 2}
+    kept = {x.level for x in found if x.choices.reshard_after_forward is False}
+    assert kept == {"p_g_os"}
+    assert len(found) == len({repr(x) for x in found})
+
+
+def test_what_varies_is_tried():
+    config = config_of(levels=("os",), vary={"layers": [2, 3], "width": [64]})
+    tried = [x.arguments for x in options_of(config, parse_target("h100:8"))]
+    assert tried == [{"layers": 2, "width": 64}, {"layers": 3, "width": 64}]
+
+
+def test_copies_suit_the_hosts():
+    assert replicas_of(parse_target("h100:12x8")) == (1, 2, 4)
+    assert replicas_of(parse_target("h100:8")) == (1,)
+    assert replicas_of(parse_target("tpu-v5e:4x4")) == (1,)
+
+
+# ---- the model of time --------------------------------------------------------------------------
+
+
+def test_a_group_within_a_host_has_its_links():
+    chip = H100.chip
+    assert bandwidths(H100, group_of(16, replica=2)) == (chip.link, min(chip.link, chip.network))
+    wide, _ = bandwidths(H100, group_of(16))
+    assert wide == min(chip.link, 8 * chip.network)
+    one, _ = bandwidths(parse_target("h100:16x1"), group_of(16))
+    assert one == chip.network
+    tpu = parse_target("tpu-v5e:4x4")
+    assert bandwidths(tpu, group_of(16))[0] == 2 * tpu.chip.link
+
+
+def test_a_step_is_the_slowest_of_what_runs_together():
+    made = cost(
+        H100,
+        group_of(16),
+        flops={"bfloat16": 1e15, "float32": 1e14},
+        traffic=10**12,
+        wire={"shard": 10**9, "publish": 10**9},
+        update=10**9,
+        host=10**9,
+    )
+    chip = H100.chip
+    assert made.compute == pytest.approx(
+        1e15 / (COMPUTE_SHARE * chip.bfloat16) + 1e14 / (COMPUTE_SHARE * chip.float32)
+    )
+    assert made.step == pytest.approx(
+        max(made.compute, made.memory, made.wire) + made.update + made.publish + made.host
+    )
+    assert made.binding == "compute"
+    slow = dataclasses.replace(made, wire=made.compute + 1)
+    assert (slow.binding, slow.step - made.step) == ("wire", pytest.approx(1))
+
+
+def test_the_break_even_of_p_g_os_is_independent_of_the_model():
+    """Tokens of a device with which FLOPs take as long as bytes: FLOP/s over bytes/s."""
+    tokens, speed = 1000, COMPUTE_SHARE * H100.chip.bfloat16
+    for psi in (1e9, 7e10):
+        made = cost(
+            H100,
+            group_of(16),
+            flops={"bfloat16": 6 * psi * tokens},
+            traffic=0,
+            wire={"shard": int(6 * psi)},  # three times two bytes each
+            update=0,
+            host=0,
+        )
+        option = Option("p_g_os", 1, Choices(micro_batch_size=tokens))
+        found = Verdict(option, 16, 1, 2, 0, made)
+        assert found.balance == pytest.approx(speed / bandwidths(H100, group_of(16))[0])
+
+
+def test_order():
+    def verdict(seconds, needs):
+        made = None if seconds is None else Cost(seconds, 0, 0, 0, 0, 0)
+        return Verdict(Option("os", 1, Choices()), 8, needs, 100, 0, made)
+
+    given = [(None, 300), (2.0, 10), (1.0, 60), (1.0001, 50), (None, 200)]
+    found = ranked([verdict(*x) for x in given])
+    assert [x.needs for x in found] == [50, 60, 10, 200, 300]
+
+
+# ---- whole --------------------------------------------------------------------------------------
+
+
+def test_what_fits_comes_first_and_needs_what_make_plan_says():
+    config = config_of(choices=Choices(micro_batch_size=4))
+    found = advise(config)
+    assert all(x.fits for x in found)
+    steps = [x.cost.step for x in found]
+    assert all(a <= b * 1.01 for a, b in zip(steps, steps[1:], strict=False))
+    for x in found[:3]:
+        level = gshard.make_plan(
+            config.model, 16, levels=[x.option.level], arguments=config.arguments,
+            replica=x.option.replica, **vars(x.option.choices),
+        ).levels[x.option.level]  # fmt: skip
+        assert x.needs == level.peak
+
+
+def test_what_does_not_fit_is_tried_with_the_host():
+    # 16 bytes for each parameter at dp; 12 Psi of AdamW in float32 do not fit 63.7 GB.
+    config = config_of(arguments={"width": 50_000, "layers": 2}, levels=("dp", "p_g_os"))
+    found = advise(config)
+    fits = {(x.option.level, x.option.choices.offload): x.fits for x in found}
+    assert fits[("dp", False)] is False
+    assert fits[("dp", True)] is False  # gradients and parameters alone are 40 GB, and a copy
+    assert fits[("p_g_os", False)] is True
+    assert ("p_g_os", True) not in fits
+    text = advice(config, found)
+    assert "Fits, fastest first" in text
+    assert "Does not fit: " in text
+
+
+def test_the_command(capsys, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(
+        'model = "tests.setups:mlp"\ntarget = "h100:8"\nlevels = ["os", "p_g_os"]\n'
+        "[arguments]\nwidth = 512\n[vary]\nlayers = [2, 4]\n"
+    )
+    assert main(["advise", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["target"] == "h100:1x8"
+    assert len(found["options"]) == 2 * (1 + 2)
+    assert all(x["fits"] and x["cost"]["step"] > 0 for x in found["options"])
+    assert main(["advise", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "Fits, fastest first" in text
+    assert text.count(" os ") == 2
+    assert "\x1b" not in text
+
+
+def test_nothing_fits_is_a_failure(capsys):
+    words = ["advise", "tests.setups:mlp", "--target", "a100:2", "--arguments.width", "300000"]
+    assert main([*words, "--levels", "os"]) == 1
+    assert "Nothing fits." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tests.setups:mlp"], "for which machine?"),
+        (["tests.setups:mlp", "--target", "cpu:8"], "shares this computer's memory"),
+        (["tests.setups:mlp", "--target", "h100"], "needs sizes"),
+        (["tests.setups:fails_in_loss", "--target", "h100:8"], "the loss cannot be traced"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words, said, capsys):
+    assert main(["advise", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_it_is_the_config_s_machine():
+    config = read_config(*WIDE)
+    assert config.target == H100
+    assert math.prod(H100.sizes) == config.devices
