@@ -172,6 +172,8 @@ def _cost(target: Target, plan: Plan, level: LevelForecast, work: Work) -> Cost:
         "copies": sums * copies,
         "publish": gathers * (not at_rest),
     }
-    # Moments and master copies are read and written, parameters written, gradients read.
+    # Moments and master copies are read and written, parameters written, gradients read: a part of
+    # the traffic of the whole step, for which nothing is computed beside.
     update = 2 * level.optimizer + level.params + level.gradients
-    return cost(target, plan.group, work.flops, work.traffic, wire, update, level.host)
+    rest = max(0, work.traffic - update)
+    return cost(target, plan.group, work.flops, rest, wire, update, level.host)

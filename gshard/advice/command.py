@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gshard.advice.advise import Verdict, advise
-from gshard.advice.report import advice
+from gshard.advice.report import advice, as_rows, best_of_each
 from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words
+from gshard.page.file import page_of, place
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8
@@ -36,13 +39,20 @@ def main(words: list[str]) -> int:
     )
     add_options(parser)
     parser.add_argument("--all", action="store_true", help="every copy and micro-batch of each")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
     def work() -> int:
         given, config = given_config(parser, words)
         if config is None:
             parser.error("name a CONFIG")
-        found = _with_progress(config)
+        with place(given.html) as file:
+            found = _with_progress(config)
+            if file is not None:
+                rows = as_rows(found if given.all else best_of_each(found))
+                file.write(page_of(config, plan_config(config), advice=rows).encode())
+                file.commit()
+                print(f"wrote {given.html}", file=sys.stderr)
         if given.json:
             print(json.dumps(_as_dict(config, found)))
         else:

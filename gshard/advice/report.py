@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -25,8 +26,7 @@ def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str
     title = f"{config.model}{machine}: {rows} rows on each device in a step, {has} for programs"
     parts: list[Table | str] = [title]
     if fit:
-        best = {(x.option.level, _with(x)): x for x in reversed(fit)}
-        shown = [x for x in fit if every or x in best.values()]
+        shown = fit if every else best_of_each(fit)
         parts.append(_ranked(shown))
         if len(fit) > len(shown):
             parts.append(
@@ -49,6 +49,12 @@ def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str
         "wire binds."
     )
     return text_of(parts)
+
+
+def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
+    """The first of those that differ in copies and micro-batches alone."""
+    first = {(x.option.level, _with(x)): x for x in reversed(found)}
+    return [x for x in found if x is first[x.option.level, _with(x)]]
 
 
 def _ranked(fit: Sequence[Verdict]) -> Table:
@@ -97,3 +103,19 @@ def _with(x: Verdict) -> str:
 
 def _missing(x: Verdict) -> str:
     return bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"
+
+
+def as_rows(found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """The same of each kind as flat rows, for a page."""
+    keys = ("level", "replica x shard", "micro-batches", "with")
+    return [
+        {
+            **dict(zip(keys, _names(x), strict=True)),
+            "fits": "yes" if x.fits else "no",
+            "step": "" if x.cost is None else seconds_of(x.cost.step),
+            "bound by": "" if x.cost is None else x.cost.binding,
+            "needs bytes": x.needs,
+            "usable bytes": x.has,
+        }
+        for x in found
+    ]

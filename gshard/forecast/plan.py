@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from gshard.arguments import whole_number
 from gshard.errors import GShardError
 from gshard.forecast.choices import Choices
+from gshard.forecast.config import Config
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
@@ -119,6 +120,26 @@ def make_plan(
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
     return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
+
+
+def plan_config(config: Config, activations: bool = True) -> Forecast:
+    """The forecast for what a command was asked about.
+
+    Raises:
+      GShardError: as `make_plan`, and without a number of devices.
+    """
+    if config.devices is None:
+        raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
+    return make_plan(
+        config.model,
+        config.devices,
+        levels=config.levels,
+        arguments=config.arguments,
+        replica=config.replica,
+        activations=activations,
+        platform=None if config.target is None else config.target.platform,
+        **vars(config.choices),
+    )
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 from gshard.ahead_of_time.compiled import compile_for
 from gshard.ahead_of_time.report import compiled_report
 from gshard.errors import GShardError
-from gshard.exported.new_file import NewFile, file_path
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
-from gshard.forecast.plan import Forecast, make_plan
+from gshard.forecast.plan import plan_config
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.words import in_words
-from gshard.page.page import page
+from gshard.page.file import page_of, place
 from gshard.targets import Target
 
 _EXAMPLE = """examples:
@@ -62,11 +60,11 @@ def main(words: list[str]) -> int:
             parser.error("name a CONFIG, or give --paper")
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
-        with _place(given.html) as file:
-            found = planned(config, activations=not given.shapes)
+        with place(given.html) as file:
+            found = plan_config(config, activations=not given.shapes)
             programs = {} if target is None else compiled(config, target)
             if file is not None:
-                file.write(page_of(config, found, programs).encode())
+                file.write(page_of(config, found, compiled=programs).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         if given.json:
@@ -79,42 +77,6 @@ def main(words: list[str]) -> int:
         return int(bool(fits) and not any(fits))
 
     return in_words(work)
-
-
-def _place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
-    """The file of a page, opened before the work: a place that cannot be written is refused."""
-    if file is None:
-        return contextlib.nullcontext()
-    return NewFile(file_path(file, "--html"), "--html")
-
-
-def page_of(config: Config, found: Forecast, programs: dict[str, dict[str, Any]]) -> str:
-    """The page of a forecast, with what is known of the target."""
-    target = config.target
-    return page(
-        found,
-        model=config.model if target is None else f"{config.model} for {target.text}",
-        compiled=programs,
-        capacity=None if target is None else target.chip.usable,
-        # A host of a TPU slice is a tile of its torus: not devices in a row.
-        per_host=target.devices_per_host if target and target.platform == "gpu" else None,
-    )
-
-
-def planned(config: Config, activations: bool = True) -> Forecast:
-    """The forecast for a config."""
-    if config.devices is None:
-        raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
-    return make_plan(
-        config.model,
-        config.devices,
-        levels=config.levels,
-        arguments=config.arguments,
-        replica=config.replica,
-        activations=activations,
-        platform=None if config.target is None else config.target.platform,
-        **vars(config.choices),
-    )
 
 
 def checked(config: Config) -> Target:
