@@ -261,7 +261,8 @@ def test_the_command_in_a_folder_of_the_user_s(tmp_path):
     )  # fmt: skip
     found = json.loads(ran.stdout)
     assert found["parameters"] == 5 * (256 * 256 + 256)
-    assert found == gshard.make_plan(setups.mlp(layers=5), 8).as_dict()
+    assert found.pop("compiled") == {}
+    assert found == json.loads(json.dumps(gshard.make_plan(setups.mlp(layers=5), 8).as_dict()))
 
 
 def test_warnings_are_lines_and_said_once(capsys):
@@ -294,3 +295,27 @@ def test_the_command_says_what_is_wrong(words, code, said, capsys):
     printed = capsys.readouterr()
     assert said in printed.err
     assert not printed.out
+
+
+def test_a_target_is_compiled_for_beside_the_forecast(capsys):
+    words = ["plan", "tests.setups:mlp", "--target", "cpu:4", "--levels", "os,p_g_os"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["compiled"]) == ["os", "p_g_os"]
+    for name, of in found["compiled"].items():
+        at_rest = found["levels"][name]
+        stored = at_rest["params"] + at_rest["optimizer"] + at_rest["extras"]
+        assert of["memory"]["argument"] == stored + at_rest["batch"]
+        assert of["fits"] is None
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "Compiled for cpu:4: memory of one device" in text
+    assert "Sent by one device in one step, as compiled" in text
+    assert main([*words, "--no-compile"]) == 0
+    assert "Compiled" not in capsys.readouterr().out
+
+
+def test_a_missing_compiler_is_said_before_any_work(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plan", "tests.setups:fails", "--target", "h100:8"]) == 1
+    assert "pip install 'gshard[aot-gpu]'" in capsys.readouterr().err
