@@ -48,9 +48,9 @@ def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
         )
 
     assert found.params == live(parts.params)
-    assert found.optimizer == live(parts.opt_state)
+    assert found.optimizer == live((parts.opt_state, parts.step))
     assert found.extras == live(parts.extras)
-    assert found.at_rest == live((parts.params, parts.opt_state, parts.extras))
+    assert found.at_rest == live((parts.params, parts.opt_state, parts.step, parts.extras))
 
 
 def test_master_copies_count_as_optimizer_state():
@@ -58,7 +58,7 @@ def test_master_copies_count_as_optimizer_state():
     psi = found.parameters
     assert psi == 3 * (256 * 256 + 256)
     assert found.levels["dp"].params == 2 * psi
-    assert found.levels["dp"].optimizer - 12 * psi == 4 + 4 * 6  # a count, and the guard's
+    assert found.levels["dp"].optimizer - 12 * psi == 4 * 8  # counts of Adam, the step and the guard
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -107,7 +107,7 @@ def test_a_trillion_parameters_on_16384_devices():
     params = {f"w{i}": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32) for i in range(100)}
     found = gshard.make_plan((params, optax.adam(1e-3)), 16384)
     assert found.parameters == 10**12
-    assert found.levels["dp"].at_rest == 12 * 10**12 + 4 + 4 * 6
+    assert found.levels["dp"].at_rest == 12 * 10**12 + 4 * 8
     # 100,000 rows lie as 7 on each device, the last ones padding.
     assert found.levels["p_g_os"].params == 100 * 7 * 100_000 * 4
 

@@ -29,7 +29,7 @@ class LevelForecast:
     Attributes:
       params: parameters at rest.
       gradients: what the micro-batches of a step carry.
-      optimizer: its state, with master copies and counts.
+      optimizer: its state, with master copies and all counts of steps.
       extras: frozen parameters, batch statistics, an average.
       host: of these, at rest in the host's memory.
       batch: the rows of one step.
@@ -85,10 +85,11 @@ def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
         return promise(plan, micro_batches=choices.micro_batches, **{**chosen, **flavour})
 
     this = promised()
+    step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return LevelForecast(
         params=this.resident["params"],
         gradients=this.resident["gradients"],
-        optimizer=this.resident["optimizer"],
+        optimizer=this.resident["optimizer"] + step,
         extras=this.resident["extras"],
         host=sum(this.host.values()),
         batch=batch,
