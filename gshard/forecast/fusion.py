@@ -27,6 +27,7 @@ _CHEAP = {
     "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "stack",
     "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
+_SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
 IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
 
@@ -53,6 +54,7 @@ class Kernel:
       writes: numbers of the buffers that it writes.
       place: in the order of the trace.
       elementwise: it may write where an operand of the same size lay.
+      late: the compiler made it anew, so that it comes after others that wait for the same.
     """
 
     op: Op
@@ -60,6 +62,7 @@ class Kernel:
     writes: list[int]
     place: int
     elementwise: bool
+    late: bool = False
 
 
 @dataclass
@@ -95,6 +98,10 @@ def fused(program: Program, platform: str) -> Fused:
         for i in op.ins:
             if i != FREE:
                 users[root(i)].append((op, place[id(op)]))
+    direct: dict[int, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for i in op.ins:
+            direct[i].append(op)
     results = {root(i) for i in program.outputs if i != FREE}
 
     # The kernels that each operation is computed in; from the end, so that readers are known.
@@ -118,6 +125,8 @@ def fused(program: Program, platform: str) -> Fused:
         alone = alone and all(absorbs(o.name) for out in op.outs for o, _ in users[out])
         if alone and op.name in _DEAR and len(within) > 1:
             alone = False
+        if alone and platform == "cpu":
+            alone = _into_reductions(op, users, [program.ops[at] for at in within])
         if alone:
             kernels_of[k] = within
         else:
@@ -147,13 +156,27 @@ def fused(program: Program, platform: str) -> Fused:
                     reads(root(i))
             continue
         found = dict.fromkeys(j for i in op.ins if i != FREE for j in sorted(reads(root(i))))
-        result.kernels.append(Kernel(op, list(found), list(op.outs), k, absorbs(op.name)))
+        late = any(o.name == "transpose" and o.outs[0] in view for o in direct[op.outs[0]])
+        result.kernels.append(Kernel(op, list(found), list(op.outs), k, absorbs(op.name), late))
     for i in (*program.inputs, *stored):
         result.buffer[i] = i
     for i in program.outputs:
         if i != FREE:
             result.buffer[i] = root(i)
     return result
+
+
+def _into_reductions(op: Op, users: Any, kernels: Sequence[Op]) -> bool:
+    """Whether XLA:CPU computes an operation within these kernels, as far as they are reductions.
+
+    A reduction there computes the product that it sums, and reads all else.
+    """
+    direct = {id(user) for out in op.outs for user, _ in users[out]}
+    return all(
+        id(kernel) in direct and op.name in _SUMMED
+        for kernel in kernels
+        if kernel.name.startswith(("reduce_", "arg"))
+    )
 
 
 def _views(program: Program) -> dict[int, int]:
@@ -165,7 +188,7 @@ def _views(program: Program) -> dict[int, int]:
         for i in op.ins:
             count[i] += 1
     for op in program.ops:
-        if op.name in RESHAPED or op.name == "optimization_barrier":
+        if op.name in (*RESHAPED, "optimization_barrier", "rev"):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
         elif op.name == "transpose" and op.ins[0] != FREE:
             source = made.get(op.ins[0])

@@ -50,7 +50,7 @@ def _breadth_first(whole: Fused) -> list[Kernel]:
     while ready:
         k = ready.popleft()
         found.append(whole.kernels[k])
-        for r in readers[k]:
+        for r in sorted(readers[k], key=lambda r: (whole.kernels[r].late, r)):
             waits[r] -= 1
             if not waits[r]:
                 ready.append(r)
@@ -88,7 +88,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
                 extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
         for place, i in enumerate(kernel.writes):
-            size = sizes[i].bytes
+            size = 0 if kernel.op.name == "stack_slice" else sizes[i].bytes
             writer[i] = kernel
             own = donor.get(i)
             if own is not None and own not in taken:

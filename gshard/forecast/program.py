@@ -24,6 +24,10 @@ _SAME = (
     "device_put", "reduce_precision", "optimization_barrier",
 )  # fmt: skip
 RESHAPED = ("reshape", "squeeze", "expand_dims", "bitcast_convert_type")
+_SIZE_1 = (  # operands may have dimensions of size 1
+    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "rem", "select_n", "and", "or",
+    "eq", "ne", "lt", "le", "gt", "ge", "atan2", "clamp", "xor",
+)  # fmt: skip
 FREE = -1  # number of what takes no memory: a constant
 
 
@@ -234,6 +238,8 @@ class _Builder:
             _value(v.aval, None if inside else self._out_factors(eqn, ins, v.aval))
             for v in eqn.outvars
         ]
+        if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
+            ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
         return self._add(eqn.primitive.name, ins, values, eqn)
 
     def _add(
@@ -250,6 +256,20 @@ class _Builder:
         if key is not None:
             self.known[key] = outs
         return outs
+
+    def _wide(self, v: Any, i: int, out: Value, eqn: Any) -> int:
+        """An operand whose dimensions of size 1 go with larger ones, as the compiler sees it."""
+        if i == FREE or len(v.aval.shape) != len(eqn.outvars[0].aval.shape):
+            return i
+        if v.aval.shape == eqn.outvars[0].aval.shape:
+            return i
+        value = dataclasses.replace(out, dtype=v.aval.dtype)
+        key = ("broadcast_in_dim", i, value)
+        if key not in self.known:
+            self.known[key] = [self.program.new(value)]
+            where = str(eqn.source_info.name_stack)
+            self.program.ops.append(Op("broadcast_in_dim", [i], self.known[key], {}, where))
+        return self.known[key][0]
 
     def _out_factors(self, eqn: Any, ins: list[int], aval: Any) -> tuple[int, ...]:
         """How a result lies in the global view: as its operands, dimension by dimension."""
