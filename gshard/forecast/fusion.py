@@ -51,6 +51,7 @@ class Kernel:
     Attributes:
       op: the operation whose results are written.
       reads: numbers of the buffers that it reads.
+      after: numbers of buffers that are written before it, by an optimization barrier.
       writes: numbers of the buffers that it writes.
       place: in the order of the trace.
       elementwise: it may write where an operand of the same size lay.
@@ -62,6 +63,7 @@ class Kernel:
     writes: list[int]
     place: int
     elementwise: bool
+    after: list[int] = field(default_factory=list)
     late: bool = False
 
 
@@ -123,7 +125,7 @@ def fused(program: Program, platform: str) -> Fused:
                 continue
         alone = fusible(op.name) and not results.intersection(op.outs)
         alone = alone and all(absorbs(o.name) for out in op.outs for o, _ in users[out])
-        if alone and op.name in _DEAR and len(within) > 1:
+        if alone and platform == "cpu" and op.name in _DEAR and len(within) > 1:
             alone = False
         if alone and platform == "cpu":
             alone = _into_reductions(op, users, [program.ops[at] for at in within])
@@ -149,15 +151,40 @@ def fused(program: Program, platform: str) -> Fused:
         memo[i] = found
         return found
 
+    barred = {
+        out: op.ins for op in program.ops if op.name == "optimization_barrier" for out in op.outs
+    }
+    known: dict[int, frozenset[int]] = {}
+
+    def after(i: int) -> frozenset[int]:
+        """The buffers that a value waits for without reading them."""
+        if i in known:
+            return known[i]
+        found: frozenset[int] = frozenset()
+        if i in barred:
+            found = frozenset().union(*(reads(root(j)) for j in barred[i]))
+            found |= frozenset().union(*(after(j) for j in barred[i]))
+        elif i in view:
+            found = after(view[i])
+        elif i in made and i not in stored:
+            found = frozenset().union(*(after(j) for j in made[i].ins if j != FREE))
+        known[i] = found
+        return found
+
     for k, op in enumerate(program.ops):
         if op.outs[0] in view or not stored.intersection(op.outs):
             for i in op.ins:  # in order, so that the recursion stays flat
                 if i != FREE:
                     reads(root(i))
+                    after(i)
             continue
         found = dict.fromkeys(j for i in op.ins if i != FREE for j in sorted(reads(root(i))))
         late = any(o.name == "transpose" and o.outs[0] in view for o in direct[op.outs[0]])
-        result.kernels.append(Kernel(op, list(found), list(op.outs), k, absorbs(op.name), late))
+        waits = frozenset().union(*(after(i) for i in op.ins if i != FREE)) - set(found)
+        result.kernels.append(
+            Kernel(op, list(found), list(op.outs), k, absorbs(op.name), sorted(waits), late)
+        )
+    result.kernels = _combined(result.kernels)
     for i in (*program.inputs, *stored):
         result.buffer[i] = i
     for i in program.outputs:
@@ -211,3 +238,40 @@ def _constants(program: Program, root: Any) -> set[int]:
         ) and all(i == FREE or i in found or root(i) in found for i in op.ins):
             found.update(op.outs)
     return found
+
+
+def _combined(kernels: list[Kernel]) -> list[Kernel]:
+    """Collectives of one kind and group that do not wait for each other become one.
+
+    XLA merges them up to a size that no memory of a model here reaches.
+    """
+    writer = {i: kernel for kernel in kernels for i in kernel.writes}
+    depth: dict[int, int] = {}  # of a kernel: collectives of its kind, or of any, before it
+    groups: dict[tuple[Any, ...], list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        before = [writer[i] for i in (*kernel.reads, *kernel.after) if i in writer]
+        depth[kernel.place] = max((depth[k.place] + _moves(k.op) for k in before), default=0)
+        if _moves(kernel.op):
+            groups[(depth[kernel.place], *_kind(kernel.op))].append(kernel)
+    merged, dropped = {}, set()
+    for members in groups.values():
+        if len(members) > 1:
+            last = members[-1]
+            merged[last.place] = Kernel(
+                last.op,
+                list(dict.fromkeys(i for k in members for i in k.reads)),
+                [i for k in members for i in k.writes],
+                last.place,
+                False,
+                list(dict.fromkeys(i for k in members for i in k.after)),
+            )
+            dropped.update(k.place for k in members[:-1])
+    return [merged.get(k.place, k) for k in kernels if k.place not in dropped]
+
+
+def _moves(op: Op) -> bool:
+    return op.name in ("psum", "psum_invariant", "reduce_scatter", "all_gather")
+
+
+def _kind(op: Op) -> tuple[Any, ...]:
+    return op.name, str(op.params.get("axes", op.params.get("axis_name")))

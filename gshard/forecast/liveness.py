@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
 
+from gshard.forecast.scratch import scratch
 from gshard.forecast.fusion import IN_PLACE, Fused, Kernel, fused
+from gshard.forecast.order import breadth_first, memory_orders
 from gshard.forecast.program import FREE, Program
 
 
@@ -25,36 +27,10 @@ class Peak:
 def peak_of(program: Program, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
-    return _simulated(whole, _order(whole, platform), platform)
-
-
-def _order(whole: Fused, platform: str) -> list[Kernel]:
-    """The order in which the kernels run."""
     if platform == "cpu":
-        return _breadth_first(whole)
-    return whole.kernels
-
-
-def _breadth_first(whole: Fused) -> list[Kernel]:
-    """As XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
-    writer = {i: k for k, kernel in enumerate(whole.kernels) for i in kernel.writes}
-    waits = [0] * len(whole.kernels)
-    readers: dict[int, list[int]] = defaultdict(list)
-    for k, kernel in enumerate(whole.kernels):
-        before = {writer[i] for i in kernel.reads if i in writer}
-        waits[k] = len(before)
-        for b in before:
-            readers[b].append(k)
-    ready = deque(k for k, n in enumerate(waits) if not n)
-    found = []
-    while ready:
-        k = ready.popleft()
-        found.append(whole.kernels[k])
-        for r in sorted(readers[k], key=lambda r: (whole.kernels[r].late, r)):
-            waits[r] -= 1
-            if not waits[r]:
-                ready.append(r)
-    return found
+        return _simulated(whole, breadth_first(whole), platform)
+    found = [_simulated(whole, order, platform) for order in memory_orders(whole)]
+    return min(found, key=lambda peak: peak.bytes)
 
 
 def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
@@ -81,7 +57,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     writer: dict[int, Kernel] = {}
     taken: set[int] = set()
     for k, kernel in enumerate(order):
-        extra, inner = 0, None
+        extra, inner = scratch(kernel, program, platform), None
         for body in kernel.op.bodies:
             found = peak_of(body, platform)
             if found.bytes > extra:
