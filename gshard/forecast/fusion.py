@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gshard.forecast.combine import Kernel, combined
 from gshard.forecast.program import FREE, RESHAPED, Op, Program
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
@@ -42,29 +43,6 @@ def absorbs(name: str) -> bool:
 def fusible(name: str) -> bool:
     """Whether the operation can be computed where its result is read."""
     return name in _CHEAP or name in _DEAR
-
-
-@dataclass
-class Kernel:
-    """What runs as one: its operation, and all that is computed within.
-
-    Attributes:
-      op: the operation whose results are written.
-      reads: numbers of the buffers that it reads.
-      after: numbers of buffers that are written before it, by an optimization barrier.
-      writes: numbers of the buffers that it writes.
-      place: in the order of the trace.
-      elementwise: it may write where an operand of the same size lay.
-      late: the compiler made it anew, so that it comes after others that wait for the same.
-    """
-
-    op: Op
-    reads: list[int]
-    writes: list[int]
-    place: int
-    elementwise: bool
-    after: list[int] = field(default_factory=list)
-    late: bool = False
 
 
 @dataclass
@@ -184,7 +162,7 @@ def fused(program: Program, platform: str) -> Fused:
         result.kernels.append(
             Kernel(op, list(found), list(op.outs), k, absorbs(op.name), sorted(waits), late)
         )
-    result.kernels = _combined(result.kernels)
+    result.kernels = combined(result.kernels, platform)
     for i in (*program.inputs, *stored):
         result.buffer[i] = i
     for i in program.outputs:
@@ -238,40 +216,3 @@ def _constants(program: Program, root: Any) -> set[int]:
         ) and all(i == FREE or i in found or root(i) in found for i in op.ins):
             found.update(op.outs)
     return found
-
-
-def _combined(kernels: list[Kernel]) -> list[Kernel]:
-    """Collectives of one kind and group that do not wait for each other become one.
-
-    XLA merges them up to a size that no memory of a model here reaches.
-    """
-    writer = {i: kernel for kernel in kernels for i in kernel.writes}
-    depth: dict[int, int] = {}  # of a kernel: collectives of its kind, or of any, before it
-    groups: dict[tuple[Any, ...], list[Kernel]] = defaultdict(list)
-    for kernel in kernels:
-        before = [writer[i] for i in (*kernel.reads, *kernel.after) if i in writer]
-        depth[kernel.place] = max((depth[k.place] + _moves(k.op) for k in before), default=0)
-        if _moves(kernel.op):
-            groups[(depth[kernel.place], *_kind(kernel.op))].append(kernel)
-    merged, dropped = {}, set()
-    for members in groups.values():
-        if len(members) > 1:
-            last = members[-1]
-            merged[last.place] = Kernel(
-                last.op,
-                list(dict.fromkeys(i for k in members for i in k.reads)),
-                [i for k in members for i in k.writes],
-                last.place,
-                False,
-                list(dict.fromkeys(i for k in members for i in k.after)),
-            )
-            dropped.update(k.place for k in members[:-1])
-    return [merged.get(k.place, k) for k in kernels if k.place not in dropped]
-
-
-def _moves(op: Op) -> bool:
-    return op.name in ("psum", "psum_invariant", "reduce_scatter", "all_gather")
-
-
-def _kind(op: Op) -> tuple[Any, ...]:
-    return op.name, str(op.params.get("axes", op.params.get("axis_name")))

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from gshard.forecast.scratch import scratch
-from gshard.forecast.fusion import IN_PLACE, Fused, Kernel, fused
+import jax.numpy as jnp
+
+from gshard.forecast.combine import Kernel
+from gshard.forecast.fusion import IN_PLACE, Fused, fused
 from gshard.forecast.order import breadth_first, memory_orders
-from gshard.forecast.program import FREE, Program
+from gshard.forecast.program import FREE, Program, Value
+from gshard.forecast.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,6 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     end = len(order)
     outputs = [FREE if i == FREE else whole.buffer.get(i, i) for i in program.outputs]
     donor = {outputs[o]: program.inputs[i] for o, i in program.kept if outputs[o] != FREE}
-    inputs = set(program.inputs)
     for i in outputs:
         if i != FREE:
             last[i] = end
@@ -64,7 +66,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
                 extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
         for place, i in enumerate(kernel.writes):
-            size = 0 if kernel.op.name == "stack_slice" else sizes[i].bytes
+            size = _written(kernel, sizes[i], platform)
             writer[i] = kernel
             own = donor.get(i)
             if own is not None and own not in taken:
@@ -73,7 +75,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
                     taken.add(own)
                     live[i] = 0
                     continue
-            shared = _shared(kernel, place, size, dying, sizes)
+            shared = _shared(kernel, place, size, dying, live)
             if shared is not None:
                 dying.remove(shared)
                 total -= live.pop(shared)
@@ -92,7 +94,20 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     return Peak(peak, (*rows, *(inner.live if inner else ())))
 
 
-def _shared(kernel: Kernel, place: int, size: int, dying: list[int], sizes: list) -> int | None:
+def _written(kernel: Kernel, value: Value, platform: str) -> int:
+    """Bytes of a buffer that a kernel writes beside what is there."""
+    if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
+        return 0
+    narrow = value.dtype in (jnp.bfloat16, jnp.float16)
+    # XLA:CPU computes in float32, and keeps that for what reads it; a loop carries what it is told.
+    if platform == "cpu" and narrow and not kernel.op.bodies:
+        return 4 * value.size
+    return value.bytes
+
+
+def _shared(
+    kernel: Kernel, place: int, size: int, dying: list[int], held: dict[int, int]
+) -> int | None:
     """An operand whose memory a result takes over."""
     pairs = kernel.op.carried
     if pairs:
@@ -102,6 +117,6 @@ def _shared(kernel: Kernel, place: int, size: int, dying: list[int], sizes: list
         return None
     if kernel.elementwise or kernel.op.name in IN_PLACE:
         for i in dying:
-            if sizes[i].bytes == size:
+            if held[i] == size:
                 return i
     return None

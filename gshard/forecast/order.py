@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 
-from gshard.forecast.fusion import Fused, Kernel
+from gshard.forecast.combine import Kernel, waits_for
+from gshard.forecast.fusion import Fused
 
 
 def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:
     """Of every kernel, those it waits for, and those that wait for it."""
-    writer = {i: k for k, kernel in enumerate(whole.kernels) for i in kernel.writes}
-    before = [
-        {writer[i] for i in (*kernel.reads, *kernel.after) if i in writer}
-        for kernel in whole.kernels
-    ]
+    before = waits_for(whole.kernels)
     after: list[list[int]] = [[] for _ in whole.kernels]
     for k, waits in enumerate(before):
         for b in waits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gshard.forecast.fusion import Kernel
+from gshard.forecast.combine import Kernel
 from gshard.forecast.program import FREE, Program
 
 # Of an H100 or B200, as XLA fills them: one tile of a matrix product per core.
