@@ -41,8 +41,8 @@ class Kernel:
 def combined(kernels: list[Kernel], platform: str) -> list[Kernel]:
     """Collectives of one kind and group that do not wait for each other become one.
 
-    XLA:CPU combines sums alone. The limits on the size of one are no limits in practice: for an H100
-    gradients of 67 MB were combined.
+    XLA:CPU combines sums alone. The limits on the size of one are no limits in
+    practice: for an H100 gradients of 67 MB were combined.
     """
     for names in _COMBINED[-1:] if platform == "cpu" else _COMBINED:
         kernels = _of_one_kind(kernels, names)

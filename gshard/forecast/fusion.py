@@ -24,7 +24,8 @@ _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "pad", "real", "rev", "round", "select_n", "shift_left",
+    "nextafter", "not", "one_minus_square", "or", "pad", "real", "rev", "round", "select_n",
+    "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "stack",
     "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
@@ -35,8 +36,11 @@ IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "sc
 
 def absorbs(name: str) -> bool:
     """Whether a kernel of this operation computes its operands itself."""
-    return name in _CHEAP or name in _DEAR or name.startswith(("reduce_", "arg", "cum")) or (
-        name in ("dynamic_update_slice", "stack_slice", "reduce_and")
+    return (
+        name in _CHEAP
+        or name in _DEAR
+        or name.startswith(("reduce_", "arg", "cum"))
+        or (name in ("dynamic_update_slice", "stack_slice", "reduce_and"))
     )
 
 
@@ -211,8 +215,10 @@ def _constants(program: Program, root: Any) -> set[int]:
     """Values that follow from no input."""
     found: set[int] = set()
     for op in program.ops:
-        if op.name in _NOTHING or (
-            fusible(op.name) or op.name in RESHAPED
-        ) and all(i == FREE or i in found or root(i) in found for i in op.ins):
+        if (
+            op.name in _NOTHING
+            or (fusible(op.name) or op.name in RESHAPED)
+            and all(i == FREE or i in found or root(i) in found for i in op.ins)
+        ):
             found.update(op.outs)
     return found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from gshard.forecast.combine import Kernel
+from gshard.forecast.dialect import NEW_CPU
 from gshard.forecast.fusion import IN_PLACE, Fused, fused
 from gshard.forecast.order import breadth_first, memory_orders
 from gshard.forecast.program import FREE, Program, Value
@@ -24,19 +25,20 @@ class Peak:
     """
 
     bytes: int
-    live: tuple[tuple[int, int, Kernel | None, Program], ...] = ()
+    live: tuple[tuple[int, int, Kernel, Program], ...] = ()
 
 
 def peak_of(program: Program, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
-    if platform == "cpu":
-        return _simulated(whole, breadth_first(whole), platform)
-    found = [_simulated(whole, order, platform) for order in memory_orders(whole)]
+    orders = [breadth_first(whole)] if platform == "cpu" else memory_orders(whole)
+    bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
+    inner = {key: peak_of(body, platform) for key, body in bodies.items()}
+    found = [_simulated(whole, order, platform, inner) for order in orders]
     return min(found, key=lambda peak: peak.bytes)
 
 
-def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
+def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int, Peak]) -> Peak:
     program = whole.program
     sizes = program.values
     last: dict[int, int] = {}
@@ -61,7 +63,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     for k, kernel in enumerate(order):
         extra, inner = scratch(kernel, program, platform), None
         for body in kernel.op.bodies:
-            found = peak_of(body, platform)
+            found = peaks[id(body)]
             if found.bytes > extra:
                 extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
@@ -99,8 +101,8 @@ def _written(kernel: Kernel, value: Value, platform: str) -> int:
     if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
         return 0
     narrow = value.dtype in (jnp.bfloat16, jnp.float16)
-    # XLA:CPU computes in float32, and keeps that for what reads it; a loop carries what it is told.
-    if platform == "cpu" and narrow and not kernel.op.bodies:
+    # In float32, and kept so for what reads it; a loop carries what it is told.
+    if platform == "cpu" and not NEW_CPU and narrow and not kernel.op.bodies:
         return 4 * value.size
     return value.bytes
 
