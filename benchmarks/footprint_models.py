@@ -233,9 +233,7 @@ def decoder(rows: int = 256) -> Case:
         return _cross_entropy(model(tokens[:, :-1]), tokens[:, 1:] % VOCABULARY)
 
     shard = {"scan_axes": {"^layers/": 0}}
-    return Case(
-        nnx.eval_shape(make), loss_fn, _shape(LENGTH + 1, dtype=jnp.int32), rows, shard
-    )
+    return Case(nnx.eval_shape(make), loss_fn, _shape(LENGTH + 1, dtype=jnp.int32), rows, shard)
 
 
 def _bf16(case: Case) -> Case:

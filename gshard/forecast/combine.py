@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshard.forecast.program import Op
+from gshard.forecast.program import Op, Value
 
 # In the order in which XLA's passes combine them.
 _COMBINED = (("all_gather",), ("reduce_scatter",), ("psum", "psum_invariant"))
+
+_LARGEST = 30 << 20  # bytes of results
 
 
 @dataclass
@@ -38,18 +40,20 @@ class Kernel:
     late: bool = False
 
 
-def combined(kernels: list[Kernel], platform: str) -> list[Kernel]:
+def combined(kernels: list[Kernel], values: Sequence[Value], platform: str) -> list[Kernel]:
     """Collectives of one kind and group that do not wait for each other become one.
 
-    XLA:CPU combines sums alone. The limits on the size of one are no limits in
-    practice: for an H100 gradients of 67 MB were combined.
+    XLA:CPU combines sums alone. All stop at 30 MiB of results, so that for eight devices gradients
+    of eight times as much may wait, whole, for one reduce-scatter.
     """
     for names in _COMBINED[-1:] if platform == "cpu" else _COMBINED:
-        kernels = _of_one_kind(kernels, names)
+        kernels = _of_one_kind(kernels, values, names)
     return kernels
 
 
-def _of_one_kind(kernels: list[Kernel], names: Sequence[str]) -> list[Kernel]:
+def _of_one_kind(
+    kernels: list[Kernel], values: Sequence[Value], names: Sequence[str]
+) -> list[Kernel]:
     before = waits_for(kernels)
     depth: list[int] = []
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -59,12 +63,31 @@ def _of_one_kind(kernels: list[Kernel], names: Sequence[str]) -> list[Kernel]:
             params = kernel.op.params
             axes = str((params.get("axes", params.get("axis_name")), params["axis_index_groups"]))
             groups[depth[k], axes].append(k)
-    groups = {key: members for key, members in groups.items() if len(members) > 1}
-    if not groups:
+    merged = [
+        part
+        for members in groups.values()
+        for part in _parts([kernels[k] for k in members], values)
+        if len(part) > 1
+    ]
+    if not merged:
         return kernels
-    gone = {k for members in groups.values() for k in members}
-    made = [_one([kernels[k] for k in members]) for members in groups.values()]
-    return in_order([kernel for k, kernel in enumerate(kernels) if k not in gone] + made)
+    gone = {kernel.place for part in merged for kernel in part}
+    made = [_one(part) for part in merged]
+    return in_order([kernel for kernel in kernels if kernel.place not in gone] + made)
+
+
+def _parts(members: list[Kernel], values: Sequence[Value]) -> list[list[Kernel]]:
+    """Groups in the order of the trace whose results are not too large."""
+    found: list[list[Kernel]] = [[]]
+    held = 0
+    for kernel in members:
+        size = sum(values[i].bytes for i in kernel.writes)
+        if held + size > _LARGEST:
+            found.append([])
+            held = 0
+        found[-1].append(kernel)
+        held += size
+    return found
 
 
 def _one(members: list[Kernel]) -> Kernel:

@@ -166,7 +166,7 @@ def fused(program: Program, platform: str) -> Fused:
         result.kernels.append(
             Kernel(op, list(found), list(op.outs), k, absorbs(op.name), sorted(waits), late)
         )
-    result.kernels = combined(result.kernels, platform)
+    result.kernels = combined(result.kernels, program.values, platform)
     for i in (*program.inputs, *stored):
         result.buffer[i] = i
     for i in program.outputs:

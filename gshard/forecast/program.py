@@ -292,7 +292,7 @@ class _Builder:
             else:
                 to = range(len(factors)) if len(factors) == ndim else [None] * len(factors)
             for d, factor in zip(to, factors, strict=True):
-                if d is not None and d < ndim and aval.shape[d] >= factor:
+                if d is not None and d < ndim and aval.shape[d] > 1:
                     found[d] = max(found[d], factor)
         return tuple(found)
 
