@@ -86,13 +86,12 @@ def compared(case: Any, level: str, target: Target) -> dict[str, Any]:
     }
 
 
-def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
-    """A case's step, traced on a mesh, concrete or abstract, and its plan."""
+def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A case's step on a mesh, concrete or abstract, and its abstract arguments."""
     import jax
     from jax.sharding import NamedSharding
 
     import gshard
-    from gshard.forecast.footprint import trace_step
 
     with warnings.catch_warnings():  # of small leaves that stay whole
         warnings.simplefilter("ignore", gshard.GShardWarning)
@@ -103,7 +102,15 @@ def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
         case.batch(case.rows * mesh.size),
     )
-    return trace_step(step, state, batch), plan
+    return step, (state, batch)
+
+
+def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
+    """The trace of a case's step, and its plan."""
+    from gshard.forecast.footprint import trace_step
+
+    step, arguments = prepared(case, level, mesh)
+    return trace_step(step, *arguments), step.plan
 
 
 if __name__ == "__main__":
