@@ -235,7 +235,8 @@ def classified(model: nn.Module, shape: tuple[int, ...], rows: int, tx: Any) -> 
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *shape)))["params"]
 
     def loss_fn(params, batch):
-        return _cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"])
+        logits: Any = model.apply({"params": params}, batch["x"])
+        return _cross_entropy(logits, batch["y"])
 
     return Case(_linen(params, tx), loss_fn, _labelled(*shape), rows)
 
