@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from gshard.forecast.combine import Kernel, combined
 from gshard.forecast.program import FREE, RESHAPED, Op, Program
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
@@ -22,10 +23,12 @@ _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "or", "pad", "real", "rev", "round", "select_n", "shift_left",
+    "nextafter", "not", "one_minus_square", "or", "pad", "real", "rev", "round", "select_n",
+    "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "stack",
     "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
+_SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
 IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
 
@@ -43,25 +46,6 @@ def absorbs(name: str) -> bool:
 def fusible(name: str) -> bool:
     """Whether the operation can be computed where its result is read."""
     return name in _CHEAP or name in _DEAR
-
-
-@dataclass
-class Kernel:
-    """What runs as one: its operation, and all that is computed within.
-
-    Attributes:
-      op: the operation whose results are written.
-      reads: numbers of the buffers that it reads.
-      writes: numbers of the buffers that it writes.
-      place: in the order of the trace.
-      elementwise: it may write where an operand of the same size lay.
-    """
-
-    op: Op
-    reads: list[int]
-    writes: list[int]
-    place: int
-    elementwise: bool
 
 
 @dataclass
@@ -97,6 +81,10 @@ def fused(program: Program, platform: str) -> Fused:
         for i in op.ins:
             if i != FREE:
                 users[root(i)].append((op, place[id(op)]))
+    direct: dict[int, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for i in op.ins:
+            direct[i].append(op)
     results = {root(i) for i in program.outputs if i != FREE}
 
     # The kernels that each operation is computed in; from the end, so that readers are known.
@@ -118,8 +106,10 @@ def fused(program: Program, platform: str) -> Fused:
                 continue
         alone = fusible(op.name) and not results.intersection(op.outs)
         alone = alone and all(absorbs(o.name) for out in op.outs for o, _ in users[out])
-        if alone and op.name in _DEAR and len(within) > 1:
+        if alone and platform == "cpu" and op.name in _DEAR and len(within) > 1:
             alone = False
+        if alone and platform == "cpu":
+            alone = _into_reductions(op, users, [program.ops[at] for at in within])
         if alone:
             kernels_of[k] = within
         else:
@@ -142,20 +132,59 @@ def fused(program: Program, platform: str) -> Fused:
         memo[i] = found
         return found
 
+    barred = {
+        out: op.ins for op in program.ops if op.name == "optimization_barrier" for out in op.outs
+    }
+    known: dict[int, frozenset[int]] = {}
+
+    def after(i: int) -> frozenset[int]:
+        """The buffers that a value waits for without reading them."""
+        if i in known:
+            return known[i]
+        found: frozenset[int] = frozenset()
+        if i in barred:
+            found = frozenset().union(*(reads(root(j)) for j in barred[i]))
+            found |= frozenset().union(*(after(j) for j in barred[i]))
+        elif i in view:
+            found = after(view[i])
+        elif i in made and i not in stored:
+            found = frozenset().union(*(after(j) for j in made[i].ins if j != FREE))
+        known[i] = found
+        return found
+
     for k, op in enumerate(program.ops):
         if op.outs[0] in view or not stored.intersection(op.outs):
             for i in op.ins:  # in order, so that the recursion stays flat
                 if i != FREE:
                     reads(root(i))
+                    after(i)
             continue
         found = dict.fromkeys(j for i in op.ins if i != FREE for j in sorted(reads(root(i))))
-        result.kernels.append(Kernel(op, list(found), list(op.outs), k, absorbs(op.name)))
+        late = any(o.name == "transpose" and o.outs[0] in view for o in direct[op.outs[0]])
+        waits = frozenset().union(*(after(i) for i in op.ins if i != FREE)) - set(found)
+        result.kernels.append(
+            Kernel(op, list(found), list(op.outs), k, absorbs(op.name), sorted(waits), late)
+        )
+    result.kernels = combined(result.kernels, program.values, platform)
     for i in (*program.inputs, *stored):
         result.buffer[i] = i
     for i in program.outputs:
         if i != FREE:
             result.buffer[i] = root(i)
     return result
+
+
+def _into_reductions(op: Op, users: Any, kernels: Sequence[Op]) -> bool:
+    """Whether XLA:CPU computes an operation within these kernels, as far as they are reductions.
+
+    A reduction there computes the product that it sums, and reads all else.
+    """
+    direct = {id(user) for out in op.outs for user, _ in users[out]}
+    return all(
+        id(kernel) in direct and op.name in _SUMMED
+        for kernel in kernels
+        if kernel.name.startswith(("reduce_", "arg"))
+    )
 
 
 def _views(program: Program) -> dict[int, int]:
@@ -167,7 +196,7 @@ def _views(program: Program) -> dict[int, int]:
         for i in op.ins:
             count[i] += 1
     for op in program.ops:
-        if op.name in RESHAPED or op.name == "optimization_barrier":
+        if op.name in (*RESHAPED, "optimization_barrier", "rev"):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
         elif op.name == "transpose" and op.ins[0] != FREE:
             source = made.get(op.ins[0])

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from dataclasses import dataclass
 
-from gshard.forecast.fusion import IN_PLACE, Fused, Kernel, fused
-from gshard.forecast.program import FREE, Program
+import jax.numpy as jnp
+
+from gshard.forecast.combine import Kernel
+from gshard.forecast.dialect import NEW_CPU
+from gshard.forecast.fusion import IN_PLACE, Fused, fused
+from gshard.forecast.order import breadth_first, memory_orders
+from gshard.forecast.program import FREE, Program, Value
+from gshard.forecast.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -19,45 +25,20 @@ class Peak:
     """
 
     bytes: int
-    live: tuple[tuple[int, int, Kernel | None, Program], ...] = ()
+    live: tuple[tuple[int, int, Kernel, Program], ...] = ()
 
 
 def peak_of(program: Program, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
-    return _simulated(whole, _order(whole, platform), platform)
+    orders = [breadth_first(whole)] if platform == "cpu" else memory_orders(whole)
+    bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
+    inner = {key: peak_of(body, platform) for key, body in bodies.items()}
+    found = [_simulated(whole, order, platform, inner) for order in orders]
+    return min(found, key=lambda peak: peak.bytes)
 
 
-def _order(whole: Fused, platform: str) -> list[Kernel]:
-    """The order in which the kernels run."""
-    if platform == "cpu":
-        return _breadth_first(whole)
-    return whole.kernels
-
-
-def _breadth_first(whole: Fused) -> list[Kernel]:
-    """As XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
-    writer = {i: k for k, kernel in enumerate(whole.kernels) for i in kernel.writes}
-    waits = [0] * len(whole.kernels)
-    readers: dict[int, list[int]] = defaultdict(list)
-    for k, kernel in enumerate(whole.kernels):
-        before = {writer[i] for i in kernel.reads if i in writer}
-        waits[k] = len(before)
-        for b in before:
-            readers[b].append(k)
-    ready = deque(k for k, n in enumerate(waits) if not n)
-    found = []
-    while ready:
-        k = ready.popleft()
-        found.append(whole.kernels[k])
-        for r in readers[k]:
-            waits[r] -= 1
-            if not waits[r]:
-                ready.append(r)
-    return found
-
-
-def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
+def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int, Peak]) -> Peak:
     program = whole.program
     sizes = program.values
     last: dict[int, int] = {}
@@ -69,7 +50,6 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     end = len(order)
     outputs = [FREE if i == FREE else whole.buffer.get(i, i) for i in program.outputs]
     donor = {outputs[o]: program.inputs[i] for o, i in program.kept if outputs[o] != FREE}
-    inputs = set(program.inputs)
     for i in outputs:
         if i != FREE:
             last[i] = end
@@ -81,14 +61,14 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     writer: dict[int, Kernel] = {}
     taken: set[int] = set()
     for k, kernel in enumerate(order):
-        extra, inner = 0, None
+        extra, inner = scratch(kernel, program, platform), None
         for body in kernel.op.bodies:
-            found = peak_of(body, platform)
+            found = peaks[id(body)]
             if found.bytes > extra:
                 extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
         for place, i in enumerate(kernel.writes):
-            size = sizes[i].bytes
+            size = _written(kernel, sizes[i], platform)
             writer[i] = kernel
             own = donor.get(i)
             if own is not None and own not in taken:
@@ -97,7 +77,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
                     taken.add(own)
                     live[i] = 0
                     continue
-            shared = _shared(kernel, place, size, dying, sizes)
+            shared = _shared(kernel, place, size, dying, live)
             if shared is not None:
                 dying.remove(shared)
                 total -= live.pop(shared)
@@ -116,7 +96,20 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str) -> Peak:
     return Peak(peak, (*rows, *(inner.live if inner else ())))
 
 
-def _shared(kernel: Kernel, place: int, size: int, dying: list[int], sizes: list) -> int | None:
+def _written(kernel: Kernel, value: Value, platform: str) -> int:
+    """Bytes of a buffer that a kernel writes beside what is there."""
+    if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
+        return 0
+    narrow = value.dtype in (jnp.bfloat16, jnp.float16)
+    # In float32, and kept so for what reads it; a loop carries what it is told.
+    if platform == "cpu" and not NEW_CPU and narrow and not kernel.op.bodies:
+        return 4 * value.size
+    return value.bytes
+
+
+def _shared(
+    kernel: Kernel, place: int, size: int, dying: list[int], held: dict[int, int]
+) -> int | None:
     """An operand whose memory a result takes over."""
     pairs = kernel.op.carried
     if pairs:
@@ -126,6 +119,6 @@ def _shared(kernel: Kernel, place: int, size: int, dying: list[int], sizes: list
         return None
     if kernel.elementwise or kernel.op.name in IN_PLACE:
         for i in dying:
-            if sizes[i].bytes == size:
+            if held[i] == size:
                 return i
     return None

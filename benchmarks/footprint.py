@@ -1,0 +1,117 @@
+"""The analytic footprint of a train step beside what the compiler says of it, model by model.
+
+    python -m benchmarks.footprint --target h100:1x8 --models gpt llama --levels p_g_os
+
+Prints a line for each model and level: estimated peak, the compiler's, their ratio. Nothing is run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from typing import Any
+
+from benchmarks.targets import BenchmarkError, Target, parse_target
+
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+
+
+def main() -> None:
+    """Starts a process for the target, whose environment JAX must find when it starts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="cpu:8", help="such as h100:1x8 or cpu:8")
+    parser.add_argument("--models", nargs="+", default=[], help="by default all but the held out")
+    parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
+    parser.add_argument("--json", action="store_true", help="one line of JSON for each")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    try:
+        target = parse_target(args.target)
+        if args.here:
+            _table(target, args)
+            return
+    except BenchmarkError as error:
+        sys.exit(f"error: {error}")
+    command = [sys.executable, "-m", "benchmarks.footprint", "--here", *sys.argv[1:]]
+    sys.exit(subprocess.run(command, env=os.environ | target.environment).returncode)
+
+
+def _table(target: Target, args: argparse.Namespace) -> None:
+    from benchmarks.footprint_models import CASES
+
+    unknown = [name for name in args.models if name not in CASES]
+    if unknown:
+        raise BenchmarkError(f"{unknown[0]!r} is no model; there are {', '.join(CASES)}.")
+    held = ("held-",)
+    for name in args.models or [name for name in CASES if not name.startswith(held)]:
+        for level in args.levels:
+            row = {"model": name, "level": level, **compared(CASES[name](), level, target)}
+            if args.json:
+                print(json.dumps(row), flush=True)
+                continue
+            off = "" if abs(row["ratio"] - 1) <= 0.1 else "  off"
+            print(
+                f"{name:16} {level:7} estimated {row['estimated'] / 1e6:9.2f} MB"
+                f"  compiler {row['compiler'] / 1e6:9.2f} MB  ratio {row['ratio']:.3f}"
+                f"  arguments {row['arguments'] / 1e6:9.2f} MB"
+                f"  walk {row['seconds']:.2f} s{off}",
+                flush=True,
+            )
+
+
+def compared(case: Any, level: str, target: Target) -> dict[str, Any]:
+    """The estimate and the compiler's figure for one case, on this process's devices."""
+    import gshard
+    from gshard.forecast.footprint import compiled_peak, footprint
+
+    mesh = gshard.make_mesh(devices=target.described_devices())
+    traced, plan = traced_case(case, level, mesh)
+    start = time.perf_counter()
+    found = footprint(traced, plan, target.platform)
+    seconds = time.perf_counter() - start
+    compiled = traced.lower().compile()
+    peak = compiled_peak(compiled, target.platform)
+    return {
+        "estimated": found.peak,
+        "compiler": peak,
+        "ratio": found.peak / peak,
+        "arguments": found.arguments,
+        "compiler_arguments": compiled.memory_analysis().argument_size_in_bytes,
+        "seconds": seconds,
+    }
+
+
+def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A case's step on a mesh, concrete or abstract, and its abstract arguments."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    import gshard
+
+    with warnings.catch_warnings():  # of small leaves that stay whole
+        warnings.simplefilter("ignore", gshard.GShardWarning)
+        state, plan = gshard.shard_train_state(case.state, mesh, level, **case.shard)
+    step = gshard.make_train_step(case.loss_fn, plan, **case.step)
+    rows = NamedSharding(plan.mesh, plan.batch_spec)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
+        case.batch(case.rows * mesh.size),
+    )
+    return step, (state, batch)
+
+
+def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
+    """The trace of a case's step, and its plan."""
+    from gshard.forecast.footprint import trace_step
+
+    step, arguments = prepared(case, level, mesh)
+    return trace_step(step, *arguments), step.plan
+
+
+if __name__ == "__main__":
+    main()
