@@ -58,7 +58,9 @@ def test_master_copies_count_as_optimizer_state():
     psi = found.parameters
     assert psi == 3 * (256 * 256 + 256)
     assert found.levels["dp"].params == 2 * psi
-    assert found.levels["dp"].optimizer - 12 * psi == 4 * 8  # counts of Adam, the step and the guard
+    assert (
+        found.levels["dp"].optimizer - 12 * psi == 4 * 8
+    )  # counts of Adam, the step and the guard
 
 
 @pytest.mark.parametrize("level", LEVELS)

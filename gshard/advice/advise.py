@@ -17,8 +17,7 @@ from gshard.forecast.footprint import Footprint
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan import abstract_mesh
 from gshard.forecast.setup import Setup, batch_bytes, divided, load_setup, without_arrays
-from gshard.forecast.traced import traced_work
-from gshard.forecast.work import Work
+from gshard.forecast.traced import footprint_of
 from gshard.plan import Plan
 from gshard.targets.target import Target
 
@@ -95,7 +94,7 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         )
     options = list(options_of(config, target))
     setups: dict[str, Setup] = {}
-    traces: dict[Any, tuple[Footprint, Work]] = {}
+    traces: dict[Any, Footprint] = {}
     found = []
     for done, option in enumerate(options):
         if report is not None:
@@ -123,7 +122,7 @@ def _judged(
     setup: Setup,
     target: Target,
     option: Option,
-    traces: dict[Any, tuple[Footprint, Work]],
+    traces: dict[Any, Footprint],
     key: str,
 ) -> list[Verdict]:
     """The verdict on an option; where it does not fit, with the state on the host beside it."""
@@ -139,7 +138,7 @@ def _verdict(
     setup: Setup,
     target: Target,
     option: Option,
-    traces: dict[Any, tuple[Footprint, Work]],
+    traces: dict[Any, Footprint],
     key: str,
 ) -> Verdict:
     choices, has = option.choices, target.chip.usable or 0
@@ -154,26 +153,26 @@ def _verdict(
         return verdict(level.needs)
     traced = (key, option.level, plan.group.size, choices)
     if traced not in traces:
-        traces[traced] = traced_work(setup, state, plan, choices, target.platform)
-    seen, work = traces[traced]
+        traces[traced] = footprint_of(setup, state, plan, choices, target.platform)
+    seen = traces[traced]
     if seen.peak > has:
         return verdict(seen.peak)
-    return verdict(seen.peak, _cost(target, plan, level, work))
+    return verdict(seen.peak, _cost(target, plan, level, seen))
 
 
-def _cost(target: Target, plan: Plan, level: LevelForecast, work: Work) -> Cost:
+def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
-    sent = work.sent
-    gathers, sums = sent.get("all-gather", 0), sent.get("all-reduce", 0)
     at_rest = any(x.dim is not None for x in jax.tree.leaves(plan.params))
-    copies = plan.group.copies > 1
-    wire = {
-        "shard": sent.get("reduce-scatter", 0) + gathers * at_rest + sums * (not copies),
-        "copies": sums * copies,
-        "publish": gathers * (not at_rest),
-    }
+    wire = dict.fromkeys(("shard", "copies", "publish"), 0)
+    for row in seen.collectives:
+        if row.kind == "all-gather" and not at_rest:
+            wire["publish"] += row.wire_bytes
+        elif row.kind == "all-reduce" and plan.group.copies > 1:
+            wire["copies"] += row.wire_bytes
+        else:
+            wire["shard"] += row.wire_bytes
     # Moments and master copies are read and written, parameters written, gradients read: a part of
     # the traffic of the whole step, for which nothing is computed beside.
     update = 2 * level.optimizer + level.params + level.gradients
-    rest = max(0, work.traffic - update)
-    return cost(target, plan.group, work.flops, rest, wire, update, level.host)
+    rest = max(0, seen.traffic - update)
+    return cost(target, plan.group, seen.flops, rest, wire, update, level.host)

@@ -53,7 +53,7 @@ class Footprint:
       temporaries: bytes of the largest sum of temporaries that are live together.
       peak: bytes, the two together and the results that take over no argument's memory.
       largest: what is live at the peak beside the arguments, largest first.
-      flops: of matrix products and convolutions (`traffic.flops_of`).
+      flops: of matrix products and convolutions, by dtype (`traffic.flops_of`).
       traffic: bytes that kernels read from the device's memory and write to it, for a roofline.
       collectives: those written in the step. What XLA adds to an update in the global view, such as
         for an optimizer's matrix products, is not among them.
@@ -63,7 +63,7 @@ class Footprint:
     temporaries: int
     peak: int
     largest: tuple[Buffer, ...]
-    flops: float
+    flops: dict[str, float]
     traffic: int
     collectives: tuple[Exchange, ...]
 

@@ -18,7 +18,7 @@ from gshard.forecast.config import Config
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
-from gshard.forecast.traced import traced_work
+from gshard.forecast.traced import footprint_of
 from gshard.levels import LEVELS, parse_level
 from gshard.mesh import REPLICA, SHARD
 from gshard.plan import Plan
@@ -114,7 +114,7 @@ def make_plan(
         state, plan = divided(setup, devices, name, choices)
         level = of_level(plan, choices, batch_bytes(setup, plan, choices))
         if activations and setup.loss_fn is not None:
-            seen, _ = traced_work(setup, state, plan, choices, platform or here)
+            seen = footprint_of(setup, state, plan, choices, platform or here)
             level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
         plans[name], found[name] = plan, level
     plan = plans[names[0]]

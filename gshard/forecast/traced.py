@@ -6,16 +6,15 @@ from typing import Any
 
 from gshard.errors import GShardError
 from gshard.forecast.choices import Choices
-from gshard.forecast.footprint import Footprint, device_program, footprint, trace_step
+from gshard.forecast.footprint import Footprint, footprint, trace_step
 from gshard.forecast.setup import Setup, batch_of, step_of
-from gshard.forecast.work import Work, work_of
 from gshard.plan import Plan
 
 
-def traced_work(
+def footprint_of(
     setup: Setup, state: Any, plan: Plan, choices: Choices, platform: str
-) -> tuple[Footprint, Work]:
-    """The footprint of one step on one device, and its work.
+) -> Footprint:
+    """The footprint of one step on one device.
 
     Args:
       setup: with a loss and a batch.
@@ -38,6 +37,4 @@ def traced_work(
             f"the loss cannot be traced with this state and batch: {type(error).__name__}: "
             f"{''.join(first)}"
         ) from error
-    program = device_program(traced, plan, platform)
-    sizes = dict(plan.mesh.shape)
-    return footprint(traced, plan, platform), work_of(program, sizes, platform)
+    return footprint(traced, plan, platform)

@@ -53,29 +53,36 @@ class Exchange:
     wire_bytes: int
 
 
-def flops_of(program: Program) -> float:
+def flops_of(program: Program) -> dict[str, float]:
     """Of matrix products and convolutions, two for each multiplication with its addition.
 
     A loop counts as often as it runs, one of unknown length once; of the branches of a condition
     the dearest. Zeros that pad or dilate what a convolution reads are multiplied too.
+
+    Returns:
+      The number by name of the dtype that is multiplied.
     """
-    return sum(_flops(op, program) for op in program.ops)
+    found: dict[str, float] = defaultdict(float)
+    for op in program.ops:
+        if op.bodies:
+            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
+            for dtype, count in dearest.items():
+                found[dtype] += op.trips * count
+        elif count := _flops(op, program):
+            found[str(program.values[op.ins[0]].dtype)] += count
+    return dict(found)
 
 
 def _flops(op: Op, program: Program) -> float:
-    if op.bodies:
-        return op.trips * max(map(flops_of, op.bodies))
+    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
+        return 0
+    left, right = (program.values[i] for i in op.ins[:2])
     if op.name == "dot_general":
-        (left, _), _ = op.params["dimension_numbers"]
-        if op.ins[0] == FREE:
-            return 0
-        shape = program.values[op.ins[0]].shape
-        return 2 * program.values[op.outs[0]].size * math.prod(shape[d] for d in left)
-    if op.name == "conv_general_dilated" and op.ins[1] != FREE:
-        kernel, features = program.values[op.ins[1]], op.params["dimension_numbers"].rhs_spec[0]
-        each = kernel.size // max(1, kernel.shape[features])
-        return 2 * program.values[op.outs[0]].size * each
-    return 0
+        (dims, _), _ = op.params["dimension_numbers"]
+        each = math.prod(left.shape[d] for d in dims)
+    else:
+        each = right.size // max(1, right.shape[op.params["dimension_numbers"].rhs_spec[0]])
+    return 2.0 * program.values[op.outs[0]].size * each
 
 
 def traffic_of(program: Program, platform: str) -> int:
