@@ -16,7 +16,7 @@ import time
 import warnings
 from typing import Any
 
-from benchmarks.targets import BenchmarkError, Target, parse_target
+from gshard.targets import BenchmarkError, Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 

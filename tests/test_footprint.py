@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 import gshard
 from benchmarks.footprint import compared, prepared, traced_case
 from benchmarks.footprint_models import CASES, Case, mlp
-from benchmarks.targets import parse_target
 from gshard.forecast.footprint import footprint, trace_step
+from gshard.targets import parse_target
 from tests.ahead_of_time import ROOT, python_for
 
 # Falls short by more than 10 % on this compiler; the reasons are in the docstrings of the model.

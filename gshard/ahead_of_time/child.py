@@ -1,9 +1,10 @@
 """Compiles one step for a machine that is not there: `python -m gshard.ahead_of_time.child`.
 
 A process of its own: some compilers abort theirs for what they cannot do, and libtpu takes locks.
-It is given one JSON object on stdin (see `gshard.ahead_of_time.compiled.compile_for`) and writes JSON
-objects to stdout, one a line: `{"stage": ...}` as it goes on, and at last one of `{"result": ...}`,
-`{"error": ...}` (what a user can mend) and `{"failed": ...}` (what a library said).
+It is given one JSON object on stdin (see `gshard.ahead_of_time.compiled.compile_for`) and writes
+JSON objects to stdout, one a line: `{"stage": ...}` as it goes on, and at last one of
+`{"result": ...}`, `{"error": ...}` (what a user can mend) and `{"failed": ...}` (what a library
+said).
 """
 
 from __future__ import annotations

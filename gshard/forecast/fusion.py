@@ -8,6 +8,7 @@ often as it is read. Its result becomes a buffer where something reads it that c
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
