@@ -16,7 +16,8 @@ import time
 import warnings
 from typing import Any
 
-from gshard.targets import BenchmarkError, Target, parse_target
+from gshard.errors import GShardError
+from gshard.targets import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 
@@ -35,7 +36,7 @@ def main() -> None:
         if args.here:
             _table(target, args)
             return
-    except BenchmarkError as error:
+    except GShardError as error:
         sys.exit(f"error: {error}")
     command = [sys.executable, "-m", "benchmarks.footprint", "--here", *sys.argv[1:]]
     sys.exit(subprocess.run(command, env=os.environ | target.environment).returncode)
@@ -46,7 +47,7 @@ def _table(target: Target, args: argparse.Namespace) -> None:
 
     unknown = [name for name in args.models if name not in CASES]
     if unknown:
-        raise BenchmarkError(f"{unknown[0]!r} is no model; there are {', '.join(CASES)}.")
+        raise GShardError(f"{unknown[0]!r} is no model; there are {', '.join(CASES)}.")
     held = ("held-",)
     for name in args.models or [name for name in CASES if not name.startswith(held)]:
         for level in args.levels:
