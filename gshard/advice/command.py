@@ -14,7 +14,7 @@ from gshard.advice.advise import Verdict, advise
 from gshard.advice.report import advice, as_rows, best_of_each
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.plan import plan_config
-from gshard.forecast.words import in_words
+from gshard.forecast.words import in_words, leave_accelerators
 from gshard.page.file import page_of, place
 
 _EXAMPLE = """examples:
@@ -59,6 +59,7 @@ def main(words: list[str]) -> int:
             print(advice(config, found, given.all))
         return int(not any(x.fits for x in found))
 
+    leave_accelerators()
     return in_words(work)
 
 

@@ -14,7 +14,7 @@ from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import plan_config
 from gshard.forecast.plan_report import table, text_of
-from gshard.forecast.words import in_words
+from gshard.forecast.words import in_words, leave_accelerators
 from gshard.page.file import page_of, place
 from gshard.targets import Target
 
@@ -76,6 +76,7 @@ def main(words: list[str]) -> int:
         fits = [of.get("fits") is not False and "error" not in of for of in programs.values()]
         return int(bool(fits) and not any(fits))
 
+    leave_accelerators()
     return in_words(work)
 
 

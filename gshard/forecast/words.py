@@ -7,7 +7,17 @@ import sys
 import warnings
 from collections.abc import Callable
 
+import jax
+
 from gshard.errors import GShardError, GShardWarning
+
+
+def leave_accelerators() -> None:
+    """Keeps JAX to the CPU: nothing runs, and a job of somebody's may hold the accelerators.
+
+    Where JAX has started it stays as it is.
+    """
+    jax.config.update("jax_platforms", "cpu")
 
 
 def in_words(work: Callable[[], int]) -> int:
