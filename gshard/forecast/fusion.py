@@ -25,9 +25,8 @@ _CHEAP = {
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
     "nextafter", "not", "one_minus_square", "or", "pad", "real", "rev", "round", "select_n",
-    "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "stack",
-    "sub", "transpose", "xor", "population_count", "clz",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split",
+    "square", "stack", "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
@@ -40,7 +39,7 @@ def absorbs(name: str) -> bool:
         name in _CHEAP
         or name in _DEAR
         or name.startswith(("reduce_", "arg", "cum"))
-        or (name in ("dynamic_update_slice", "stack_slice", "reduce_and"))
+        or name in ("dynamic_update_slice", "stack_slice")
     )
 
 
