@@ -21,12 +21,14 @@ from gshard.forecast.footprint import footprint, trace_step
 from tests.ahead_of_time import ROOT, python_for
 
 # Further off than 10 %, by at most this factor. XLA:CPU copies what convolutions read into other
-# layouts, and up to JAX 0.11 starts all gathers at once; cuDNN's convolutions want padded copies;
+# layouts, and up to JAX 0.11 starts all gathers at once and widens
+# bfloat16 that loops carry; cuDNN's convolutions want padded copies;
 # XLA:GPU chooses by memory in which order layers that are recomputed, unrolled, come.
 KNOWN_OFF = {
     "cpu": {
         ("mlp-wide", "p_g_os"): 1.4,
         ("gpt-scan-k4", "p_g_os"): 1.15,
+        **{("llama-bf16", level): 1.3 for level in ("dp", "os", "os_g")},
         **{("conv", level): 1.25 for level in ("os", "os_g", "p_g_os")},
         **{("conv-k4", level): 1.25 for level in ("dp", "os", "os_g", "p_g_os")},
     },
