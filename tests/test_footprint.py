@@ -20,23 +20,23 @@ from gshard.forecast.footprint import footprint, trace_step
 from gshard.targets import parse_target
 from tests.ahead_of_time import ROOT, python_for
 
-# Falls short by more than 10 % on this compiler; the reasons are in the docstrings of the model.
+# Further off than 10 %, by at most this factor. XLA:CPU copies what convolutions read into other
+# layouts, and up to JAX 0.11 starts all gathers at once and widens
+# bfloat16 that loops carry; cuDNN's convolutions want padded copies;
+# XLA:GPU chooses by memory in which order layers that are recomputed, unrolled, come.
 KNOWN_OFF = {
     "cpu": {
-        ("mlp-wide", "p_g_os"): 1.9,
+        ("mlp-wide", "p_g_os"): 1.4,
         ("gpt-scan-k4", "p_g_os"): 1.15,
-        ("conv", "os"): 1.25,
-        ("conv", "p_g_os"): 1.25,
-        ("conv-k4", "dp"): 1.25,
-        ("conv-k4", "os"): 1.25,
-        ("conv-k4", "os_g"): 1.25,
-        ("conv-k4", "p_g_os"): 1.25,
+        **{("llama-bf16", level): 1.3 for level in ("dp", "os", "os_g")},
+        **{("conv", level): 1.25 for level in ("os", "os_g", "p_g_os")},
+        **{("conv-k4", level): 1.25 for level in ("dp", "os", "os_g", "p_g_os")},
     },
     "gpu": {
-        ("gpt-remat", "p_g_os"): 1.15,
+        ("gpt-remat", "p_g_os"): 1.3,
         ("llama-k4", "p_g_os"): 1.15,
-        **{("conv", level): 2.0 for level in ("dp", "os", "os_g", "p_g_os")},
-        **{("conv-k4", level): 2.4 for level in ("dp", "os", "os_g", "p_g_os")},
+        ("conv", "p_g_os"): 1.25,
+        **{("conv-k4", level): 1.75 for level in ("dp", "os", "os_g", "p_g_os")},
     },
 }
 LEVELS = ("dp", "os", "os_g", "p_g_os")

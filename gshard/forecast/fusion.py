@@ -25,9 +25,8 @@ _CHEAP = {
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
     "nextafter", "not", "one_minus_square", "or", "pad", "real", "rev", "round", "select_n",
-    "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split", "square", "stack",
-    "sub", "transpose", "xor", "population_count", "clz",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split",
+    "square", "stack", "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
@@ -40,7 +39,7 @@ def absorbs(name: str) -> bool:
         name in _CHEAP
         or name in _DEAR
         or name.startswith(("reduce_", "arg", "cum"))
-        or (name in ("dynamic_update_slice", "stack_slice", "reduce_and"))
+        or name in ("dynamic_update_slice", "stack_slice")
     )
 
 
@@ -66,121 +65,128 @@ class Fused:
 
 def fused(program: Program, platform: str) -> Fused:
     """The kernels of a program."""
-    view = _views(program)
+    return _Fusion(program, platform).result()
 
-    def root(i: int) -> int:
-        while i in view:
-            i = view[i]
+
+class _Fusion:
+    """Decides, from the end, which values become buffers, and then what each kernel reads."""
+
+    def __init__(self, program: Program, platform: str):
+        self.program, self.platform = program, platform
+        self.view = _views(program)
+        self.made = {out: op for op in program.ops for out in op.outs if out not in self.view}
+        self.results = {self.root(i) for i in program.outputs if i != FREE}
+        self.users: dict[int, list[tuple[Op, int]]] = defaultdict(list)  # of a root, and where
+        self.folded: set[int] = set()  # products that are written the other way round
+        self.barred: dict[int, list[int]] = {}  # what waits behind a barrier: all that is held
+        for k, op in enumerate(program.ops):
+            if op.name == "optimization_barrier":
+                self.barred.update(dict.fromkeys(op.outs, op.ins))
+            if not self.is_view(op):
+                for i in op.ins:
+                    if i != FREE:
+                        self.users[self.root(i)].append((op, k))
+            elif op.name == "transpose":
+                self.folded.add(op.ins[0])
+        self.stored: set[int] = set()
+        self.nothing: set[int] = set()  # computed from constants wherever it is read
+        self._reads: dict[int, frozenset[int]] = {}
+        self._after: dict[int, frozenset[int]] = {}
+
+    def root(self, i: int) -> int:
+        """The value that another one is a view of."""
+        while i in self.view:
+            i = self.view[i]
         return i
 
-    made = {out: op for op in program.ops for out in op.outs if out not in view}
-    users: dict[int, list[tuple[Op, int]]] = defaultdict(list)  # of a root
-    place = {id(op): k for k, op in enumerate(program.ops)}
-    for op in program.ops:
-        if op.outs and op.outs[0] in view:
-            continue
-        for i in op.ins:
-            if i != FREE:
-                users[root(i)].append((op, place[id(op)]))
-    direct: dict[int, list[Op]] = defaultdict(list)
-    for op in program.ops:
-        for i in op.ins:
-            direct[i].append(op)
-    results = {root(i) for i in program.outputs if i != FREE}
+    def is_view(self, op: Op) -> bool:
+        return op.outs[0] in self.view
 
-    # The kernels that each operation is computed in; from the end, so that readers are known.
-    kernels_of: dict[int, set[int]] = {}
-    stored: set[int] = set()
-    nothing: set[int] = set()
-    constant = _constants(program, root)
-    for k in range(len(program.ops) - 1, -1, -1):
-        op = program.ops[k]
-        if op.outs[0] in view:
-            continue
-        readers = {at for out in op.outs for _, at in users[out]}
-        within = set().union(*(kernels_of[at] for at in readers)) if readers else set()
-        if all(out in constant for out in op.outs):
-            read_whole = any(not absorbs(o.name) for out in op.outs for o, _ in users[out])
-            if not (read_whole and platform == "cpu") and not results.intersection(op.outs):
-                nothing.update(op.outs)
-                kernels_of[k] = within
+    def result(self) -> Fused:
+        self._decide()
+        kernels = []
+        for k, op in enumerate(self.program.ops):
+            own = [i for i in op.ins if i != FREE]
+            # Of every operation in order, so that the recursion stays flat.
+            reads = dict.fromkeys(j for i in own for j in sorted(self.reads(self.root(i))))
+            after = frozenset().union(*map(self.after, own)) - set(reads)
+            if not self.is_view(op) and self.stored.intersection(op.outs):
+                late = op.outs[0] in self.folded
+                kernels.append(
+                    Kernel(op, list(reads), list(op.outs), k, absorbs(op.name), sorted(after), late)
+                )
+        kernels = combined(kernels, self.program.values, self.platform)
+        buffer = {i: i for i in (*self.program.inputs, *self.stored)}
+        buffer |= {i: self.root(i) for i in self.program.outputs if i != FREE}
+        return Fused(self.program, kernels, buffer)
+
+    def _decide(self) -> None:
+        ops, constant = self.program.ops, _constants(self.program, self.root)
+        kernels_of: dict[int, set[int]] = {}  # by operation, the kernels that it is computed in
+        for k in range(len(ops) - 1, -1, -1):
+            op = ops[k]
+            if self.is_view(op):
                 continue
-        alone = fusible(op.name) and not results.intersection(op.outs)
-        alone = alone and all(absorbs(o.name) for out in op.outs for o, _ in users[out])
-        if alone and platform == "cpu" and op.name in _DEAR and len(within) > 1:
-            alone = False
-        if alone and platform == "cpu":
-            alone = _into_reductions(op, users, [program.ops[at] for at in within])
-        if alone:
-            kernels_of[k] = within
-        else:
-            kernels_of[k] = {k}
-            stored.update(op.outs)
+            users = [user for out in op.outs for user in self.users[out]]
+            within = set().union(*(kernels_of[at] for _, at in users))
+            free = constant.issuperset(op.outs) and not self.results.intersection(op.outs)
+            if free and (self.platform != "cpu" or all(absorbs(user.name) for user, _ in users)):
+                self.nothing.update(op.outs)
+                kernels_of[k] = within
+            elif self._computed_where_read(op, users, [ops[at] for at in within]):
+                kernels_of[k] = within
+            else:
+                kernels_of[k] = {k}
+                self.stored.update(op.outs)
 
-    result = Fused(program)
-    memo: dict[int, frozenset[int]] = {}
+    def _computed_where_read(
+        self, op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[Op]
+    ) -> bool:
+        if not fusible(op.name) or self.results.intersection(op.outs):
+            return False
+        if not all(absorbs(user.name) for user, _ in users):
+            return False
+        if self.platform != "cpu":  # XLA:GPU computes even what is dear again, to read less
+            return True
+        if op.name in _DEAR and len(kernels) > 1:
+            return False
+        return _into_reductions(op, users, kernels)
 
-    def reads(i: int) -> frozenset[int]:
+    def reads(self, i: int) -> frozenset[int]:
         """The buffers that a value is computed from."""
-        if i in memo:
-            return memo[i]
-        if i in nothing:
+        if i not in self._reads:
+            if i in self.nothing:
+                found: frozenset[int] = frozenset()
+            elif i in self.stored or i not in self.made:
+                found = frozenset([i])
+            else:
+                own = (self.root(j) for j in self.made[i].ins if j != FREE)
+                found = frozenset().union(*map(self.reads, own))
+            self._reads[i] = found
+        return self._reads[i]
+
+    def after(self, i: int) -> frozenset[int]:
+        """The buffers that a value waits for, behind a barrier, without reading them."""
+        if i not in self._after:
             found: frozenset[int] = frozenset()
-        elif i in stored or i not in made:
-            found = frozenset([i])
-        else:
-            found = frozenset().union(*(reads(root(j)) for j in made[i].ins if j != FREE))
-        memo[i] = found
-        return found
-
-    barred = {
-        out: op.ins for op in program.ops if op.name == "optimization_barrier" for out in op.outs
-    }
-    known: dict[int, frozenset[int]] = {}
-
-    def after(i: int) -> frozenset[int]:
-        """The buffers that a value waits for without reading them."""
-        if i in known:
-            return known[i]
-        found: frozenset[int] = frozenset()
-        if i in barred:
-            found = frozenset().union(*(reads(root(j)) for j in barred[i]))
-            found |= frozenset().union(*(after(j) for j in barred[i]))
-        elif i in view:
-            found = after(view[i])
-        elif i in made and i not in stored:
-            found = frozenset().union(*(after(j) for j in made[i].ins if j != FREE))
-        known[i] = found
-        return found
-
-    for k, op in enumerate(program.ops):
-        if op.outs[0] in view or not stored.intersection(op.outs):
-            for i in op.ins:  # in order, so that the recursion stays flat
-                if i != FREE:
-                    reads(root(i))
-                    after(i)
-            continue
-        found = dict.fromkeys(j for i in op.ins if i != FREE for j in sorted(reads(root(i))))
-        late = any(o.name == "transpose" and o.outs[0] in view for o in direct[op.outs[0]])
-        waits = frozenset().union(*(after(i) for i in op.ins if i != FREE)) - set(found)
-        result.kernels.append(
-            Kernel(op, list(found), list(op.outs), k, absorbs(op.name), sorted(waits), late)
-        )
-    result.kernels = combined(result.kernels, program.values, platform)
-    for i in (*program.inputs, *stored):
-        result.buffer[i] = i
-    for i in program.outputs:
-        if i != FREE:
-            result.buffer[i] = root(i)
-    return result
+            if i in self.barred:
+                held = self.barred[i]
+                found = found.union(*(self.reads(self.root(j)) for j in held))
+                found = found.union(*map(self.after, held))
+            elif i in self.view:
+                found = self.after(self.view[i])
+            elif i in self.made and i not in self.stored:
+                found = found.union(*(self.after(j) for j in self.made[i].ins if j != FREE))
+            self._after[i] = found
+        return self._after[i]
 
 
-def _into_reductions(op: Op, users: Any, kernels: Sequence[Op]) -> bool:
+def _into_reductions(op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[Op]) -> bool:
     """Whether XLA:CPU computes an operation within these kernels, as far as they are reductions.
 
     A reduction there computes the product that it sums, and reads all else.
     """
-    direct = {id(user) for out in op.outs for user, _ in users[out]}
+    direct = {id(user) for user, _ in users}
     return all(
         id(kernel) in direct and op.name in _SUMMED
         for kernel in kernels

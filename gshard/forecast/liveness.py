@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gshard.forecast.combine import Kernel
 from gshard.forecast.dialect import NEW_CPU
 from gshard.forecast.fusion import IN_PLACE, Fused, fused
-from gshard.forecast.order import breadth_first, memory_orders
+from gshard.forecast.order import breadth_first, depth_first
 from gshard.forecast.program import FREE, Program, Value
 from gshard.forecast.scratch import scratch
 
@@ -31,11 +31,10 @@ class Peak:
 def peak_of(program: Program, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
-    orders = [breadth_first(whole)] if platform == "cpu" else memory_orders(whole)
+    order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
     bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
     inner = {key: peak_of(body, platform) for key, body in bodies.items()}
-    found = [_simulated(whole, order, platform, inner) for order in orders]
-    return min(found, key=lambda peak: peak.bytes)
+    return _simulated(whole, order, platform, inner)
 
 
 def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int, Peak]) -> Peak:

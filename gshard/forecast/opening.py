@@ -28,17 +28,20 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 )  # fmt: skip
 
 
-def program_of(closed: Any, shardings: Sequence[Any], barriers: bool) -> Program:
+def program_of(
+    closed: Any, shardings: Sequence[Any], barriers: bool, kernels_first: bool
+) -> Program:
     """The program of one device.
 
     Args:
       closed: a closed jaxpr in the global view.
       shardings: of its inputs; None for one that every device has whole.
       barriers: the compiler honours optimization barriers.
+      kernels_first: convolutions want their kernels' output features first, in a copy of them.
     """
     jaxpr, consts = opened(closed)
     program = Program()
-    builder = _Builder(program, barriers)
+    builder = _Builder(program, barriers, kernels_first)
     for v, sharding in zip(jaxpr.invars, shardings, strict=True):
         factors = factors_of(sharding, len(v.aval.shape))
         builder.env[v] = program.new(local_value(v.aval, factors))
@@ -52,9 +55,9 @@ def program_of(closed: Any, shardings: Sequence[Any], barriers: bool) -> Program
 class _Builder:
     """Walks a jaxpr into a program."""
 
-    def __init__(self, program: Program, barriers: bool, env: dict[Any, int] | None = None):
-        self.program, self.barriers = program, barriers
-        self.env: dict[Any, int] = {} if env is None else env
+    def __init__(self, program: Program, barriers: bool, kernels_first: bool):
+        self.program, self.barriers, self.kernels_first = program, barriers, kernels_first
+        self.env: dict[Any, int] = {}
         self.known: dict[Any, list[int]] = {}
 
     def read(self, v: Any) -> int:
@@ -150,6 +153,8 @@ class _Builder:
             )
             for v in eqn.outvars
         ]
+        if eqn.primitive.name == "conv_general_dilated" and self.kernels_first:
+            ins = [ins[0], self._copied(ins[1], eqn)]
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
         return self._add(eqn.primitive.name, ins, values, eqn)
@@ -169,6 +174,18 @@ class _Builder:
             self.known[key] = outs
         return outs
 
+    def _copied(self, i: int, eqn: Any) -> int:
+        """A copy of a value in the order of dimensions that an operation wants; one for all."""
+        made = {out: op for op in self.program.ops for out in op.outs}
+        while i in made and made[i].name in ("rev", "transpose", "reshape"):
+            i = made[i].ins[0]
+        key = ("layout", i)
+        if key not in self.known and i != FREE:
+            self.known[key] = [self.program.new(self.program.values[i])]
+            where = str(eqn.source_info.name_stack)
+            self.program.ops.append(Op("layout", [i], self.known[key], {}, where))
+        return self.known[key][0] if i != FREE else FREE
+
     def _wide(self, v: Any, i: int, out: Value, eqn: Any) -> int:
         """An operand whose dimensions of size 1 go with larger ones, as the compiler sees it."""
         if i == FREE or len(v.aval.shape) != len(eqn.outvars[0].aval.shape):
@@ -186,7 +203,7 @@ class _Builder:
     def _body(self, body: Any, ins: Sequence[Value | None]) -> Program:
         jaxpr, consts = opened(body)
         program = Program()
-        builder = _Builder(program, self.barriers)
+        builder = _Builder(program, self.barriers, self.kernels_first)
         for v, value in zip(jaxpr.invars, ins, strict=True):
             builder.env[v] = program.new(local_value(v.aval) if value is None else value)
         program.inputs = [builder.env[v] for v in jaxpr.invars]

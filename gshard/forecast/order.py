@@ -34,16 +34,13 @@ def breadth_first(whole: Fused) -> list[Kernel]:
     return found
 
 
-def memory_orders(whole: Fused) -> list[list[Kernel]]:
-    """Depth first from the results, as XLA does and of which it takes what needs less memory.
+def depth_first(whole: Fused) -> list[Kernel]:
+    """Operands before what reads them, from the results; what most hangs on first.
 
-    Its third, greedy by bytes freed, is left out: in the programs measured it never was the one.
+    One of the three orders that XLA:GPU chooses from by memory (`DFSMemoryScheduler`), and the one
+    that the measured programs had. The gradient of the first layer's weights hangs on all others,
+    so it comes first, and those of later layers wait, with what they are made of, until it is done.
     """
-    return [_depth_first(whole, True), _depth_first(whole, False)]
-
-
-def _depth_first(whole: Fused, by_size: bool) -> list[Kernel]:
-    """Operands before what reads them, from the results; the largest first (`DFSScheduler`)."""
     before, after = _graph(whole)
     sizes = whole.program.values
     most = 1 << 62
@@ -57,7 +54,7 @@ def _depth_first(whole: Fused, by_size: bool) -> list[Kernel]:
     ends += [k for k, readers in enumerate(after) if not readers]
 
     def sorted_(ks: list[int]) -> list[int]:
-        return sorted(ks, key=lambda k: (-extra[k], -total[k], k)) if by_size else ks
+        return sorted(ks, key=lambda k: (-extra[k], -total[k], k))
 
     found, seen = [], set()
     for end in sorted_(list(dict.fromkeys(ends))):
