@@ -68,7 +68,7 @@ def _table(target: Target, args: argparse.Namespace) -> None:
 def compared(case: Any, level: str, target: Target) -> dict[str, Any]:
     """The estimate and the compiler's figure for one case, on this process's devices."""
     import gshard
-    from gshard.forecast.footprint import compiled_peak, footprint
+    from gshard.footprint.footprint import compiled_peak, footprint
 
     mesh = gshard.make_mesh(devices=target.described_devices())
     traced, plan = traced_case(case, level, mesh)
@@ -108,7 +108,7 @@ def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
     """The trace of a case's step, and its plan."""
-    from gshard.forecast.footprint import trace_step
+    from gshard.footprint.footprint import trace_step
 
     step, arguments = prepared(case, level, mesh)
     return trace_step(step, *arguments), step.plan

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 import gshard
 from benchmarks.footprint import compared, prepared, traced_case
 from benchmarks.footprint_models import CASES, Case, mlp
-from gshard.forecast.footprint import footprint, trace_step
+from gshard.footprint.footprint import footprint, trace_step
 from gshard.targets import parse_target
 from tests.ahead_of_time import ROOT, python_for
 

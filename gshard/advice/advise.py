@@ -12,8 +12,8 @@ import jax
 from gshard.advice.cost import Cost, cost
 from gshard.advice.options import Option, options_of
 from gshard.errors import GShardError
+from gshard.footprint.footprint import Footprint
 from gshard.forecast.config import Config
-from gshard.forecast.footprint import Footprint
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan import abstract_mesh
 from gshard.forecast.setup import Setup, batch_bytes, divided, load_setup, without_arrays

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from gshard.footprint.footprint import Buffer
 from gshard.forecast.choices import Choices
-from gshard.forecast.footprint import Buffer
 from gshard.plan import Plan
 from gshard.promise import Promise, promise
 

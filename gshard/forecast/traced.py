@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gshard.errors import GShardError
+from gshard.footprint.footprint import Footprint, footprint, trace_step
 from gshard.forecast.choices import Choices
-from gshard.forecast.footprint import Footprint, footprint, trace_step
 from gshard.forecast.setup import Setup, batch_of, step_of
 from gshard.plan import Plan
 

@@ -19,12 +19,12 @@ import jax
 
 from gshard.arguments import shown
 from gshard.errors import GShardError
-from gshard.forecast.combine import Kernel
-from gshard.forecast.dialect import NEW_CPU
-from gshard.forecast.liveness import peak_of
-from gshard.forecast.opening import program_of
-from gshard.forecast.program import Program
-from gshard.forecast.traffic import Exchange, exchanges_of, flops_of, traffic_of
+from gshard.footprint.combine import Kernel
+from gshard.footprint.dialect import NEW_CPU
+from gshard.footprint.liveness import peak_of
+from gshard.footprint.opening import program_of
+from gshard.footprint.program import Program
+from gshard.footprint.traffic import Exchange, exchanges_of, flops_of, traffic_of
 from gshard.plan import Plan
 from gshard.step import TrainStep
 

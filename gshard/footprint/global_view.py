@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gshard.forecast.program import FREE, RESHAPED, Value
+from gshard.footprint.program import FREE, RESHAPED, Value
 
 
 def local_value(aval: Any, factors: tuple[int, ...] | None = None) -> Value:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.forecast.combine import Kernel
-from gshard.forecast.fusion import fused
-from gshard.forecast.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.combine import Kernel
+from gshard.footprint.fusion import fused
+from gshard.footprint.program import FREE, RESHAPED, Op, Program
 
 _KINDS = {
     "all_gather": "all-gather",

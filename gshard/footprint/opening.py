@@ -14,8 +14,8 @@ import numpy as np
 from jax.extend import core
 
 from gshard.equations import CHECKPOINTS, called, opened, scan_sizes
-from gshard.forecast.global_view import factors_in, factors_of, local_value, out_factors
-from gshard.forecast.program import FREE, Op, Program, Value
+from gshard.footprint.global_view import factors_in, factors_of, local_value, out_factors
+from gshard.footprint.program import FREE, Op, Program, Value
 
 # What returns its operand: the same numbers, or other words for them.
 _SAME = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gshard.forecast.combine import Kernel
-from gshard.forecast.program import FREE, Program
+from gshard.footprint.combine import Kernel
+from gshard.footprint.program import FREE, Program
 
 # Of an H100 or B200, as XLA fills them: one tile of a matrix product per core.
 _CORES, _TILE, _SHORTEST = 132, 64 * 128, 128

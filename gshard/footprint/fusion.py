@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshard.forecast.combine import Kernel, combined
-from gshard.forecast.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.combine import Kernel, combined
+from gshard.footprint.program import FREE, RESHAPED, Op, Program
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from gshard.forecast.combine import Kernel
-from gshard.forecast.dialect import NEW_CPU
-from gshard.forecast.fusion import IN_PLACE, Fused, fused
-from gshard.forecast.order import breadth_first, depth_first
-from gshard.forecast.program import FREE, Program, Value
-from gshard.forecast.scratch import scratch
+from gshard.footprint.combine import Kernel
+from gshard.footprint.dialect import NEW_CPU
+from gshard.footprint.fusion import IN_PLACE, Fused, fused
+from gshard.footprint.order import breadth_first, depth_first
+from gshard.footprint.program import FREE, Program, Value
+from gshard.footprint.scratch import scratch
 
 
 @dataclass(frozen=True)

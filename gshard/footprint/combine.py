@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gshard.forecast.program import Op, Value
+from gshard.footprint.program import Op, Value
 
 # In the order in which XLA's passes combine them.
 _COMBINED = (("all_gather",), ("reduce_scatter",), ("psum", "psum_invariant"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from gshard.forecast.combine import Kernel, waits_for
-from gshard.forecast.fusion import Fused
+from gshard.footprint.combine import Kernel, waits_for
+from gshard.footprint.fusion import Fused
 
 
 def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:

@@ -1,0 +1,1 @@
+"""What one device needs for a step, from its trace: a model of what compilers make of it."""
