@@ -163,7 +163,7 @@ def _verdict(
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
     at_rest = any(x.dim is not None for x in jax.tree.leaves(plan.params))
-    wire = dict.fromkeys(("shard", "copies", "publish"), 0)
+    wire: dict[str, int] = dict.fromkeys(("shard", "copies", "publish"), 0)
     for row in seen.collectives:
         if row.kind == "all-gather" and not at_rest:
             wire["publish"] += row.wire_bytes
