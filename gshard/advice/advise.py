@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard.advice.cost import Cost, cost
-from gshard.advice.options import Option, options_of
+from gshard.advice.options import Option, copies_of, options_of
 from gshard.errors import GShardError
 from gshard.footprint.footprint import Footprint
 from gshard.forecast.config import Config
@@ -92,21 +92,37 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         raise GShardError(
             f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
         )
-    options = list(options_of(config, target))
+    options = list(options_of(config))
     setups: dict[str, Setup] = {}
-    traces: dict[Any, Footprint] = {}
-    found = []
-    for done, option in enumerate(options):
-        if report is not None:
-            report(done, len(options))
+
+    def setup_of(option: Option) -> Setup:
         key = repr(sorted(option.arguments.items()))
         if key not in setups:
             made = load_setup(config.model, {**config.arguments, **option.arguments})
             setups[key] = without_arrays(made)
-        found += _judged(setups[key], target, option, traces, key)
+        return setups[key]
+
+    found: list[Verdict] = []
+    for done, option in enumerate(options):
+        if report is not None:
+            report(done, len(options))
+        found += _judged(setup_of(option), target, option)
+    # Copies change neither activations nor arithmetic: they are tried with what is best without.
+    best = best_of_each([x for x in ranked(found) if x.fits])
+    copies = [more for x in best for more in copies_of(x.option, target)]
+    for done, option in enumerate(copies, len(options)):
+        if report is not None:
+            report(done, len(options) + len(copies))
+        found += _judged(setup_of(option), target, option)
     if report is not None:
-        report(len(options), len(options))
+        report(len(options) + len(copies), len(options) + len(copies))
     return ranked(found)
+
+
+def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
+    """The first of those that differ in copies and micro-batches alone."""
+    first = {x.option.kind: x for x in reversed(found)}
+    return [x for x in found if x is first[x.option.kind]]
 
 
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
@@ -118,29 +134,17 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
     return sorted(found, key=order)
 
 
-def _judged(
-    setup: Setup,
-    target: Target,
-    option: Option,
-    traces: dict[Any, Footprint],
-    key: str,
-) -> list[Verdict]:
+def _judged(setup: Setup, target: Target, option: Option) -> list[Verdict]:
     """The verdict on an option; where it does not fit, with the state on the host beside it."""
-    first = _verdict(setup, target, option, traces, key)
-    if first.fits or option.choices.offload or first.host:
+    first = _verdict(setup, target, option)
+    if first.fits or option.choices.offload:
         return [first]
     away = dataclasses.replace(option.choices, offload=True)
-    second = _verdict(setup, target, dataclasses.replace(option, choices=away), traces, key)
+    second = _verdict(setup, target, dataclasses.replace(option, choices=away))
     return [first, second] if second.host else [first]
 
 
-def _verdict(
-    setup: Setup,
-    target: Target,
-    option: Option,
-    traces: dict[Any, Footprint],
-    key: str,
-) -> Verdict:
+def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
     choices, has = option.choices, target.chip.usable or 0
     mesh = abstract_mesh(target.devices, option.replica)
     state, plan = divided(setup, mesh, option.level, choices)
@@ -151,10 +155,7 @@ def _verdict(
 
     if level.needs > has or level.host > target.chip.host_memory:
         return verdict(level.needs)
-    traced = (key, option.level, plan.group.size, choices)
-    if traced not in traces:
-        traces[traced] = footprint_of(setup, state, plan, choices, target.platform)
-    seen = traces[traced]
+    seen = footprint_of(setup, state, plan, choices, target.platform)
     if seen.peak > has:
         return verdict(seen.peak)
     return verdict(seen.peak, _cost(target, plan, level, seen))

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gshard.advice.advise import Verdict, advise
-from gshard.advice.report import advice, as_rows, best_of_each
+from gshard.advice.advise import Verdict, advise, best_of_each
+from gshard.advice.report import advice, as_rows
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words, leave_accelerators

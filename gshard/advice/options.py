@@ -30,30 +30,49 @@ class Option:
     choices: Choices
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def beside(self) -> str:
+        """What was chosen beside level, copies and micro-batches, in words."""
+        more = [f"{name} {value}" for name, value in self.arguments.items()]
+        if self.choices.offload:
+            more.append("offload")
+        if self.choices.reshard_after_forward is False:
+            more.append("kept for backward")
+        return ", ".join(more)
 
-def options_of(config: Config, target: Target) -> Iterator[Option]:
-    """Every way that is worth a look.
+    @property
+    def kind(self) -> tuple[str, str]:
+        """What options that differ in copies and micro-batches alone have in common."""
+        return self.level, self.beside
 
-    Micro-batches: all ways to take the rows of a device in equal parts. Copies of the divided
-    state: so that a shard group is one host, a power of two of them, or everything. Whether what
-    was gathered is kept, where parameters rest divided. Offloading is tried later, for what does
-    not fit.
+
+def options_of(config: Config) -> Iterator[Option]:
+    """Every way that is worth a look without copies of the divided state.
+
+    Micro-batches: all ways to take the rows of a device in equal parts. Whether what was gathered
+    is kept, where parameters rest divided. What `vary` lists. Offloading and copies come later, for
+    what does not fit and what does.
     """
     chosen = config.choices
     rows = chosen.micro_batch_size * chosen.micro_batches
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
-        level = LEVELS[name]
-        for replica in replicas_of(target) if level.divides_state else (1,):
-            for k in (k for k in range(1, rows + 1) if rows % k == 0):
-                for reshard in (True, False) if level.divides_params else (True,):
-                    choices = dataclasses.replace(
-                        chosen,
-                        micro_batches=k,
-                        micro_batch_size=rows // k,
-                        reshard_after_forward=reshard,
-                    )
-                    yield Option(name, replica, choices, dict(arguments))
+        for k in (k for k in range(1, rows + 1) if rows % k == 0):
+            for reshard in (True, False) if LEVELS[name].divides_params else (True,):
+                choices = dataclasses.replace(
+                    chosen,
+                    micro_batches=k,
+                    micro_batch_size=rows // k,
+                    reshard_after_forward=reshard,
+                )
+                yield Option(name, 1, choices, dict(arguments))
+
+
+def copies_of(option: Option, target: Target) -> Iterator[Option]:
+    """The same with copies of the divided state, so that a shard group is some of the hosts."""
+    if LEVELS[option.level].divides_state:
+        for replica in replicas_of(target)[1:]:
+            yield dataclasses.replace(option, replica=replica)
 
 
 def replicas_of(target: Target) -> tuple[int, ...]:

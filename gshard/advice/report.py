@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from gshard.advice.advise import Verdict
+from gshard.advice.advise import Verdict, best_of_each
 from gshard.advice.cost import COMPUTE_SHARE, MEMORY_SHARE
 from gshard.forecast.amounts import bytes_of, seconds_of
 from gshard.forecast.config import Config
@@ -51,12 +51,6 @@ def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str
     return text_of(parts)
 
 
-def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
-    """The first of those that differ in copies and micro-batches alone."""
-    first = {(x.option.level, _with(x)): x for x in reversed(found)}
-    return [x for x in found if x is first[x.option.level, _with(x)]]
-
-
 def _ranked(fit: Sequence[Verdict]) -> Table:
     made = table(
         "Fits, fastest first",
@@ -87,18 +81,8 @@ def _names(x: Verdict) -> tuple[str, str, str, str]:
         option.level,
         f"{option.replica} x {x.devices // option.replica}",
         f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
-        _with(x),
+        option.beside,
     )
-
-
-def _with(x: Verdict) -> str:
-    """What beside level, copies and micro-batches."""
-    more = [f"{name} {value}" for name, value in x.option.arguments.items()]
-    if x.option.choices.offload:
-        more.append("offload")
-    if x.option.choices.reshard_after_forward is False:
-        more.append("kept for backward")
-    return ", ".join(more)
 
 
 def _missing(x: Verdict) -> str:
