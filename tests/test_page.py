@@ -378,6 +378,7 @@ def test_nothing_is_wider_than_the_screen(browse, width, devices, layers):
     assert found["labels"] > 20 and found["out"] == []
 
 
+@pytest.mark.slow
 def test_a_picture_and_paper(browse, tmp_path):
     text = full(forecast())
     picture, paper = tmp_path / "page.png", tmp_path / "page.pdf"

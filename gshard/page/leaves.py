@@ -51,6 +51,7 @@ def leaves_of(plan: Plan) -> list[Leaf]:
     for part, kind, tree in (
         ("optimizer", "optimizer", plan.layouts.opt_state._replace(master={})),
         ("master copy", "optimizer", plan.master),
+        ("step", "optimizer", plan.layouts.step),
         ("extras", "extras", plan.extras),
     ):
         found += [_leaf(part, kind, x, x.reason) for x in jax.tree.leaves(tree)]
