@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from gshard.promise import Promise
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
+# A collective that somebody wrote: its primitive ends the name.
+_WRITTEN = re.compile(
+    r"/(psum|psum_invariant|pmax|pmin|all_gather|reduce_scatter|all_to_all|ppermute)$"
+)
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"
@@ -37,6 +41,7 @@ class Row:
       dtype: XLA's name. On CPU XLA moves bf16 as f32.
       purpose: `gather`, `scatter`, `publish`, `reduce`, `extras` (what is not trained, made whole),
         `agree` (what the loss returns anew, fp8 statistics), `scalar`: what gshard wrote it for;
+        `loss` for what the loss itself communicates, such as a synchronised BatchNorm;
         `optimizer` for what the user's optimizer must communicate (norms, factored moments,
         matrices that it multiplies), whoever wrote it; `compiler` for what else XLA put in.
       scalar: all operands have one element.
@@ -238,7 +243,7 @@ def _purpose(kind: str, op_name: str) -> str:
     primitive, or what a reduction kept of it, tells them apart.
     """
     scopes: list[str] = _SCOPE.findall(op_name)
-    purpose = scopes[-1] if scopes else "compiler"
+    purpose = scopes[-1] if scopes else "loss" if _WRITTEN.search(op_name) else "compiler"
     summed = kind == "reduce-scatter" or op_name.endswith(("/reduce_scatter", "/add"))
     if purpose == "gather" and summed:
         return "scatter"

@@ -57,7 +57,7 @@ def test_what_varies_is_tried():
 
 
 def test_copies_suit_the_hosts():
-    assert replicas_of(parse_target("h100:12x8")) == (1, 2, 4)
+    assert replicas_of(parse_target("h100:12x8")) == (1, 2, 3, 4, 6, 12)
     assert replicas_of(parse_target("h100:8")) == (1,)
     assert replicas_of(parse_target("tpu-v5e:4x4")) == (1,)
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_tried_with_the_host():
     found = advise(config)
     fits = {(x.option.level, x.option.choices.offload): x.fits for x in found}
     assert fits[("dp", False)] is False
-    assert fits[("dp", True)] is False  # gradients and parameters alone are 40 GB, and a copy
+    assert fits[("dp", True)] is True  # parameters and gradients are 40 GB
     assert fits[("p_g_os", False)] is True
     assert ("p_g_os", True) not in fits
     text = advice(config, found)
@@ -199,3 +199,23 @@ def test_it_is_the_config_s_machine():
     config = read_config(*WIDE)
     assert config.target == H100
     assert math.prod(H100.sizes) == config.devices
+
+
+def test_what_was_asked_for_is_kept():
+    config = config_of(replica=2, choices=Choices(reshard_after_forward=4), levels=("os", "p_g_os"))
+    found = advise(config)
+    assert {x.option.replica for x in found} == {2}
+    kept = {x.option.choices.reshard_after_forward for x in found if x.option.level == "p_g_os"}
+    assert kept == {4}
+
+
+def test_offload_takes_the_state_off_the_device():
+    config = config_of(arguments={"width": 16384, "layers": 5}, levels=("dp",))
+    near, away = (
+        gshard.make_plan(
+            config.model, 4, levels=["dp"], arguments=config.arguments, offload=offload
+        ).levels["dp"]
+        for offload in (False, True)
+    )
+    assert away.host > 2 * near.params * 0.99
+    assert away.peak < near.peak - 0.5 * away.host

@@ -90,3 +90,17 @@ def test_virtual_devices_share_the_computer():
 
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_of(jax.devices()[0]) == whole // 8
+
+
+@pytest.mark.parametrize("devices", [3, 6, 7])
+def test_padding_on_the_wire_does_not_decide(devices):
+    params = {"w": jax.ShapeDtypeStruct((1000, 1000), jnp.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    _, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, "auto")
+    assert plan.level.name == "os"
+
+
+def test_a_part_goes_to_the_host_and_not_everything():
+    mesh = gshard.make_mesh(**MESH)
+    _, plan = gshard.shard_train_state(state(10_000_000), mesh, "auto", offload=True)
+    assert plan.level.name == "os"

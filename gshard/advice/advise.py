@@ -153,8 +153,9 @@ def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
     def verdict(needs: int, seconds: Cost | None = None) -> Verdict:
         return Verdict(option, target.devices, needs, has, level.host, seconds)
 
-    if level.needs > has or level.host > target.chip.host_memory:
-        return verdict(level.needs)
+    at_least = level.needs - level.gathered  # how much of a layer is whole the trace says
+    if at_least > has or level.host > target.chip.host_memory:
+        return verdict(at_least)
     seen = footprint_of(setup, state, plan, choices, target.platform)
     if seen.peak > has:
         return verdict(seen.peak)

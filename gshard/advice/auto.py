@@ -15,7 +15,8 @@ from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.levels import LEVELS, Level
 from gshard.plan import Plan
-from gshard.targets.device import memory_of
+from gshard.targets.chips import CHIPS, Chip
+from gshard.targets.device import chip_of, memory_of
 
 # Of a device's memory for the state and gradients. What activations take is not known without a
 # loss; `gshard advise` knows it.
@@ -23,7 +24,7 @@ SHARE = 0.7
 
 
 def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> Plan:
-    """The plan of the level that sends and updates least, of those that fit.
+    """The plan of the level that spends least on sending and updating, of those that fit.
 
     Args:
       plan_at: the plan of a level.
@@ -51,7 +52,8 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     found = {name: of_level(plan, Choices()) for name, plan in plans.items()}
     fitting = [name for name in LEVELS if found[name].needs <= memory]
     if fitting:
-        return plans[min(fitting, key=lambda name: _moved(found[name]))]
+        chip = chip_of(mesh.local_devices[0]) or CHIPS["h100"]  # the order is the same on others
+        return plans[min(fitting, key=lambda name: (_seconds(found[name], chip), -_rank(name)))]
     least = min(found, key=lambda name: found[name].needs)
     warn(
         f"level='auto': even at {least!r} the state and gradients take "
@@ -61,6 +63,16 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     return plans[least]
 
 
-def _moved(level: LevelForecast) -> tuple[int, int]:
-    """Bytes on the wire, the slowest way, and then those that an update reads and writes."""
-    return level.wire, level.optimizer
+def _rank(name: str) -> int:
+    """Of equally fast ones `os`, then the others that divide less."""
+    return ("p_g_os", "dp", "os_g", "os").index(name)
+
+
+def _seconds(level: LevelForecast, chip: Chip) -> float:
+    """For what levels differ in: the wire, the update, the link to the host; to two digits.
+
+    The terms of the model of `cost`, without the loss.
+    """
+    wire = level.wire / chip.link
+    update = 2 * (level.optimizer + level.host) / chip.memory_bandwidth
+    return float(f"{wire + update + 2 * level.host / chip.host_link:.2g}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config
-from gshard.levels import LEVELS
+from gshard.levels import LEVELS, Level
 from gshard.targets.target import Target
 
 
@@ -47,30 +47,42 @@ class Option:
 
 
 def options_of(config: Config) -> Iterator[Option]:
-    """Every way that is worth a look without copies of the divided state.
+    """Every way that is worth a look.
 
-    Micro-batches: all ways to take the rows of a device in equal parts. Whether what was gathered
-    is kept, where parameters rest divided. What `vary` lists. Offloading and copies come later, for
-    what does not fit and what does.
+    Copies as the config says. Micro-batches: all ways to take the rows of a device in equal parts.
+    Whether what was gathered is kept, where parameters rest divided. What `vary` lists. Offloading
+    and copies come later, for what does not fit and what does.
     """
     chosen = config.choices
     rows = chosen.micro_batch_size * chosen.micro_batches
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
         for k in (k for k in range(1, rows + 1) if rows % k == 0):
-            for reshard in (True, False) if LEVELS[name].divides_params else (True,):
+            for reshard in _reshards(chosen, LEVELS[name]):
                 choices = dataclasses.replace(
                     chosen,
                     micro_batches=k,
                     micro_batch_size=rows // k,
                     reshard_after_forward=reshard,
                 )
-                yield Option(name, 1, choices, dict(arguments))
+                replica = config.replica if LEVELS[name].divides_state else 1
+                yield Option(name, replica, choices, dict(arguments))
+
+
+def _reshards(chosen: Choices, level: Level) -> tuple[bool | int, ...]:
+    """Where parameters rest divided both ways are tried, unless one was asked for."""
+    if not level.divides_params:
+        return (True,)
+    asked = chosen.reshard_after_forward
+    return (True, False) if asked is True else (asked,)
 
 
 def copies_of(option: Option, target: Target) -> Iterator[Option]:
-    """The same with copies of the divided state, so that a shard group is some of the hosts."""
-    if LEVELS[option.level].divides_state:
+    """The same with copies of the divided state, so that a shard group is some of the hosts.
+
+    Not where a number of copies was asked for.
+    """
+    if LEVELS[option.level].divides_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
             yield dataclasses.replace(option, replica=replica)
 
@@ -82,5 +94,4 @@ def replicas_of(target: Target) -> tuple[int, ...]:
     """
     if target.platform != "gpu":
         return (1,)
-    hosts = target.hosts
-    return tuple(n for n in range(1, hosts + 1) if hosts % n == 0 and n & (n - 1) == 0)
+    return tuple(n for n in range(1, target.hosts + 1) if target.hosts % n == 0)

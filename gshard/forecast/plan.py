@@ -35,6 +35,8 @@ class Forecast:
       choices: of the step.
       levels: by name.
       plans: by name of the level, where every leaf lies.
+      target: name of the machine, where it is known.
+      usable: bytes of one of its devices that programs can use.
     """
 
     parameters: int
@@ -43,6 +45,13 @@ class Forecast:
     choices: Choices
     levels: dict[str, LevelForecast]
     plans: dict[str, Plan] = field(repr=False, compare=False)
+    target: str | None = None
+    usable: int | None = None
+
+    def fits(self, level: str) -> bool | None:
+        """Whether a level fits a device by this forecast; None where the device is not known."""
+        of = self.levels[level]
+        return None if self.usable is None else (of.peak or of.needs) <= self.usable
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
@@ -50,8 +59,13 @@ class Forecast:
             "parameters": self.parameters,
             "devices": self.devices,
             "replica": self.replica,
+            "target": self.target,
+            "usable": self.usable,
             "choices": dataclasses.asdict(self.choices),
-            "levels": {name: level.as_dict() for name, level in self.levels.items()},
+            "levels": {
+                name: level.as_dict() | {"fits": self.fits(name)}
+                for name, level in self.levels.items()
+            },
         }
 
     def __str__(self) -> str:
@@ -130,7 +144,7 @@ def plan_config(config: Config, activations: bool = True) -> Forecast:
     """
     if config.devices is None:
         raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
-    return make_plan(
+    found = make_plan(
         config.model,
         config.devices,
         levels=config.levels,
@@ -140,6 +154,10 @@ def plan_config(config: Config, activations: bool = True) -> Forecast:
         platform=None if config.target is None else config.target.platform,
         **vars(config.choices),
     )
+    if config.target is None:
+        return found
+    usable = config.target.chip.usable
+    return dataclasses.replace(found, target=config.target.text, usable=usable)
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:

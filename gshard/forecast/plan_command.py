@@ -74,6 +74,7 @@ def main(words: list[str]) -> int:
             if target is not None:
                 print("\n" + compiled_report(target.text, found, programs))
         fits = [of.get("fits") is not False and "error" not in of for of in programs.values()]
+        fits = fits or [found.fits(name) is not False for name in found.levels]
         return int(bool(fits) and not any(fits))
 
     leave_accelerators()

@@ -31,7 +31,8 @@ def report(found: Forecast) -> str:
         wire.add_row(name, *map(bytes_of, (level.wire, *level.wire_by_flavour.values())))
     notes = (
         "local, scatter, sync: ways to accumulate micro-batches; kept: what was gathered stays for "
-        "the backward pass"
+        "the backward pass. Where parameters are gathered, at most: what the backward pass does "
+        "not need is gathered once."
     )
     return text_of([title, _memory(found), wire, notes])
 
@@ -55,9 +56,14 @@ def _memory(found: Forecast) -> Table:
         "at rest on the host": [x.host for x in levels],
     }
     amounts = {name: column for name, column in amounts.items() if any(column)}
-    made = table("Memory of one device", ("level",), amounts)
+    known = found.usable is not None
+    title = "Memory of one device"
+    if found.usable is not None:
+        title += f"; {found.target} has {bytes_of(found.usable)} for programs"
+    made = table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
     for name, *row in zip(found.levels, *amounts.values(), strict=True):
-        made.add_row(name, *map(bytes_of, row))
+        fits = ("fits" if found.fits(name) else "does not fit",) if known else ()
+        made.add_row(name, *map(bytes_of, row), *fits)
     return made
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from gshard.errors import GShardError
 from gshard.footprint.footprint import Footprint, footprint, trace_step
 from gshard.forecast.choices import Choices
-from gshard.forecast.setup import Setup, batch_of, step_of
+from gshard.forecast.setup import Setup, batch_of, divided, step_of
 from gshard.plan import Plan
 
 
@@ -23,9 +24,14 @@ def footprint_of(
       choices: of the step.
       platform: `cpu`, `gpu` or `tpu`: compilers fuse and order differently.
 
+    Returns:
+      Estimates; where the state rests with the host a rough one, of the same step on the device.
+
     Raises:
       GShardError: the loss cannot be traced with this state and batch.
     """
+    if choices.offload:
+        return _with_host(setup, plan, choices, platform)
     step = step_of(setup, plan, choices)
     try:
         traced = trace_step(step, state, batch_of(setup, plan, choices))
@@ -38,3 +44,20 @@ def footprint_of(
             f"{''.join(first)}"
         ) from error
     return footprint(traced, plan, platform)
+
+
+def _with_host(setup: Setup, plan: Plan, choices: Choices, platform: str) -> Footprint:
+    """That of the same step on the device, less what rests with the host, and what is fetched.
+
+    An update has one group of arrays on the device and the next on its way.
+    """
+    near = dataclasses.replace(choices, offload=False)
+    state, near_plan = divided(setup, plan.mesh, plan.level.name, near)
+    seen = footprint_of(setup, state, near_plan, near, platform)
+    away, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
+    return dataclasses.replace(
+        seen,
+        arguments=seen.arguments - away,
+        temporaries=seen.temporaries + window,
+        peak=seen.peak - away + window,
+    )
