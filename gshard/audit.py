@@ -41,7 +41,7 @@ class Row:
       dtype: XLA's name. On CPU XLA moves bf16 as f32.
       purpose: `gather`, `scatter`, `publish`, `reduce`, `extras` (what is not trained, made whole),
         `agree` (what the loss returns anew, fp8 statistics), `scalar`: what gshard wrote it for;
-        `loss` for what the loss itself communicates, such as a synchronised BatchNorm;
+        `user` for what the user's own function communicates, such as a synchronised BatchNorm;
         `optimizer` for what the user's optimizer must communicate (norms, factored moments,
         matrices that it multiplies), whoever wrote it; `compiler` for what else XLA put in.
       scalar: all operands have one element.
@@ -243,7 +243,7 @@ def _purpose(kind: str, op_name: str) -> str:
     primitive, or what a reduction kept of it, tells them apart.
     """
     scopes: list[str] = _SCOPE.findall(op_name)
-    purpose = scopes[-1] if scopes else "loss" if _WRITTEN.search(op_name) else "compiler"
+    purpose = scopes[-1] if scopes else "user" if _WRITTEN.search(op_name) else "compiler"
     summed = kind == "reduce-scatter" or op_name.endswith(("/reduce_scatter", "/add"))
     if purpose == "gather" and summed:
         return "scatter"

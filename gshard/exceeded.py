@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gshard.audit import Row
     from gshard.promise import Promise
 
-_OF_THE_USER = ("optimizer", "agree", "loss")  # what an optimizer or a loss asks for itself
+_OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
 
 
 def exceeded(promise: Promise, rows: Iterable[Row]) -> tuple[str, ...]:

@@ -93,8 +93,8 @@ class Explanation:
 
     @property
     def at_rest(self) -> int:
-        """Bytes at rest in one device's memory, by the plan; the count of steps aside."""
-        return sum(self.planned.values()) - self.planned["host"]
+        """Bytes at rest in one device's memory, by the plan."""
+        return self.levels[self.level].at_rest
 
     @property
     def exact(self) -> bool | None:

@@ -116,7 +116,7 @@ def test_rows(found):
 def test_scalars_have_rows_of_their_own(found):
     scalars = [row for row in rows_of(found) if row[3]]
     assert {row[0] for row in scalars} == {AR}
-    assert {row[2] for row in scalars} <= {"scalar", "compiler"}
+    assert {row[2] for row in scalars} <= {"scalar", "compiler", "user"}
     assert sum(row[6] for row in scalars) == 2
 
 
@@ -205,7 +205,7 @@ def test_a_jitted_function_without_a_plan_takes_the_mesh_of_its_inputs():
     mesh = make_mesh(reverse=True)
     batch = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, BOTH))
     found = audit(over(mesh, lambda v: lax.psum(v, "b"), BOTH, P("a")), batch)
-    assert rows_of(found) == [(AR, ("b",), "compiler", False, 1, 1, 4)]
+    assert rows_of(found) == [(AR, ("b",), "user", False, 1, 1, 4)]
     assert found.promise is None
     assert "promised" not in str(found)
 
@@ -258,9 +258,9 @@ def test_a_combined_all_reduce_is_parted():
 
     found = audit(over(make_mesh(), f), jnp.ones((16, 4)), plan=Plan(make_mesh()))
     assert sorted(row[2:] for row in rows_of(found)) == [
-        ("compiler", False, 1, 1, 4),
         ("reduce", False, 1, 1, 68),
         ("scalar", True, 1, 1, 1),
+        ("user", False, 1, 1, 4),
     ]
     assert found.elements(AR) == 72
 
@@ -277,7 +277,7 @@ def test_loops_multiply():
         return lax.scan(lambda h, _: (jnp.tanh(lax.psum(h, "a")), None), v, length=7)[0]
 
     found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=Plan(make_mesh()))
-    assert rows_of(found) == [(AR, ("a",), "compiler", False, 1, 7, 7 * 16)]
+    assert rows_of(found) == [(AR, ("a",), "user", False, 1, 7, 7 * 16)]
 
 
 def test_what_is_not_known_is_said():
