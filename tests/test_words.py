@@ -7,12 +7,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 import gshard
 from gshard.ahead_of_time.report import compiled_report
 from gshard.audit_report import report as audit_report
 from gshard.forecast.plan_report import table, text_of
+from gshard.forecast.setup import load_setup
 from gshard.page.tables import shown_value
+from tests import setups
 
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
 
@@ -68,3 +71,41 @@ def test_bytes_in_a_loop_of_unknown_length_are_shown_as_unknown():
     (row,) = [x.split() for x in lines if "kB" in x and x.split()[0] == "os" and "?" in x]
     assert row == "os 2.00 kB 0 B ? 3.00 kB ? ? 0".split()
     assert shown_value("wire_bytes", of["wire_bytes"]).startswith("all-reduce ?, ")
+
+
+# ---- a setup that is none -----------------------------------------------------------------------
+
+
+def raises():
+    raise TypeError("no such width\nand more")
+
+
+@pytest.mark.parametrize(
+    ("further", "said"),
+    [
+        ({"shard": {"presicion": "bfloat16"}}, "Did you mean 'precision'?"),
+        ({"shard": [1, 2]}, "shard= of gshard.Setup is [1, 2]"),
+        ({"shard": None}, "further arguments of shard_train_state"),
+        ({"shard": {"level": "os"}}, "has no 'level': CONFIG says it"),
+        ({"shard": {"offload": True}}, "has no 'offload': CONFIG says it"),
+        ({"shard": {"init_args": (1,)}}, "functools.partial"),
+        ({"step": {"micro_batchez": 2}}, "step= of gshard.Setup has no 'micro_batchez'"),
+        ({"step": {"micro_batches": 4}}, "has no 'micro_batches': CONFIG says it"),
+        ({"step": {"plan": 4}}, "has no 'plan': it is made"),
+        ({"batch": {}}, "holds no arrays"),
+        ({"batch": {"mask": None}}, "holds no arrays"),
+        ({"state": raises}, "the init function of this setup fails: TypeError: no such width"),
+        ({"state": lambda rng: rng}, "fails: TypeError"),
+    ],
+)
+def test_a_setup_that_cannot_be_is_refused_in_words(further, said):
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.make_plan(dataclasses.replace(setups.mlp(), **further), 4, levels=["os"])
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_in_words_is_passed_on_as_it_is():
+    with pytest.raises(gshard.GShardError) as caught:
+        load_setup("tests.setups:refuses")
+    assert str(caught.value) == "tests.setups:refuses: Choose one of [none] or [full]."
