@@ -20,7 +20,7 @@ _WIDTH = 160
 def report(found: Audit) -> str:
     """The collectives, what was promised beside what was found, and the memory of one device."""
     text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None)
+    console = Console(file=text, width=_WIDTH, color_system=None, markup=False, emoji=False)
     console.print(_collectives_table(found.collectives))
     if found.promise is not None:
         console.print(_promise_table(found.promise, found.collectives))

@@ -45,9 +45,9 @@ def _leaves(found: Explanation, most: int | None) -> Table:
     for x in shown:
         made.add_row(
             ("* " if x.marked else "") + x.path,
-            f"{x.dtype}{list(x.shape)}".replace("[", "\\["),  # no markup
+            f"{x.dtype}{list(x.shape)}",
             x.lies,
-            (x.reason + (f"; to change: {x.change}" if x.change else "")).replace("[", "\\["),
+            (x.reason + (f"; to change: {x.change}" if x.change else "")),
             f"{x.bytes:,}",
             f"{x.bytes / total:.1%}",
             f"{x.spare:,}" if x.spare else "",
@@ -106,7 +106,7 @@ def _beside(measured: Measured) -> Iterator[Table | str]:
         ("arrays", "bytes on one device"),
     )
     for x in measured.beside[:_BESIDE]:
-        shape = f"{x.dtype}{list(x.shape)}".replace("[", "\\[")
+        shape = f"{x.dtype}{list(x.shape)}"
         made.add_row(shape, x.lies, f"{x.count:,}", f"{x.bytes:,}")
     rest = measured.beside[_BESIDE:]
     if rest:

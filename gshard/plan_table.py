@@ -43,7 +43,8 @@ def table(plan: Plan) -> str:
         )
     out = io.StringIO()
     paths = [layout.path for layout in jax.tree.leaves((plan.params, plan.extras))]
-    console = Console(file=out, width=120 + max(map(len, paths), default=0))
+    width = 120 + max(map(len, paths), default=0)
+    console = Console(file=out, width=width, markup=False, emoji=False)
     sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())
     console.print(
         f"level {plan.level.name}: {plan.group.size} devices {plan.group.shard} x "

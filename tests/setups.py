@@ -76,6 +76,11 @@ def fails() -> gshard.Setup:
     raise RuntimeError("no such data set")
 
 
+def refuses() -> gshard.Setup:
+    """Cannot be made, and says so itself."""
+    raise gshard.GShardError("Choose one of [none] or [full].")
+
+
 def fails_in_loss(width: int = 256) -> gshard.Setup:
     """Its loss cannot be traced."""
     made = mlp(width)

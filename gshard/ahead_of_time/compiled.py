@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.text import Text
 
 from gshard.ahead_of_time.failure import reason
 from gshard.errors import GShardError
@@ -187,5 +188,5 @@ def _shown(what: str, report: Report | None) -> Iterator[Report]:
     elif not console.is_terminal:
         yield lambda stage, seconds: None
     else:
-        with console.status(what) as status:
-            yield lambda stage, seconds: status.update(f"{what}: {stage}, {seconds:.0f} s")
+        with console.status(Text(what)) as status:  # no markup
+            yield lambda stage, seconds: status.update(Text(f"{what}: {stage}, {seconds:.0f} s"))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from gshard.audit_report import total
 from gshard.forecast.amounts import bytes_of
 from gshard.forecast.plan_report import table, text_of
 
@@ -74,13 +75,13 @@ def _wire(found: Mapping[str, Mapping[str, Any]]) -> Table:
     )
     for name, of in found.items():
         wire = of["wire_bytes"]
-        whole = sum(wire.values())
-        kinds = [wire.get(kind, 0) for kind in _KINDS]
-        beside = sum(of["asynchronous_bytes"].values())
+        others = [wire[kind] for kind in wire if kind not in _KINDS]
+        whole, beside = total(wire.values()), total(of["asynchronous_bytes"].values())
+        amounts = (*(wire.get(kind, 0) for kind in _KINDS), total(others), whole)
         made.add_row(
             name,
-            *map(bytes_of, (*kinds, whole - sum(kinds), whole)),
-            f"{beside / whole:.0%}" if whole else "-",
+            *("?" if x is None else bytes_of(x) for x in amounts),
+            "?" if whole is None or beside is None else f"{beside / whole:.0%}" if whole else "-",
             str(sum(row["count"] for row in of["collectives"])),
         )
     return made

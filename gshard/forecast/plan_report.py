@@ -80,7 +80,9 @@ def table(title: str, names: Iterable[str], amounts: Iterable[str]) -> Table:
 def text_of(parts: Iterable[Table | str], width: int = 160) -> str:
     """Tables and lines as plain text."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, highlight=False)
+    console = Console(  # names are the user's: `[/b]` and `:tv:` are no markup
+        file=out, width=width, color_system=None, highlight=False, markup=False, emoji=False
+    )
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
     return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())

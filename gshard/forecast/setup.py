@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -43,6 +44,46 @@ class Setup:
     shard: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _check_further("shard", self.shard, shard_train_state)
+        _check_further("step", self.step, make_train_step)
+
+
+# What neither of both takes here, and what says it.
+_SAID_BY = dict.fromkeys(
+    ("micro_batches", "accumulate", "reshard_after_forward", "offload", "level"),
+    "CONFIG says it, or an argument of gshard.make_plan",
+) | {
+    "mesh": "the number of devices says it",
+    "plan": "it is made for every level",
+    "state": "it is state= of gshard.Setup",
+    "loss_fn": "it is loss_fn= of gshard.Setup",
+    "init_args": "state= takes no arguments; functools.partial gives them",
+}
+
+
+def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
+    """Refuses further arguments that the function `of` does not take, or that are said elsewhere.
+
+    Raises:
+      GShardError: for such a one.
+    """
+    if not isinstance(given, Mapping):
+        raise GShardError(
+            f"{name}= of gshard.Setup is {shown(given)}; give further arguments of "
+            f"{of.__name__} by name, such as {{}}."
+        )
+    taken = inspect.signature(of).parameters
+    known = [x for x in taken if x not in _SAID_BY]
+    for key in given:
+        if key in taken and key in _SAID_BY:
+            raise GShardError(f"{name}= of gshard.Setup has no {key!r}: {_SAID_BY[key]}.")
+        if key not in known:
+            raise GShardError(
+                f"{name}= of gshard.Setup has no {key!r}.{did_you_mean(key, known)} "
+                f"It takes {', '.join(known)}."
+            )
+
 
 def divided(
     setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
@@ -74,11 +115,15 @@ def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:
         "accumulate": choices.accumulate,
         "reshard_after_forward": choices.reshard_after_forward,
     }
-    return make_train_step(setup.loss_fn, plan, **{**arguments, **setup.step})
+    return make_train_step(setup.loss_fn, plan, **arguments, **setup.step)
 
 
 def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
     """The global batch of one step, abstract, with the rows over the data axes."""
+    if not jax.tree.leaves(setup.batch):
+        raise GShardError(
+            "batch= of gshard.Setup holds no arrays. Give what loss_fn takes, of one row or more."
+        )
     rows = plan.group.devices * choices.micro_batch_size * choices.micro_batches
     places = NamedSharding(plan.mesh, plan.batch_spec)
 
@@ -123,6 +168,8 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(where)
+    except GShardError as error:
+        raise GShardError(f"model={name!r}: {error}") from error
     except ImportError as error:
         raise GShardError(
             f"model={name!r} cannot be imported: {type(error).__name__}: {error}. Modules are "
@@ -141,6 +188,8 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
         )
     try:
         made = made_by(**(arguments or {}))
+    except GShardError as error:
+        raise GShardError(f"{name}: {error}") from error
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
         raise GShardError(f"{name}({given}) fails: {type(error).__name__}: {error}") from error
@@ -153,9 +202,21 @@ def as_setup(given: Any) -> Setup:
 
 
 def without_arrays(setup: Setup) -> Setup:
-    """The same setup, its state abstract: an init function is traced, once for all plans."""
+    """The same setup, its state abstract: an init function is traced, once for all plans.
+
+    Raises:
+      GShardError: the init function fails, or the state is none.
+    """
     if is_init(setup.state):
-        return dataclasses.replace(setup, state=abstract(setup.state))
+        try:
+            return dataclasses.replace(setup, state=abstract(setup.state))
+        except GShardError:
+            raise
+        except Exception as error:
+            first = "".join(str(error).strip().splitlines()[:1])
+            raise GShardError(
+                f"the init function of this setup fails: {type(error).__name__}: {first}"
+            ) from error
     state = as_state(setup.state)
     kind_of(state)  # or it raises
     return dataclasses.replace(setup, state=abstract_like(state))

@@ -71,7 +71,9 @@ def shown_value(key: str, value: Any) -> Any:
     if isinstance(value, float):
         return el("data", f"{value:.4g}", value=repr(value))
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} {bytes_of(v) if of_bytes else v}" for k, v in value.items())
+        return ", ".join(
+            f"{k} {'?' if v is None else bytes_of(v) if of_bytes else v}" for k, v in value.items()
+        )
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return str(value)
