@@ -14,6 +14,7 @@ from typing import Any
 
 from gshard.footprint.combine import Kernel, combined
 from gshard.footprint.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.siblings import siblings_joined
 from gshard.footprint.split_products import with_split_products
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
@@ -40,7 +41,7 @@ def absorbs(name: str) -> bool:
     return (
         name in _CHEAP
         or name in _DEAR
-        or name.startswith(("reduce_", "arg", "cum"))
+        or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_scatter")
         or name in ("dynamic_update_slice", "stack_slice")
     )
 
@@ -119,6 +120,9 @@ class _Fusion:
                 kernels.append(
                     Kernel(op, list(reads), list(op.outs), k, absorbs(op.name), sorted(after), late)
                 )
+        if self.platform == "gpu":
+            alone = [fusible(kernel.op.name) for kernel in kernels]
+            kernels = siblings_joined(kernels, self.program.values, alone)
         kernels = combined(kernels, self.program.values, self.platform)
         buffer = {i: i for i in (*self.program.inputs, *self.stored)}
         buffer |= {i: self.root(i) for i in self.program.outputs if i != FREE}
