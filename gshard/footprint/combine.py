@@ -72,7 +72,7 @@ def _of_one_kind(
     if not merged:
         return kernels
     gone = {kernel.place for part in merged for kernel in part}
-    made = [_one(part) for part in merged]
+    made = [as_one(part) for part in merged]
     return in_order([kernel for kernel in kernels if kernel.place not in gone] + made)
 
 
@@ -90,7 +90,8 @@ def _parts(members: list[Kernel], values: Sequence[Value]) -> list[list[Kernel]]
     return found
 
 
-def _one(members: list[Kernel]) -> Kernel:
+def as_one(members: list[Kernel]) -> Kernel:
+    """A kernel that does what several do, where the last of them is."""
     return dataclasses.replace(
         members[-1],
         reads=list(dict.fromkeys(i for k in members for i in k.reads)),

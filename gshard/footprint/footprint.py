@@ -137,7 +137,7 @@ def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> Program:
     shardings += [rows if x.shape else None for x in jax.tree.leaves(batch)]
     shardings += [None for _ in jax.tree.leaves(rng)]
     program = program_of(
-        traced.jaxpr, shardings, platform != "cpu" or NEW_CPU, kernels_first=platform == "gpu"
+        traced.jaxpr, shardings, platform != "cpu" or NEW_CPU, gpu=platform == "gpu"
     )
     if 0 in traced.donate_argnums:  # pyright: ignore[reportAttributeAccessIssue]
         program.kept = [(k, k) for k in range(len(leaves))]

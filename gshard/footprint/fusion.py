@@ -8,12 +8,14 @@ often as it is read. Its result becomes a buffer where something reads it that c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gshard.footprint.combine import Kernel, combined
 from gshard.footprint.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.siblings import siblings_joined
+from gshard.footprint.split_products import with_split_products
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {
@@ -24,10 +26,11 @@ _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "one_minus_square", "or", "pad", "real", "rev", "round", "select_n",
+    "nextafter", "not", "one_minus_square", "or", "pad", "real", "reorder", "rev", "round", "select_n",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split",
-    "square", "stack", "sub", "transpose", "xor", "population_count", "clz",
+    "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
+_PRODUCT = ("dot_general", "sum_parts")
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
 IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
@@ -38,7 +41,7 @@ def absorbs(name: str) -> bool:
     return (
         name in _CHEAP
         or name in _DEAR
-        or name.startswith(("reduce_", "arg", "cum"))
+        or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_scatter")
         or name in ("dynamic_update_slice", "stack_slice")
     )
 
@@ -65,6 +68,8 @@ class Fused:
 
 def fused(program: Program, platform: str) -> Fused:
     """The kernels of a program."""
+    if platform == "gpu":
+        program = with_split_products(program)
     return _Fusion(program, platform).result()
 
 
@@ -115,6 +120,9 @@ class _Fusion:
                 kernels.append(
                     Kernel(op, list(reads), list(op.outs), k, absorbs(op.name), sorted(after), late)
                 )
+        if self.platform == "gpu":
+            alone = [fusible(kernel.op.name) for kernel in kernels]
+            kernels = siblings_joined(kernels, self.program.values, alone)
         kernels = combined(kernels, self.program.values, self.platform)
         buffer = {i: i for i in (*self.program.inputs, *self.stored)}
         buffer |= {i: self.root(i) for i in self.program.outputs if i != FREE}
@@ -147,7 +155,7 @@ class _Fusion:
         if not all(absorbs(user.name) for user, _ in users):
             return False
         if self.platform != "cpu":  # XLA:GPU computes even what is dear again, to read less
-            return True
+            return op.name != "sum_parts" or len(kernels) == 1
         if op.name in _DEAR and len(kernels) > 1:
             return False
         return _into_reductions(op, users, kernels)
@@ -197,24 +205,38 @@ def _into_reductions(op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[
 def _views(program: Program) -> dict[int, int]:
     """Results that are their operand's buffer under another shape."""
     view: dict[int, int] = {}
-    count: dict[int, int] = defaultdict(int)
+    users: dict[int, list[Op]] = defaultdict(list)
     made = {out: op for op in program.ops for out in op.outs}
     for op in program.ops:
         for i in op.ins:
-            count[i] += 1
+            users[i].append(op)
     for op in program.ops:
         if op.name in (*RESHAPED, "optimization_barrier", "rev"):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
+        elif op.name == "reorder" and _as_it_lies(op, made, users, program):
+            view[op.outs[0]] = op.ins[0]
         elif op.name == "transpose" and op.ins[0] != FREE:
             source = made.get(op.ins[0])
             # A product is written the other way round for it.
-            if source is not None and source.name == "dot_general" and count[op.ins[0]] == 1:
+            if source is not None and source.name in _PRODUCT and len(users[op.ins[0]]) == 1:
                 view[op.outs[0]] = op.ins[0]
         elif op.name == "reshard" and op.ins[0] != FREE:
             a, b = program.values[op.ins[0]], program.values[op.outs[0]]
             if a.bytes == b.bytes:
                 view[op.outs[0]] = op.ins[0]
     return view
+
+
+def _as_it_lies(
+    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: Program
+) -> bool:
+    """Whether a matrix product reads, or writes, a matrix in either order of its dimensions."""
+    if len(program.values[op.ins[0]].shape) != 2 or op.outs[0] in program.outputs:
+        return False
+    source = made.get(op.ins[0])
+    if source is not None and source.name in _PRODUCT:
+        return len(users[op.ins[0]]) == 1
+    return bool(users[op.outs[0]]) and all(u.name == "dot_general" for u in users[op.outs[0]])
 
 
 def _constants(program: Program, root: Any) -> set[int]:

@@ -12,7 +12,6 @@ from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.fusion import IN_PLACE, Fused, fused
 from gshard.footprint.order import breadth_first, depth_first
 from gshard.footprint.program import FREE, Program, Value
-from gshard.footprint.scratch import scratch
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
     writer: dict[int, Kernel] = {}
     taken: set[int] = set()
     for k, kernel in enumerate(order):
-        extra, inner = scratch(kernel, program, platform), None
+        extra, inner = 0, None
         for body in kernel.op.bodies:
             found = peaks[id(body)]
             if found.bytes > extra:

@@ -7,6 +7,7 @@ divided as the values lie (`global_view`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ _SAME = (
     "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
     "device_put", "reduce_precision", "optimization_barrier",
 )  # fmt: skip
+# NCCL's collectives along a dimension want it to be the major one.
+_MAJOR = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 _SIZE_1 = (  # operands may have dimensions of size 1
     "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "rem", "select_n", "and", "or",
     "eq", "ne", "lt", "le", "gt", "ge", "atan2", "clamp", "xor",
@@ -29,7 +32,7 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 
 
 def program_of(
-    closed: Any, shardings: Sequence[Any], barriers: bool, kernels_first: bool
+    closed: Any, shardings: Sequence[Any], barriers: bool, gpu: bool
 ) -> Program:
     """The program of one device.
 
@@ -37,11 +40,12 @@ def program_of(
       closed: a closed jaxpr in the global view.
       shardings: of its inputs; None for one that every device has whole.
       barriers: the compiler honours optimization barriers.
-      kernels_first: convolutions want their kernels' output features first, in a copy of them.
+      gpu: with cuDNN, which wants the output features of a convolution's kernel first, in a copy,
+        and NCCL, which wants the dimension of a collective first.
     """
     jaxpr, consts = opened(closed)
     program = Program()
-    builder = _Builder(program, barriers, kernels_first)
+    builder = _Builder(program, barriers, gpu)
     for v, sharding in zip(jaxpr.invars, shardings, strict=True):
         factors = factors_of(sharding, len(v.aval.shape))
         builder.env[v] = program.new(local_value(v.aval, factors))
@@ -55,8 +59,8 @@ def program_of(
 class _Builder:
     """Walks a jaxpr into a program."""
 
-    def __init__(self, program: Program, barriers: bool, kernels_first: bool):
-        self.program, self.barriers, self.kernels_first = program, barriers, kernels_first
+    def __init__(self, program: Program, barriers: bool, gpu: bool):
+        self.program, self.barriers, self.gpu = program, barriers, gpu
         self.env: dict[Any, int] = {}
         self.known: dict[Any, list[int]] = {}
 
@@ -153,11 +157,26 @@ class _Builder:
             )
             for v in eqn.outvars
         ]
-        if eqn.primitive.name == "conv_general_dilated" and self.kernels_first:
+        if eqn.primitive.name == "conv_general_dilated" and self.gpu:
             ins = [ins[0], self._copied(ins[1], eqn)]
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
+        if self.gpu and eqn.primitive.name in _MAJOR:
+            return self._along_major(eqn, ins, values)
         return self._add(eqn.primitive.name, ins, values, eqn)
+
+    def _along_major(self, eqn: Any, ins: list[int], values: Sequence[Value]) -> list[int]:
+        """A collective along a dimension before which there are others: in another layout."""
+        name, dim = eqn.primitive.name, eqn.params[_MAJOR[eqn.primitive.name]]
+        if math.prod(eqn.invars[0].aval.shape[:dim]) == 1:
+            return self._add(name, ins, values, eqn)
+        if name == "reduce_scatter":
+            return self._add(name, [self._reordered(ins[0], eqn)], values, eqn)
+        return [self._reordered(out, eqn) for out in self._add(name, ins, values, eqn)]
+
+    def _reordered(self, i: int, eqn: Any) -> int:
+        """The same numbers with their dimensions in another order in memory."""
+        return i if i == FREE else self._add("reorder", [i], [self.program.values[i]], eqn)[0]
 
     def _add(
         self, name: str, ins: list[int], values: Sequence[Value], eqn: Any, **more: Any
@@ -203,7 +222,7 @@ class _Builder:
     def _body(self, body: Any, ins: Sequence[Value | None]) -> Program:
         jaxpr, consts = opened(body)
         program = Program()
-        builder = _Builder(program, self.barriers, self.kernels_first)
+        builder = _Builder(program, self.barriers, self.gpu)
         for v, value in zip(jaxpr.invars, ins, strict=True):
             builder.env[v] = program.new(local_value(v.aval) if value is None else value)
         program.inputs = [builder.env[v] for v in jaxpr.invars]

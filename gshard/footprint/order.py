@@ -69,4 +69,7 @@ def depth_first(whole: Fused) -> list[Kernel]:
                 kernel = whole.kernels[k]
                 operands = [place[i] for i in (*kernel.reads, *kernel.after) if i in place]
                 stack += [(b, False) for b in reversed(sorted_(operands)) if b not in seen]
-    return found
+    # What brings a gathered result into its own layout starts nothing else: the pass that hides
+    # latency (`LatencyHidingScheduler`) starts the next gather first, and it after all of them.
+    last = {id(whole.kernels[k]) for k in ends if whole.kernels[k].op.name == "reorder"}
+    return sorted(found, key=lambda kernel: id(kernel) in last)

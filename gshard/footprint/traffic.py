@@ -87,16 +87,18 @@ def _flops(op: Op, program: Program) -> float:
 
 def traffic_of(program: Program, platform: str) -> int:
     """Bytes that the kernels of a program read from the device's memory and write to it."""
+    whole = fused(program, platform)
+    program = whole.program
     reads: dict[int, list[Op]] = defaultdict(list)
     for op in program.ops:
         for i in op.ins:
             reads[i].append(op)
 
     def read(i: int) -> int:
-        whole, users = program.values[i].bytes, reads[i]
+        size, users = program.values[i].bytes, reads[i]
         if users and all(op.name in _PARTS[:3] for op in users):
-            return min(whole, max(program.values[op.outs[0]].bytes for op in users))
-        return whole
+            return min(size, max(program.values[op.outs[0]].bytes for op in users))
+        return size
 
     def written(kernel: Kernel) -> int:
         op = kernel.op
@@ -106,7 +108,7 @@ def traffic_of(program: Program, platform: str) -> int:
         return sum(program.values[i].bytes for i in kernel.writes)
 
     found = 0
-    for kernel in fused(program, platform).kernels:
+    for kernel in whole.kernels:
         bodies = kernel.op.bodies
         if bodies:
             found += kernel.op.trips * max(traffic_of(body, platform) for body in bodies)
