@@ -31,9 +31,7 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 )  # fmt: skip
 
 
-def program_of(
-    closed: Any, shardings: Sequence[Any], barriers: bool, gpu: bool
-) -> Program:
+def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, gpu: bool) -> Program:
     """The program of one device.
 
     Args:
