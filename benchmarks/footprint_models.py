@@ -244,7 +244,7 @@ def classified(model: nn.Module, shape: tuple[int, ...], rows: int, tx: Any) -> 
 
 def experts(rows: int = 4) -> Case:
     """A mixture of experts, whose layers are scanned and recomputed."""
-    made = moe.setup(
+    made: Any = moe.setup(
         layers=4, width=256, heads=4, kv_heads=2, mlp=512, vocabulary=4096, group=128,
         sequence=256, precision="bfloat16",
     )  # fmt: skip
