@@ -5,9 +5,11 @@ the way. Results take over the memory of the state they replace, where the state
 `compiled_peak` is the figure of a compiled step that it stands beside.
 
 Further off than 10 % (`benchmarks/footprint.py` prints every figure) are, on GPU, layers that are
-recomputed without a scan over them (up to 1.6 times what the compiler needs, never less) and
-convolutions of few rows (down to 0.6 times: cuDNN's padded copies are not known here); on CPU,
-convolutions (0.85 to 1.1) and loops over positions (0.7 to 0.85).
+recomputed without a scan over them (up to 1.4 times what the compiler needs, never less: while it
+waits for a gather it computes gradients of weights, which here come last), scanned layers of few
+rows or of experts that are gathered (down to 0.87 times) and convolutions of few rows (down to 0.6
+times: cuDNN's padded copies are not known here); on CPU, convolutions (0.85 to 1.1) and loops over
+positions (0.7 to 0.85).
 """
 
 from __future__ import annotations

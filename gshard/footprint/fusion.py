@@ -26,9 +26,9 @@ _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "complex", "concatenate",
     "convert_element_type", "dynamic_slice", "eq", "eq_to", "floor", "gather", "ge", "gt", "imag",
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
-    "nextafter", "not", "one_minus_square", "or", "pad", "real", "reorder", "rev", "round", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice", "split",
-    "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
+    "nextafter", "not", "one_minus_square", "or", "pad", "real", "reorder", "rev", "round",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice",
+    "split", "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
 _PRODUCT = ("dot_general", "sum_parts")
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")

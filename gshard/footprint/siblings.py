@@ -17,10 +17,10 @@ _MOVED = {  # reads what lies elsewhere than what it writes, so that one loop do
 def siblings_joined(
     kernels: list[Kernel], values: Sequence[Value], fusible: Sequence[bool]
 ) -> list[Kernel]:
-    """Element-wise kernels of one shape that share an operand of their size become one with several results.
+    """Element-wise kernels of one shape that read one value of that size become one kernel.
 
-    What is recomputed for the gradient of a weight is so computed beside the gradients that need
-    the same operands, which then are no longer needed.
+    It has several results. What is recomputed for the gradient of a weight is so computed beside
+    the gradients that need the same operands, which then are no longer needed.
 
     Args:
       kernels: in an order in which each comes after those that it waits for.
