@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 import gshard
 from examples.models import gpt2, llama, moe
 from examples.models.by_slices import attend
+from gshard.command import main
 from gshard.forecast.config import read_config
 from gshard.forecast.setup import load_setup
 from gshard.levels import LEVELS
@@ -232,3 +234,13 @@ def test_no_token_depends_on_a_later_one():
     z_BxTxD, *_ = through_experts(changed_BxTxD, capacity=0.5, group=T)
     np.testing.assert_allclose(z_BxTxD[:, : T // 2], y_BxTxD[:, : T // 2], atol=1e-6)
     assert (np.abs(y_BxTxD).max(-1) == 0).any()  # experts were full
+
+
+def test_the_smallest_config_is_compiled_and_forecast(capsys):
+    words = ["plan", str(CONFIGS / "gpt2-smallest.toml"), "--levels", "os_g"]
+    assert main([*words, "--compile", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    forecast, compiled = found["levels"]["os_g"], found["compiled"]["os_g"]
+    assert compiled["needs"] * 0.9 < forecast["peak"] < compiled["needs"] * 1.1
+    sent = sum(row["wire_bytes"] for row in compiled["collectives"] if not row["scalar"])
+    assert sent == pytest.approx(forecast["wire"], rel=1e-3)
