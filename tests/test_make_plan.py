@@ -285,7 +285,7 @@ def test_warnings_are_lines_and_said_once(capsys):
         (["nowhere.toml"], 1, "there is no file 'nowhere.toml'"),
         (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], 1, "Did you mean 'os'?"),
         (["tests.setups:mlp", "--device", "8"], 2, "Did you mean '--devices'?"),
-        (["tests.setups:mlp", "--arguments.width"], 2, "unknown option"),
+        (["tests.setups:mlp", "--arguments.width"], 2, "needs a value"),
         ([], 2, "name a CONFIG"),
     ],
 )

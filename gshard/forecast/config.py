@@ -171,19 +171,50 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
     Raises:
       GShardError: as `read_config`.
     """
+    words, of_model = _apart(parser, words)
     given, rest = parser.parse_known_args(words)
+    if rest:
+        known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
+        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
     options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
-    while rest:
-        name, equals, word = rest.pop(0).partition("=")
-        if not name.startswith("--arguments.") or not (equals or rest):
-            known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
-            parser.error(f"unknown option {name!r}.{did_you_mean(name, known)}")
-        options[name.removeprefix("--")] = _value(word if equals else rest.pop(0))
-    return given, None if given.config is None else read_config(given.config, options)
+    if given.config is None and not of_model:
+        return given, None
+    if given.config is None:
+        parser.error(f"--{next(iter(of_model))} goes with a CONFIG")
+    return given, read_config(given.config, options | of_model)
+
+
+def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
+    """The same where a CONFIG must be named.
+
+    Raises:
+      GShardError: as `read_config`.
+    """
+    given, config = given_config(parser, words)
+    if config is None:
+        parser.error("name a CONFIG")
+    return given, config
+
+
+def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words that argparse knows, and the values of `--arguments.NAME`, wherever they stand."""
+    others, found, left = [], {}, list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--arguments."):
+            others.append(word)
+        elif equals or left:
+            found[name.removeprefix("--")] = _value(value if equals else left.pop(0))
+        else:
+            parser.error(f"{name} needs a value")
+    return others, found
 
 
 def _value(word: str) -> Any:
-    """A word as TOML reads a value; what is none, such as `os_g`, as a text."""
+    """A word as TOML reads a value, or Python a bool; what is none, such as `os_g`, as a text."""
+    if word in ("True", "False"):
+        return word == "True"
     try:
         return tomllib.loads(f"x = {word}")["x"]
     except tomllib.TOMLDecodeError:
