@@ -188,7 +188,7 @@ def test_options_win_over_a_file(tmp_path):
         ("model = 'a:b'\ntarget = 'h101:8'", "Did you mean 'h100'?"),
         ("model = 'a:b'\ntarget = 'h100:2x8'\ndevices = 8", "target h100:2x8 has 16"),
         ("model = 'a:b'\nmicro_batches = 0", "micro_batches=0 must be a whole number"),
-        ("model = 'a:b'\noffload = 'yes'", "offload='yes' must be a bool"),
+        ("model = 'a:b'\noffload = 'yes'", "offload='yes' must be true or false"),
         ("model = 'a:b'\narguments = 3", "arguments=3 must be a table"),
         ("model = 'a:b'\n[vary]\nx = 3", "vary.x=3 must be a list"),
         ("model = ", "is not TOML"),

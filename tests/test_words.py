@@ -22,6 +22,7 @@ from gshard.audit_report import report as audit_report
 from gshard.command import main
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.setup import load_setup
+from gshard.levels import LEVELS
 from gshard.page.tables import shown_value
 from tests import setups
 
@@ -236,3 +237,59 @@ def test_the_config_may_come_last_and_booleans_as_in_python(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == 256 * 256 + 256
     assert found["choices"]["offload"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devices = 100000000000000000000", "is too large: 1,000,000,000 at most"),
+        ("devices = 4\nreplica = 100000000000000000000", "is too large"),
+        ("devices = 4\nmicro_batches = 100000000000000000000", "micro_batches=1"),
+        ("devices = 1000000000\nmicro_batches = 1000000000\nmicro_batch_size = 8", "too many"),
+        ("devices = 4\noffload = 1", "offload=1 must be true or false"),
+        ("devices = 4\naccumulate = 1", "accumulate=1 must be a text"),
+        ("devices = 4\naccumulate = 'scater'", "Did you mean 'scatter'?"),
+        ("devices = 4\nreshard_after_forward = 'no'", "whole number of neighbours"),
+        ("devices = 4\nlevels = true", "levels=True must be a list"),
+        ("target = 'cpu:2'\n[arguments]\nwidth = 1979-05-27", "arguments.width=1979-05-27 cannot"),
+    ],
+)
+def test_a_value_that_cannot_be_meant(tmp_path, text, said, capsys):
+    path = tmp_path / "wrong.toml"
+    path.write_text(f'model = "tests.setups:mlp"\n{text}\n')
+    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+def test_one_level_is_enough():
+    for levels in (1, "os", LEVELS["os"], ["os"]):
+        assert list(gshard.make_plan(named("w"), 4, levels=levels).levels) == ["os"]
+    assert list(gshard.make_plan(named("w"), 4, levels="dp,3").levels) == ["dp", "p_g_os"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"levels": None}, "levels=None must be a list"),
+        ({"levels": True}, "levels=True must be a list"),
+        ({"offload": "no"}, "offload='no' must be True or False"),
+        ({"accumulate": "locl"}, "Did you mean 'local'?"),
+        ({"accumulate": ["local"]}, "accumulate=['local'] is unknown"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0 must be"),
+        ({"platform": "gpus"}, "Did you mean 'gpu'?"),
+        ({"arguments": {"layers": 3}}, "model is a Setup, which takes none"),
+        ({"devices": 10**20}, "is too large"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant(given, said):
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.make_plan(**{"model": named("w"), "devices": 4, **given})
+    assert said in str(caught.value)
+
+
+def test_arguments_are_by_name():
+    for arguments in ([3], {3: 4}):
+        with pytest.raises(gshard.GShardError, match="must be values by name"):
+            load_setup("tests.setups:mlp", arguments)

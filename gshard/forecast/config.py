@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import MOST, shown, whole_number
 from gshard.errors import GShardError, did_you_mean
 from gshard.forecast.choices import Choices
-from gshard.levels import LEVELS, parse_level
+from gshard.levels import LEVELS, parse_levels
 from gshard.targets.target import Target, parse_target
 
 _MEANINGS = {
@@ -118,17 +118,16 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     for name, tried in vary.items():
         if not isinstance(tried, list) or not tried:
             raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
-    levels = values.get("levels", tuple(LEVELS))
-    if isinstance(levels, str):
-        levels = levels.split(",")
-    if not isinstance(levels, (list, tuple)) or not levels:
-        raise GShardError(f"{where}: levels={shown(levels)} must be a list of levels.")
-    for key, type_ in (("target", str), ("accumulate", str), ("offload", bool)):
+    for key, type_, what in (
+        ("target", str, "a text"),
+        ("accumulate", str, "a text"),
+        ("offload", bool, "true or false"),
+    ):
         if key in values and type(values[key]) is not type_:
-            raise GShardError(f"{where}: {key}={shown(values[key])} must be a {type_.__name__}.")
+            raise GShardError(f"{where}: {key}={shown(values[key])} must be {what}.")
     devices, target = values.get("devices"), None
     if devices is not None:
-        devices = whole_number("devices", devices, 1)
+        devices = whole_number("devices", devices, 1, most=MOST)
     if "target" in values:
         target = parse_target(values["target"])
         if devices not in (None, target.devices):
@@ -140,10 +139,10 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     return Config(
         values["model"],
         arguments,
-        tuple(dict.fromkeys(parse_level(level).name for level in levels)),
+        parse_levels(values.get("levels", tuple(LEVELS))),
         devices,
         target,
-        whole_number("replica", values.get("replica", 1), 1),
+        whole_number("replica", values.get("replica", 1), 1, most=MOST),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
     )

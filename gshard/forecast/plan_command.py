@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from gshard.ahead_of_time.compiled import compile_for
+from gshard.ahead_of_time.compiled import check_json, compile_for
 from gshard.ahead_of_time.report import compiled_report
 from gshard.errors import GShardError, some
 from gshard.forecast.config import Config, add_options, given_config
@@ -89,10 +89,12 @@ def checked(config: Config) -> Target:
     """The target to compile for.
 
     Raises:
-      GShardError: there is none, or its compiler is not installed: before anything else is done.
+      GShardError: there is none, its compiler is not installed, or a process of its own cannot be
+        told the model's arguments: before anything else is done.
     """
     if config.target is None:
         raise GShardError("compile for which machine? Give --target, such as h100:1x8.")
+    check_json(config.arguments)
     config.target.check_compiler()
     return config.target
 
