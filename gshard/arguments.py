@@ -27,11 +27,16 @@ def shown(value: Any) -> str:
 _PLAIN = (str, int, float, type(None))
 
 
-def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:
+MOST = 10**9  # devices, rows and the like: beyond it only a slip is likely
+
+
+def whole_number(
+    name: str, value: Any, least: int, meaning: str = "", most: int | None = None
+) -> int:
     """An integer argument as an `int`: Python's or NumPy's, but no bool.
 
     Raises:
-      GShardError: for anything else, and for a number below `least`.
+      GShardError: for anything else, and for a number below `least` or above `most`.
     """
     try:
         number = operator.index(value)
@@ -41,6 +46,8 @@ def whole_number(name: str, value: Any, least: int, meaning: str = "") -> int:
         raise GShardError(
             f"{name}={shown(value)} must be a whole number{meaning}, {least} or more."
         )
+    if most is not None and number > most:
+        raise GShardError(f"{name}={shown(value)} is too large: {most:,} at most.")
     return number
 
 

@@ -5,7 +5,9 @@ Source: ZeRO (Rajbhandari et al., 2020), sections 5.1 to 5.3; the names are Padd
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gshard.arguments import shown
 from gshard.errors import GShardError, did_you_mean
@@ -39,6 +41,7 @@ LEVELS = {
     )
 }
 
+_ACCUMULATE = ("level", "local", "scatter", "sync")
 _ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os"}
 
 
@@ -59,6 +62,31 @@ def parse_level(level: str | int | Level) -> Level:
         "divided), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
         "(nothing divided); 1, 2, 3 and 'zero1' to 'zero3' are accepted."
     )
+
+
+def parse_levels(levels: Any) -> tuple[str, ...]:
+    """The names of the levels that a list means, or a text (`os,p_g_os`), or a single one."""
+    if isinstance(levels, str):
+        levels = levels.split(",")
+    elif isinstance(levels, (int, Level)) and not isinstance(levels, bool):
+        levels = (levels,)
+    if not isinstance(levels, Iterable) or isinstance(levels, Mapping):
+        raise GShardError(f"levels={shown(levels)} must be a list of levels.")
+    names = tuple(dict.fromkeys(parse_level(level).name for level in levels))
+    if not names:
+        raise GShardError("levels= names none.")
+    return names
+
+
+def check_accumulate(accumulate: Any) -> None:
+    """Refuses what is no way to accumulate gradients over micro-batches."""
+    if accumulate not in _ACCUMULATE:
+        raise GShardError(
+            f"accumulate={shown(accumulate)} is unknown.{did_you_mean(accumulate, _ACCUMULATE)} "
+            "Choose 'level' (what the level says), 'local' (each device keeps its own gradient and "
+            "reduces once), 'scatter' (every one is scattered over the shard group, and summed "
+            "over replicas once) or 'sync' (every one is reduced over all devices)."
+        )
 
 
 def is_auto(level: str | int | Level) -> bool:

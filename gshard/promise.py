@@ -17,6 +17,7 @@ import numpy as np
 from gshard.arguments import shown, whole_number
 from gshard.errors import GShardError
 from gshard.layout import Layout
+from gshard.levels import check_accumulate
 
 if TYPE_CHECKING:
     from gshard.plan import Plan
@@ -217,13 +218,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
       GShardError: `accumulate` is unknown, or would reduce what `sync=False` is not to reduce.
     """
     whole_number("micro_batches", micro_batches, 1)
-    if accumulate not in ("level", "local", "scatter", "sync"):
-        raise GShardError(
-            f"accumulate={accumulate!r} is unknown. Choose 'level' (what the level says), 'local' "
-            "(each device keeps its own gradient and reduces once), 'scatter' (every one is "
-            "scattered over the shard group, and summed over replicas once) or 'sync' (every one "
-            "is reduced over all devices)."
-        )
+    check_accumulate(accumulate)
     if accumulate == "sync" and not sync:
         raise GShardError(
             "accumulate='sync' reduces the gradient of every micro-batch over all devices, and "

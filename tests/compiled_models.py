@@ -52,3 +52,9 @@ def wrong_loss() -> gshard.Setup:
 def sleeps(path: str) -> None:
     Path(path).write_text(str(os.getpid()))
     time.sleep(600)
+
+
+def sleeps_in_child(path: str) -> gshard.Setup:
+    if os.getsid(0) == os.getpid():  # the process that compiles leads a session
+        sleeps(path)
+    return stack()

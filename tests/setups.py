@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -79,6 +81,43 @@ def fails() -> gshard.Setup:
 def refuses() -> gshard.Setup:
     """Cannot be made, and says so itself."""
     raise gshard.GShardError("Choose one of [none] or [full].")
+
+
+def talks() -> gshard.Setup:
+    """Prints."""
+    print("a setup is made")
+    made = mlp()
+
+    def loss(params, x):
+        print("a loss is traced")
+        return made.loss_fn(params, x)
+
+    return gshard.Setup(made.state, loss, made.batch)
+
+
+def leaves() -> gshard.Setup:
+    """Ends the program."""
+    raise SystemExit(3)
+
+
+def leaves_in_loss() -> gshard.Setup:
+    """Its loss ends the program."""
+
+    def loss(params, x):
+        raise SystemExit(4)
+
+    return gshard.Setup(mlp().state, loss, mlp().batch)
+
+
+def interrupts() -> gshard.Setup:
+    """As Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def warns() -> gshard.Setup:
+    """Warns."""
+    warnings.warn("this model is old", DeprecationWarning, stacklevel=1)
+    return mlp()
 
 
 def fails_in_loss(width: int = 256) -> gshard.Setup:

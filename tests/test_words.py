@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +19,14 @@ import pytest
 import gshard
 from gshard.ahead_of_time.report import compiled_report
 from gshard.audit_report import report as audit_report
+from gshard.command import main
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.setup import load_setup
+from gshard.levels import LEVELS
 from gshard.page.tables import shown_value
 from tests import setups
 
+ROOT = Path(__file__).parents[1]
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
 
 
@@ -109,3 +119,177 @@ def test_an_error_in_words_is_passed_on_as_it_is():
     with pytest.raises(gshard.GShardError) as caught:
         load_setup("tests.setups:refuses")
     assert str(caught.value) == "tests.setups:refuses: Choose one of [none] or [full]."
+
+
+# ---- a command ends -----------------------------------------------------------------------------
+
+
+def gshard_command(*words, **more):
+    """A command in a process of its own, which a test may break."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "gshard", *words],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["plan", "advise", "audit", "explain"])
+def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
+    machine = ["--target", "cpu:4"] if command == "plan" else ["--devices", "4"]
+    if command == "advise":
+        machine = ["--target", "h100:1x4"]
+    more = ["--no-compile"] if command == "plan" else []
+    words = [command, "tests.setups:talks", *machine, "--levels", "os", "--json", *more]
+    assert main(words) == 0
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert "a setup is made" in said.err
+    assert command == "explain" or "a loss is traced" in said.err
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        ("tests.setups:leaves", 1, "error: the model ends the program: SystemExit(3)."),
+        ("tests.setups:leaves_in_loss", 1, "error: the model ends the program: SystemExit(4)."),
+        ("tests.setups:interrupts", 130, ""),
+    ],
+)
+def test_a_model_that_ends_the_program(model, code, said, capsys):
+    assert main(["plan", model, "--devices", "4"]) == code
+    printed = capsys.readouterr()
+    assert printed.err.startswith(said)
+    assert printed.err.count("\n") == (1 if said else 0)
+    assert not printed.out
+
+
+def test_warnings_of_others_are_shown_by_python(capsys):
+    with pytest.warns(DeprecationWarning, match="this model is old"):
+        assert main(["plan", "tests.setups:warns", "--devices", "4", "--shapes"]) == 0
+    assert "old" not in capsys.readouterr().err
+
+
+def test_a_closed_reader_is_no_error():
+    with gshard_command("plan", "--paper") as run:
+        run.stdout.close()
+        assert run.wait() == 1
+        assert run.stderr.read() == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("words", [("plan", "--paper"), ("doctor", "--quick", "--json")])
+def test_a_full_disk_is_a_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "gshard", *words]
+        run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1
+    assert run.stderr == "error: stdout cannot be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(tmp_path, number):
+    page, temporary = tmp_path / "page", tmp_path / "temporary"
+    page.mkdir()
+    temporary.mkdir()
+    words = ["plan", "tests.compiled_models:sleeps_in_child", "--target", "cpu:2", "--levels", "os"]
+    asleep = page / "asleep"
+    words += ["--html", str(page / "plan.html"), "--arguments.path", str(asleep)]
+    with gshard_command(*words, env=os.environ | {"TMPDIR": str(temporary)}) as run:
+        while not (asleep.exists() and asleep.read_text()):
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.1)
+        assert list(temporary.iterdir()) and len(list(page.iterdir())) == 2
+        run.send_signal(number)
+        assert run.wait() == 128 + number
+        assert "Traceback" not in run.stderr.read()
+    assert [x.name for x in page.iterdir()] == ["asleep"]
+    assert not list(temporary.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(asleep.read_text()), 0)
+
+
+# ---- words that cannot be meant -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["plan", "--paper", "tests.setups:mlp"],
+            "--paper goes with --json alone, not with CONFIG",
+        ),
+        (["plan", "--paper", "--devices", "3"], "not with --devices"),
+        (["plan", "--paper", "--html", "x"], "not with --html"),
+        (["plan", "--paper", "--arguments.layers", "3"], "--arguments.layers goes with a CONFIG"),
+        (["plan", "tests.setups:mlp", "--arguments.width"], "--arguments.width needs a value"),
+        (["explain", "tests.setups:mlp", "--most", "0"], "0 is less than 1"),
+    ],
+)
+def test_words_that_cannot_be_meant(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_config_may_come_last_and_booleans_as_in_python(capsys):
+    words = ["plan", "--devices", "4", "--offload", "True", "--shapes", "--json"]
+    assert main([*words, "--arguments.layers", "1", "tests.setups:mlp"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == 256 * 256 + 256
+    assert found["choices"]["offload"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devices = 100000000000000000000", "is too large: 1,000,000,000 at most"),
+        ("devices = 4\nreplica = 100000000000000000000", "is too large"),
+        ("devices = 4\nmicro_batches = 100000000000000000000", "micro_batches=1"),
+        ("devices = 1000000000\nmicro_batches = 1000000000\nmicro_batch_size = 8", "too many"),
+        ("devices = 4\noffload = 1", "offload=1 must be true or false"),
+        ("devices = 4\naccumulate = 1", "accumulate=1 must be a text"),
+        ("devices = 4\naccumulate = 'scater'", "Did you mean 'scatter'?"),
+        ("devices = 4\nreshard_after_forward = 'no'", "whole number of neighbours"),
+        ("devices = 4\nlevels = true", "levels=True must be a list"),
+        ("target = 'cpu:2'\n[arguments]\nwidth = 1979-05-27", "arguments.width=1979-05-27 cannot"),
+    ],
+)
+def test_a_value_that_cannot_be_meant(tmp_path, text, said, capsys):
+    path = tmp_path / "wrong.toml"
+    path.write_text(f'model = "tests.setups:mlp"\n{text}\n')
+    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert said in printed.err
+
+
+def test_one_level_is_enough():
+    for levels in (1, "os", LEVELS["os"], ["os"]):
+        assert list(gshard.make_plan(named("w"), 4, levels=levels).levels) == ["os"]
+    assert list(gshard.make_plan(named("w"), 4, levels="dp,3").levels) == ["dp", "p_g_os"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"levels": None}, "levels=None must be a list"),
+        ({"levels": True}, "levels=True must be a list"),
+        ({"offload": "no"}, "offload='no' must be True or False"),
+        ({"accumulate": "locl"}, "Did you mean 'local'?"),
+        ({"accumulate": ["local"]}, "accumulate=['local'] is unknown"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0 must be"),
+        ({"platform": "gpus"}, "Did you mean 'gpu'?"),
+        ({"arguments": {"layers": 3}}, "model is a Setup, which takes none"),
+        ({"devices": 10**20}, "is too large"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant(given, said):
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.make_plan(**{"model": named("w"), "devices": 4, **given})
+    assert said in str(caught.value)
+
+
+def test_arguments_are_by_name():
+    for arguments in ([3], {3: 4}):
+        with pytest.raises(gshard.GShardError, match="must be values by name"):
+            load_setup("tests.setups:mlp", arguments)

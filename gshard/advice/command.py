@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.advice.advise import Verdict, advise, best_of_each
 from gshard.advice.report import advice, as_rows
-from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.config import Config, add_options, named_config
 from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words, leave_accelerators
 from gshard.page.file import page_of, place
@@ -42,10 +42,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
-    def work() -> int:
-        given, config = given_config(parser, words)
-        if config is None:
-            parser.error("name a CONFIG")
+    def work(given: Any, config: Config) -> tuple[str, int]:
         with place(given.html) as file:
             found = _with_progress(config)
             if file is not None:
@@ -53,14 +50,11 @@ def main(words: list[str]) -> int:
                 file.write(page_of(config, plan_config(config), advice=rows).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
-        if given.json:
-            print(json.dumps(_as_dict(config, found)))
-        else:
-            print(advice(config, found, given.all))
-        return int(not any(x.fits for x in found))
+        said = json.dumps(_as_dict(config, found)) if given.json else None
+        return said or advice(config, found, given.all), int(not any(x.fits for x in found))
 
     leave_accelerators()
-    return in_words(work)
+    return in_words(lambda: named_config(parser, words), work)
 
 
 def _as_dict(config: Config, found: list[Verdict]) -> dict[str, Any]:

@@ -56,8 +56,25 @@ def compile_for(
       GShardError: one line that says why it does not compile.
     """
     target = parse_target(request["target"])
+    check_json(request.get("arguments") or {})
     what = f"{request['model']} at {request['level']} for {target.text}"
     return ask("gshard.ahead_of_time.child", request, target, what, timeout, report)
+
+
+def check_json(arguments: Mapping[str, Any]) -> None:
+    """Refuses arguments of a model that the process which compiles cannot be told.
+
+    Raises:
+      GShardError: names the one that is no JSON.
+    """
+    for name, value in arguments.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise GShardError(
+                f"arguments.{name}={value!s} cannot be passed to the process that compiles: "
+                f"{error}. Give it as a text, or compile without --target."
+            ) from error
 
 
 def ask(

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
+from gshard.answer import print_answer
 from gshard.doctor import devices
 from gshard.doctor.check import Check
 from gshard.doctor.cluster import cluster
@@ -57,14 +58,15 @@ def main(words: list[str]) -> int:
         with ExitStack() as held:
             for check in _checks(given.quick, given.timeout, held):
                 found.append(check)
-                if not given.json:
-                    print(_lines(check), flush=True)
+                if not given.json and not print_answer(_lines(check)):
+                    return 1
     except KeyboardInterrupt:
         return 130
     failed = any(check.ok == "fail" for check in found)
     if given.json:
         rows = [dataclasses.asdict(check) for check in found]
-        print(json.dumps({"ok": not failed, "checks": rows}))
+        if not print_answer(json.dumps({"ok": not failed, "checks": rows})):
+            return 1
     return int(failed)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from gshard.audit import Audit, audit
-from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.config import Config, add_options, named_config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.this_computer import mesh_here, status
 from gshard.forecast.words import in_words
@@ -33,23 +34,19 @@ def main(words: list[str]) -> int:
     add_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
-    def work() -> int:
-        given, config = given_config(parser, words)
-        if config is None:
-            parser.error("name a CONFIG")
+    def work(given: Any, config: Config) -> tuple[str, int]:
         found = audited(config)
-        if given.json:
-            print(json.dumps({"levels": {
-                name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
-            }}))  # fmt: skip
-        else:
-            print("\n\n".join(f"level {name}\n\n{x}" for name, x in found.items()))
         broken = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
         for line in broken:
             print(f"promise not kept: {line}", file=sys.stderr)
-        return int(bool(broken))
+        said = "\n\n".join(f"level {name}\n\n{x}" for name, x in found.items())
+        if given.json:
+            said = json.dumps({"levels": {
+                name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
+            }})  # fmt: skip
+        return said, int(bool(broken))
 
-    return in_words(work)
+    return in_words(lambda: named_config(parser, words), work)
 
 
 def audited(config: Config) -> dict[str, Audit]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gshard.arguments import whole_number
+import numpy as np
+
+from gshard.arguments import MOST, flag, whole_number
+from gshard.levels import check_accumulate
 
 
 @dataclass(frozen=True)
@@ -26,5 +29,10 @@ class Choices:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows")
-        whole_number("micro_batches", self.micro_batches, 1)
+        whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows", most=MOST)
+        whole_number("micro_batches", self.micro_batches, 1, most=MOST)
+        check_accumulate(self.accumulate)
+        if not isinstance(self.reshard_after_forward, (bool, np.bool_)):
+            neighbours = " of neighbours (or True or False)"
+            whole_number("reshard_after_forward", self.reshard_after_forward, 1, neighbours)
+        flag("offload", self.offload)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gshard.arguments import shown, whole_number
+from gshard.arguments import MOST, shown, whole_number
 from gshard.errors import GShardError, did_you_mean
 from gshard.forecast.choices import Choices
-from gshard.levels import LEVELS, parse_level
+from gshard.levels import LEVELS, parse_levels
 from gshard.targets.target import Target, parse_target
 
 _MEANINGS = {
@@ -118,17 +118,16 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     for name, tried in vary.items():
         if not isinstance(tried, list) or not tried:
             raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
-    levels = values.get("levels", tuple(LEVELS))
-    if isinstance(levels, str):
-        levels = levels.split(",")
-    if not isinstance(levels, (list, tuple)) or not levels:
-        raise GShardError(f"{where}: levels={shown(levels)} must be a list of levels.")
-    for key, type_ in (("target", str), ("accumulate", str), ("offload", bool)):
+    for key, type_, what in (
+        ("target", str, "a text"),
+        ("accumulate", str, "a text"),
+        ("offload", bool, "true or false"),
+    ):
         if key in values and type(values[key]) is not type_:
-            raise GShardError(f"{where}: {key}={shown(values[key])} must be a {type_.__name__}.")
+            raise GShardError(f"{where}: {key}={shown(values[key])} must be {what}.")
     devices, target = values.get("devices"), None
     if devices is not None:
-        devices = whole_number("devices", devices, 1)
+        devices = whole_number("devices", devices, 1, most=MOST)
     if "target" in values:
         target = parse_target(values["target"])
         if devices not in (None, target.devices):
@@ -140,10 +139,10 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     return Config(
         values["model"],
         arguments,
-        tuple(dict.fromkeys(parse_level(level).name for level in levels)),
+        parse_levels(values.get("levels", tuple(LEVELS))),
         devices,
         target,
-        whole_number("replica", values.get("replica", 1), 1),
+        whole_number("replica", values.get("replica", 1), 1, most=MOST),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
     )
@@ -171,19 +170,50 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
     Raises:
       GShardError: as `read_config`.
     """
+    words, of_model = _apart(parser, words)
     given, rest = parser.parse_known_args(words)
+    if rest:
+        known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
+        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
     options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
-    while rest:
-        name, equals, word = rest.pop(0).partition("=")
-        if not name.startswith("--arguments.") or not (equals or rest):
-            known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
-            parser.error(f"unknown option {name!r}.{did_you_mean(name, known)}")
-        options[name.removeprefix("--")] = _value(word if equals else rest.pop(0))
-    return given, None if given.config is None else read_config(given.config, options)
+    if given.config is None and not of_model:
+        return given, None
+    if given.config is None:
+        parser.error(f"--{next(iter(of_model))} goes with a CONFIG")
+    return given, read_config(given.config, options | of_model)
+
+
+def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
+    """The same where a CONFIG must be named.
+
+    Raises:
+      GShardError: as `read_config`.
+    """
+    given, config = given_config(parser, words)
+    if config is None:
+        parser.error("name a CONFIG")
+    return given, config
+
+
+def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words that argparse knows, and the values of `--arguments.NAME`, wherever they stand."""
+    others, found, left = [], {}, list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--arguments."):
+            others.append(word)
+        elif equals or left:
+            found[name.removeprefix("--")] = _value(value if equals else left.pop(0))
+        else:
+            parser.error(f"{name} needs a value")
+    return others, found
 
 
 def _value(word: str) -> Any:
-    """A word as TOML reads a value; what is none, such as `os_g`, as a text."""
+    """A word as TOML reads a value, or Python a bool; what is none, such as `os_g`, as a text."""
+    if word in ("True", "False"):
+        return word == "True"
     try:
         return tomllib.loads(f"x = {word}")["x"]
     except tomllib.TOMLDecodeError:

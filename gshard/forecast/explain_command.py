@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from gshard.explain import Explanation, explain
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.config import Config, add_options, named_config
 from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here, status
 from gshard.forecast.words import in_words
@@ -37,27 +38,30 @@ def main(words: list[str]) -> int:
     )
     add_options(parser)
     parser.add_argument("--abstract", action="store_true", help="make no arrays, measure nothing")
-    parser.add_argument("--most", type=int, default=20, metavar="N",
+    parser.add_argument("--most", type=_count, default=20, metavar="N",
                         help="arrays that are listed (default: 20; --json has all)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
-    def work() -> int:
-        given, config = given_config(parser, words)
-        if config is None:
-            parser.error("name a CONFIG")
+    def work(given: Any, config: Config) -> tuple[str, int]:
         found = explained(config, given.abstract)
         if given.json:
-            print(json.dumps({"levels": {
+            return json.dumps({"levels": {
                 name: x.as_dict() | {"not_measured": why} for name, (x, why) in found.items()
-            }}))  # fmt: skip
-        else:
-            print("\n\n".join(
-                x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
-                for x, why in found.values()
-            ))  # fmt: skip
-        return 0
+            }}), 0  # fmt: skip
+        return "\n\n".join(
+            x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
+            for x, why in found.values()
+        ), 0  # fmt: skip
 
-    return in_words(work)
+    return in_words(lambda: named_config(parser, words), work)
+
+
+def _count(word: str) -> int:
+    """How many arrays, as argparse takes it."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, str]]:

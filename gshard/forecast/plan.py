@@ -11,15 +11,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from gshard.arguments import whole_number
-from gshard.errors import GShardError
+from gshard.arguments import MOST, shown, whole_number
+from gshard.errors import GShardError, did_you_mean
+from gshard.footprint.footprint import PLATFORMS
 from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.forecast.traced import footprint_of
-from gshard.levels import LEVELS, parse_level
+from gshard.levels import LEVELS, parse_levels
 from gshard.mesh import REPLICA, SHARD
 from gshard.plan import Plan
 
@@ -76,7 +77,7 @@ def make_plan(
     model: Setup | str | Any,
     devices: int | Mesh | AbstractMesh,
     *,
-    levels: Sequence[str] = tuple(LEVELS),
+    levels: str | int | Sequence[str] = tuple(LEVELS),
     arguments: Mapping[str, Any] | None = None,
     replica: int = 1,
     micro_batch_size: int = 1,
@@ -97,7 +98,7 @@ def make_plan(
       model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
         for a state, concrete or abstract.
       devices: how many, or a mesh.
-      levels: names.
+      levels: names; one, or several in one text, with commas.
       arguments: of the function that makes the setup.
       replica: copies of the divided state; goes with a number of devices.
       micro_batch_size: rows that one device takes at a time.
@@ -112,6 +113,16 @@ def make_plan(
     Raises:
       GShardError: for a model, level or number that cannot be.
     """
+    if arguments is not None and not isinstance(model, str):
+        raise GShardError(
+            f"arguments= are those of the function that 'module:function' names; model is "
+            f"{shown(model)}, which takes none."
+        )
+    if platform is not None and platform not in PLATFORMS:
+        raise GShardError(
+            f"platform={shown(platform)} is none of {', '.join(PLATFORMS)}."
+            f"{did_you_mean(platform, PLATFORMS)}"
+        )
     setup = load_setup(model, arguments) if isinstance(model, str) else as_setup(model)
     choices = Choices(micro_batch_size, micro_batches, accumulate, reshard_after_forward, offload)
     if not isinstance(devices, (Mesh, AbstractMesh)):
@@ -119,9 +130,7 @@ def make_plan(
     elif replica != 1:
         raise GShardError("replica= goes with a number of devices; here the mesh says it.")
     setup = without_arrays(setup)
-    names = list(dict.fromkeys(parse_level(level).name for level in levels))
-    if not names:
-        raise GShardError("levels= names none.")
+    names = parse_levels(levels)
     here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
     plans, found = {}, {}
     for name in names:
@@ -162,7 +171,8 @@ def plan_config(config: Config, activations: bool = True) -> Forecast:
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
     """The mesh that `make_mesh(replica=)` makes of so many devices, without them."""
-    devices, replica = whole_number("devices", devices, 1), whole_number("replica", replica, 1)
+    devices = whole_number("devices", devices, 1, most=MOST)
+    replica = whole_number("replica", replica, 1, most=MOST)
     if devices % replica:
         raise GShardError(f"replica={replica} does not divide {devices} devices.")
     sizes, names = (devices // replica,), (SHARD,)

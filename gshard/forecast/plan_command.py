@@ -7,9 +7,9 @@ import json
 import sys
 from typing import Any
 
-from gshard.ahead_of_time.compiled import compile_for
+from gshard.ahead_of_time.compiled import check_json, compile_for
 from gshard.ahead_of_time.report import compiled_report
-from gshard.errors import GShardError
+from gshard.errors import GShardError, some
 from gshard.forecast.config import Config, add_options, given_config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import plan_config
@@ -49,15 +49,22 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
 
-    def work() -> int:
+    plain = vars(parser.parse_args([]))
+
+    def read() -> tuple[Any, Config | None]:
         given, config = given_config(parser, words)
-        if given.paper and given.html is not None:
-            parser.error("--html goes with a CONFIG, not with --paper")
-        if given.paper:
-            print(json.dumps(table_1()) if given.json else _paper())
-            return 0
-        if config is None:
+        if not given.paper and config is None:
             parser.error("name a CONFIG, or give --paper")
+        alone = {"paper": True, "json": given.json}
+        beside = [x for x, value in vars(given).items() if value != alone.get(x, plain.get(x))]
+        if given.paper and beside:
+            named = ("CONFIG" if x == "config" else f"--{x}" for x in beside)
+            parser.error(f"--paper goes with --json alone, not with {some(named)}")
+        return given, config
+
+    def work(given: Any, config: Config | None) -> tuple[str, int]:
+        if config is None:
+            return json.dumps(table_1()) if given.json else _paper(), 0
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
         with place(given.html) as file:
@@ -67,28 +74,28 @@ def main(words: list[str]) -> int:
                 file.write(page_of(config, found, compiled=programs).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
-        if given.json:
-            print(json.dumps(found.as_dict() | {"compiled": programs}))
-        else:
-            print(found)
-            if target is not None:
-                print("\n" + compiled_report(target.text, found, programs))
         fits = [of.get("fits") is not False and "error" not in of for of in programs.values()]
         fits = fits or [found.fits(name) is not False for name in found.levels]
-        return int(bool(fits) and not any(fits))
+        code = int(not any(fits))
+        if given.json:
+            return json.dumps(found.as_dict() | {"compiled": programs}), code
+        beside = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
+        return f"{found}{beside}", code
 
     leave_accelerators()
-    return in_words(work)
+    return in_words(read, work)
 
 
 def checked(config: Config) -> Target:
     """The target to compile for.
 
     Raises:
-      GShardError: there is none, or its compiler is not installed: before anything else is done.
+      GShardError: there is none, its compiler is not installed, or a process of its own cannot be
+        told the model's arguments: before anything else is done.
     """
     if config.target is None:
         raise GShardError("compile for which machine? Give --target, such as h100:1x8.")
+    check_json(config.arguments)
     config.target.check_compiler()
     return config.target
 

@@ -134,6 +134,11 @@ def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
                 f"batch= of gshard.Setup holds {shown(x)}; give arrays of one row or more, such as "
                 "jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
             )
+        if rows * math.prod(shape[1:]) >= 2**63:
+            raise GShardError(
+                f"{rows:,} rows of {shown(list(shape[1:]))} are too many for one array. Give fewer "
+                "devices, micro_batches= or micro_batch_size=."
+            )
         return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype, sharding=places)
 
     return jax.tree.map(with_rows, setup.batch)
@@ -162,6 +167,10 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
     if not (where and colon and attribute):
         raise GShardError(
             f"model={shown(name)} must be 'module:function', such as 'examples.models.llama:setup'."
+        )
+    if not isinstance(arguments, Mapping | None) or not all(map(_is_name, arguments or ())):
+        raise GShardError(
+            f"arguments={shown(arguments)} must be values by name, such as {{'layers': 4}}."
         )
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -194,6 +203,10 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
         given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
         raise GShardError(f"{name}({given}) fails: {type(error).__name__}: {error}") from error
     return as_setup(made)
+
+
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str)
 
 
 def as_setup(given: Any) -> Setup:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
 
 import jax
 
+from gshard.answer import print_answer
 from gshard.errors import GShardError, GShardWarning
+from gshard.forecast.config import Config
+
+Asked = TypeVar("Asked", Config, Config | None)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _Stopped(SystemExit):
+    """A signal asks this program to end; its code is what a shell says of it."""
 
 
 def leave_accelerators() -> None:
@@ -20,18 +34,87 @@ def leave_accelerators() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def in_words(work: Callable[[], int]) -> int:
-    """The exit code of `work`; an error of the user's is one line, and so is each warning, once."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", GShardWarning)
+def in_words(
+    read: Callable[[], tuple[Any, Asked]], work: Callable[[Any, Asked], tuple[str, int]]
+) -> int:
+    """Does the work of a command; an error of the user's is one line, and so is each warning, once.
+
+    Args:
+      read: gives the parsed words and the config. It may exit, as argparse does.
+      work: takes both, and gives what to print and the exit code. What else is printed meanwhile,
+        such as by the model, goes to stderr.
+
+    Returns:
+      The exit code; 130 after Ctrl-C, and 128 and its number after a signal that ends a program:
+      then too whatever the work has opened is closed.
+    """
+    with _stopped_by_signals(), _warnings_as_lines():
         try:
-            code = work()
+            asked = read()
+            with contextlib.redirect_stdout(sys.stderr):
+                text, code = _worked(work, asked)
+            return code if print_answer(text) else 1
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
-            code = 1
-    said = [str(x.message) for x in caught if issubclass(x.category, GShardWarning)]
+            return 1
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except _Stopped as stopped:
+            return int(str(stopped))
+
+
+def _worked(
+    work: Callable[[Any, Asked], tuple[str, int]], asked: tuple[Any, Asked]
+) -> tuple[str, int]:
+    try:
+        return work(*asked)
+    except _Stopped:
+        raise
+    except SystemExit as ended:
+        raise GShardError(
+            f"the model ends the program: SystemExit({ended.code!r}). Raise an error that says why."
+        ) from ended
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Turns signals that end the program into an exception, so that nothing is left behind.
+
+    Not those that something else hears or ignores (`nohup`), nor outside the main thread.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    heard = [x for x in _SIGNALS if main and signal.getsignal(x) is signal.SIG_DFL]
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Gathers gshard's warnings and prints each once; those of others show as ever."""
     # Several levels are looked at, and say the same.
-    once = {re.sub(r" at level '\w+'", "", text): None for text in said}
-    for text in once:
-        print(f"warning: {text}", file=sys.stderr)
-    return code
+    said: dict[str, None] = {}
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def gather(message: Warning | str, category: type[Warning], *more: Any) -> None:
+            if issubclass(category, GShardWarning):
+                said[re.sub(r" at level '\w+'", "", str(message))] = None
+            else:
+                show(message, category, *more)
+
+        warnings.showwarning = gather
+        warnings.simplefilter("always", GShardWarning)
+        try:
+            yield
+        finally:
+            for text in said:
+                print(f"warning: {text}", file=sys.stderr)
