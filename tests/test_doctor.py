@@ -17,13 +17,14 @@ from pathlib import Path
 import pytest
 
 import gshard
+from gshard.cgroup import cgroup_limits
 from gshard.command import main
 from gshard.doctor import devices, probes
 from gshard.doctor.apart import ask, telling
 from gshard.doctor.cluster import cluster, reached
 from gshard.doctor.disk import disks, written
 from gshard.doctor.hardware import Hardware, hardware, to_install
-from gshard.doctor.machine import cgroup_limits, machine
+from gshard.doctor.machine import machine
 from gshard.doctor.network import network
 from gshard.doctor.variables import variables
 from gshard.doctor.versions import package, versions

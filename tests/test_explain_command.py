@@ -210,3 +210,10 @@ def test_commands_make_their_own_virtual_devices(folder):
     assert ended.returncode == 1 and not ended.stdout
     assert ended.stderr.startswith("error: there is no file 'nowhere.toml'.")
     assert ended.stderr.count("\n") == 1
+
+
+def test_what_a_loss_sends_itself_breaks_no_promise(capsys):
+    """A synchronised BatchNorm: its sums, and those of its backward pass."""
+    assert main(["audit", "tests.setups:norm", "--devices", "4", "--levels", "os", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["levels"].values()
+    assert [x["elements"] for x in found["collectives"] if x["purpose"] == "user"] == [800]

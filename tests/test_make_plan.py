@@ -321,3 +321,16 @@ def test_a_missing_compiler_is_said_before_any_work(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["plan", "tests.setups:fails", "--target", "h100:8"]) == 1
     assert "pip install 'gshard[aot-gpu]'" in capsys.readouterr().err
+
+
+def test_a_forecast_for_a_target_says_what_fits(capsys):
+    words = ["plan", "tests.setups:mlp", "--target", "h100:8", "--no-compile", "--levels", "dp"]
+    assert main(words) == 0
+    assert " fits" in capsys.readouterr().out
+    assert main([*words, "--arguments.width", "60000"]) == 1
+    text = capsys.readouterr().out
+    assert "h100:1x8 has 63.7 GB for programs" in text
+    assert "does not fit" in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["target"], found["levels"]["dp"]["fits"]) == ("h100:1x8", True)

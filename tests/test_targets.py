@@ -24,7 +24,6 @@ from tests.ahead_of_time import ROOT, python_for
         ("h100:4x9", "at most 8 GPUs"),
         ("h100:0x8", "h100:HOSTSxGPUS"),
         ("h100:16", "h100:32x8"),
-        ("h100:1", "h100:32x8"),
         ("h100:2x2x2", "h100:32x8"),
         ("tpu-v5e:16x32", "8x16, 16x16 chips"),
         ("tpu-v5p:8x8", "multiples of 4 up to 16x16x24"),

@@ -99,4 +99,4 @@ def named(argument: str, name: str, known: dict[str, Any]) -> Any:
 def need(possible: bool, what: str) -> None:
     """Refuses sizes that do not fit each other; `what` says which are possible."""
     if not possible:
-        raise gshard.GShardError(f"These sizes cannot be: {what}.")
+        raise gshard.GShardError(f"These sizes cannot be. What is needed: {what}.")

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.advice.advise import Verdict, advise, best_of_each
 from gshard.advice.report import advice, as_rows
-from gshard.forecast.config import Config, add_options, named_config
+from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.config import Config
 from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words, leave_accelerators
 from gshard.page.file import page_of, place

@@ -6,11 +6,11 @@ import os
 import shutil
 from pathlib import Path
 
+from gshard.cgroup import cgroup_limits, contents
 from gshard.doctor.check import GIB, Check, size
 
 _LITTLE_MEMORY = GIB
 _LITTLE_SHARED = GIB  # NCCL and loaders of data keep buffers there; Docker gives 64 MiB
-_UNLIMITED = 2**60  # what cgroup v1 says instead of "max" is near 2**63
 
 
 def machine(accelerators: int, root: Path = Path("/")) -> list[Check]:
@@ -60,54 +60,10 @@ def _cores(limit: float | None) -> Check:
     return Check("CPU cores", "ok", said)
 
 
-def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, float | None]:
-    """Bytes of memory, and cores, that the control groups of this process leave it.
-
-    The least over a group and those it lies in; None where there is no limit. Versions 1 and 2.
-    """
-    memory, cores = [], []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        for folder in [Path(path), *Path(path).parents]:
-            inner = str(folder).lstrip("/")
-            if not kinds:
-                at = root / "sys/fs/cgroup" / inner
-                memory.append(_number(at / "memory.max"))
-                cores.append(_share(_text(at / "cpu.max").split()))
-            elif "memory" in kinds.split(","):
-                at = root / "sys/fs/cgroup/memory" / inner
-                memory.append(_number(at / "memory.limit_in_bytes"))
-            elif "cpu" in kinds.split(","):
-                at = root / "sys/fs/cgroup/cpu" / inner
-                parts = _text(at / "cpu.cfs_quota_us"), _text(at / "cpu.cfs_period_us")
-                cores.append(_share([part.strip() for part in parts]))
-    known = [x for x in memory if x is not None and x < _UNLIMITED], [x for x in cores if x]
-    return min(known[0], default=None), min(known[1], default=None)
-
-
-def _share(parts: list[str]) -> float | None:
-    """Cores of `[microseconds, of a period]`."""
-    if len(parts) != 2 or not all(part.isdigit() for part in parts) or not int(parts[1]):
-        return None  # "max", -1: no limit
-    return int(parts[0]) / int(parts[1])
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path).strip()
-    return int(text) if text.isdigit() else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
 def _lines(path: Path) -> dict[str, int]:
     """`MemTotal: 24 kB` and so on, in bytes."""
     found = {}
-    for line in _text(path).splitlines():
+    for line in contents(path).splitlines():
         name, _, rest = line.partition(":")
         parts = rest.split()
         if parts and parts[0].isdigit():

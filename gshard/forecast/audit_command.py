@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 from gshard.audit import Audit, audit
-from gshard.forecast.config import Config, add_options, named_config
+from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.config import Config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.this_computer import mesh_here, status
 from gshard.forecast.words import in_words

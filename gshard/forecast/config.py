@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -15,18 +14,6 @@ from gshard.errors import GShardError, did_you_mean
 from gshard.forecast.choices import Choices
 from gshard.levels import LEVELS, parse_levels
 from gshard.targets.target import Target, parse_target
-
-_MEANINGS = {
-    "levels": "levels to look at, such as os,os_g (default: all four)",
-    "devices": "number of devices",
-    "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
-    "replica": "copies of the divided state (hybrid sharding)",
-    "micro_batch_size": "rows that one device takes at a time",
-    "micro_batches": "how many times in one step (k)",
-    "accumulate": "how gradients accumulate: level, local, scatter or sync",
-    "reshard_after_forward": "true, false, or how many neighbours keep a layer between them",
-    "offload": "true: the optimizer state rests in the host's memory",
-}
 
 
 @dataclass(frozen=True)
@@ -146,75 +133,3 @@ def _checked(values: dict[str, Any], where: str) -> Config:
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
     )
-
-
-# ---- the command line ---------------------------------------------------------------------------
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds CONFIG and one option for every key to a parser; `given_config` reads them."""
-    parser.add_argument("config", metavar="CONFIG", nargs="?",
-                        help="a TOML file, or module:function")  # fmt: skip
-    group = parser.add_argument_group("over what CONFIG says")
-    for key, meaning in _MEANINGS.items():
-        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
-    group.add_argument(
-        "--arguments.NAME", metavar="X", dest="_", default=argparse.SUPPRESS,
-        help="an argument of the model's function, such as --arguments.layers 4",
-    )  # fmt: skip
-
-
-def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:
-    """The parsed words and the config that they ask about; None when none is named.
-
-    Raises:
-      GShardError: as `read_config`.
-    """
-    words, of_model = _apart(parser, words)
-    given, rest = parser.parse_known_args(words)
-    if rest:
-        known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
-        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
-    options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
-    if given.config is None and not of_model:
-        return given, None
-    if given.config is None:
-        parser.error(f"--{next(iter(of_model))} goes with a CONFIG")
-    return given, read_config(given.config, options | of_model)
-
-
-def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
-    """The same where a CONFIG must be named.
-
-    Raises:
-      GShardError: as `read_config`.
-    """
-    given, config = given_config(parser, words)
-    if config is None:
-        parser.error("name a CONFIG")
-    return given, config
-
-
-def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words that argparse knows, and the values of `--arguments.NAME`, wherever they stand."""
-    others, found, left = [], {}, list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--arguments."):
-            others.append(word)
-        elif equals or left:
-            found[name.removeprefix("--")] = _value(value if equals else left.pop(0))
-        else:
-            parser.error(f"{name} needs a value")
-    return others, found
-
-
-def _value(word: str) -> Any:
-    """A word as TOML reads a value, or Python a bool; what is none, such as `os_g`, as a text."""
-    if word in ("True", "False"):
-        return word == "True"
-    try:
-        return tomllib.loads(f"x = {word}")["x"]
-    except tomllib.TOMLDecodeError:
-        return word

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from gshard.explain import Explanation, explain
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.config import Config, add_options, named_config
+from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here, status
 from gshard.forecast.words import in_words

@@ -10,7 +10,8 @@ from typing import Any
 from gshard.ahead_of_time.compiled import check_json, compile_for
 from gshard.ahead_of_time.report import compiled_report
 from gshard.errors import GShardError, some
-from gshard.forecast.config import Config, add_options, given_config
+from gshard.forecast.command_line import add_options, given_config
+from gshard.forecast.config import Config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import plan_config
 from gshard.forecast.plan_report import table, text_of

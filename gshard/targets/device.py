@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from gshard.cgroup import cgroup_limits
 from gshard.targets.chips import CHIPS, Chip
 
 # `device_kind` of TPUs in JAX; that of a GPU is its title.
@@ -39,6 +40,7 @@ def memory_of(device: Any) -> int | None:
         return limit
     if device.platform == "cpu":
         of_computer = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return of_computer // len(device.client.local_devices())
+        of_group, _ = cgroup_limits()  # of a container
+        return int(min(of_computer, of_group or of_computer)) // len(device.client.local_devices())
     chip = chip_of(device)
     return None if chip is None else chip.usable

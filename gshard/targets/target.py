@@ -135,7 +135,7 @@ def parse_target(text: str) -> Target:
     Raises:
       GShardError: one line that says what is possible.
     """
-    kind, _, rest = text.partition(":")
+    kind, _, rest = text.strip().lower().partition(":")
     if kind not in CHIPS:
         raise GShardError(
             f"target {text!r} is unknown.{did_you_mean(kind, CHIPS)} "
@@ -153,7 +153,7 @@ def parse_target(text: str) -> Target:
 
 def _fits(kind: str, sizes: tuple[int, ...]) -> bool:
     if kind in GPUS:
-        return len(sizes) == 2 and sizes[1] <= 8 and math.prod(sizes) > 1
+        return len(sizes) == 2 and sizes[1] <= 8
     if kind not in _TPUS:
         return len(sizes) == 1 and 2 <= sizes[0] <= 64
     largest = _TPUS[kind][1]
