@@ -157,6 +157,16 @@ def test_what_does_not_fit_is_tried_with_the_host():
     assert "Does not fit: " in text
 
 
+def test_activations_decide_too():
+    """A batch of 25 GB fits; its activations do in micro-batches alone. (The number is prime.)"""
+    config = config_of(levels=("dp",), choices=Choices(micro_batch_size=6_000_011))
+    found = {x.option.choices.micro_batches: x for x in advise(config)}
+    whole, split = found[1], found[6_000_011]
+    assert not whole.fits
+    assert whole.needs > whole.has > split.needs
+    assert split.fits
+
+
 def test_the_command(capsys, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(
