@@ -124,11 +124,18 @@ def test_an_error_in_words_is_passed_on_as_it_is():
 # ---- a command ends -----------------------------------------------------------------------------
 
 
+def hear_signals():
+    """What nohup and the like have this process ignore, a child would ignore too."""
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def gshard_command(*words, **more):
     """A command in a process of its own, which a test may break."""
     return subprocess.Popen(
         [sys.executable, "-m", "gshard", *words],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=hear_signals, **more,
     )  # fmt: skip
 
 
