@@ -124,18 +124,22 @@ def test_an_error_in_words_is_passed_on_as_it_is():
 # ---- a command ends -----------------------------------------------------------------------------
 
 
-def hear_signals():
-    """What nohup and the like have this process ignore, a child would ignore too."""
-    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+# What nohup and the like have this process ignore, a child would ignore too.
+HEARING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)
+from gshard.command import main
+sys.exit(main())
+"""
 
 
 def gshard_command(*words, **more):
     """A command in a process of its own, which a test may break."""
     return subprocess.Popen(
-        [sys.executable, "-m", "gshard", *words],
-        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=hear_signals, **more,
+        [sys.executable, "-c", HEARING, *words],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more,
     )  # fmt: skip
 
 
