@@ -28,7 +28,7 @@ demo: setup-test  ## train a small GPT at every level on 8 virtual devices, and 
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
 	$(VENV)/bin/python -m examples.kill_and_resume $(CONFIG) $(ARGS)
 
-test: setup-test  ## the quick tier of the tests (about 18 minutes on 2 cores)
+test: setup-test  ## the quick tier of the tests (about 22 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup-test  ## every test, or every one of ARGS=tests/..., and docs/test-record.md
