@@ -188,6 +188,10 @@ class TrainStep:
             batch = self._place(batch)
         return self.jitted.trace(leaves, structure, batch, self._rng)
 
+    def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
+        """What the step is called with for a state: a pair of NNX is two of them."""
+        return (*(state if len(self.plan.kind.arguments) > 1 else (state,)), batch)
+
     def _place(self, batch: Any) -> Any:
         """The global batch; its rows are checked here, before anything is compiled."""
         batch = shard_batch(batch, self.plan)

@@ -24,6 +24,13 @@ def asked(model, **more):
     return CPU | {"model": f"tests.compiled_models:{model}"} | more
 
 
+def test_an_nnx_pair_is_two_arguments_of_its_step():
+    found = compile_for(CPU | {"model": "tests.setups:pair", "target": "cpu:2"})
+    # Parameters are whole, and both moments of the kernel divided.
+    kernel, bias = 192 * 192 * 4, 192 * 4
+    assert found["memory"]["argument"] == pytest.approx(2 * kernel + 4 * bias, abs=64)
+
+
 def test_a_step_end_to_end():
     stages = []
     found = compile_for(

@@ -53,7 +53,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     start = time.perf_counter()
     state, plan = divided(setup, mesh, request["level"], choices)
     step = step_of(setup, plan, choices)
-    lowered = step.lower(state, batch_of(setup, plan, choices))
+    lowered = step.lower(*step.arguments(state, batch_of(setup, plan, choices)))
     lowering = time.perf_counter() - start
     say("compiling")
     start = time.perf_counter()

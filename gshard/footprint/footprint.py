@@ -85,7 +85,7 @@ def trace_step(step: TrainStep, state: Any, batch: Any) -> jax.stages.Traced:
       state: a train state, or for NNX the pair `(model, optimizer)`.
       batch: global arrays, or their `ShapeDtypeStruct`s.
     """
-    return step.trace(*(state if len(step.plan.kind.arguments) > 1 else (state,)), batch)
+    return step.trace(*step.arguments(state, batch))
 
 
 def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint:
