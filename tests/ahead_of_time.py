@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gshard.targets import parse_target
+from gshard.targets import Target, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}
@@ -27,14 +27,18 @@ def python_for(platform: str) -> str:
 
 def found_by(script: str, target: str) -> Any:
     """What a script of `tests` prints, as JSON in its last line, run for a target, its argument."""
-    machine = parse_target(target)
+    return json.loads(printed_for(parse_target(target), f"tests.{script}", target).splitlines()[-1])
+
+
+def printed_for(target: Target, *words: str) -> str:
+    """What a module prints, run by a Python that has the compiler for a target."""
     done = subprocess.run(
-        [python_for(machine.platform), "-m", f"tests.{script}", target],
-        env=os.environ | machine.environment,
+        [python_for(target.platform), "-m", *words],
+        env=os.environ | target.environment,
         capture_output=True,
         text=True,
         timeout=900,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout

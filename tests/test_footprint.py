@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from benchmarks.footprint import compared, prepared, traced_case
 from benchmarks.footprint_models import CASES, Case, mlp
 from gshard.footprint.footprint import footprint, trace_step
 from gshard.targets import parse_target
-from tests.ahead_of_time import ROOT, python_for
+from tests.ahead_of_time import printed_for
+from tests.tiers import quick
 
 # Further off than 10 %, by at most this factor. XLA:CPU copies what convolutions read into other
 # layouts, and up to JAX 0.11 starts all gathers at once and widens
@@ -53,26 +53,17 @@ def abstract_mesh(devices: int) -> AbstractMesh:
     return AbstractMesh((devices,), ("shard",), axis_types=(AxisType.Auto,))
 
 
-@pytest.mark.parametrize(
-    ("model", "level"),
-    [
-        ("mlp", "os"),
-        ("mlp", "p_g_os"),
-        ("gpt", "dp"),
-        ("gpt-scan-remat", "os"),
-        ("llama", "p_g_os"),
-    ],
-)
+QUICK = [
+    ("mlp", "os"),
+    ("mlp", "p_g_os"),
+    ("gpt", "dp"),
+    ("gpt-scan-remat", "os"),
+    ("llama", "p_g_os"),
+]
+
+
+@pytest.mark.parametrize(("model", "level"), quick(itertools.product(MODELS, LEVELS), QUICK))
 def test_the_peak_is_within_10_percent_of_the_compilers(model, level):
-    row = compared(CASES[model](), level, parse_target("cpu:8"))
-    assert row["arguments"] == row["compiler_arguments"]
-    assert within(row, "cpu", model, level), row
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("model", MODELS)
-def test_the_peak_on_cpu(model, level):
     row = compared(CASES[model](), level, parse_target("cpu:8"))
     assert row["arguments"] == row["compiler_arguments"]
     assert within(row, "cpu", model, level), row
@@ -82,17 +73,9 @@ def test_the_peak_on_cpu(model, level):
 @pytest.mark.parametrize("model", MODELS)
 def test_the_peak_on_gpu(model):
     target = parse_target("h100:1x8")
-    command = [python_for("gpu"), "-m", "benchmarks.footprint", "--here", "--json"]
-    done = subprocess.run(
-        [*command, "--target", target.text, "--models", model],
-        env=os.environ | target.environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    words = ["benchmarks.footprint", "--here", "--json", "--target", target.text]
+    said = printed_for(target, *words, "--models", model)
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert len(rows) == len(LEVELS)
     assert not [row for row in rows if not within(row, "gpu", model, row["level"])], rows
 

@@ -21,6 +21,7 @@ from gshard.targets.device import chip_of, memory_of
 # Of a device's memory for the state and gradients. What activations take is not known without a
 # loss; `gshard advise` knows it.
 SHARE = 0.7
+_PREFERRED = ("os", "os_g", "dp", "p_g_os")  # of equally fast ones
 
 
 def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> Plan:
@@ -53,7 +54,8 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     fitting = [name for name in LEVELS if found[name].needs <= memory]
     if fitting:
         chip = chip_of(mesh.local_devices[0]) or CHIPS["h100"]  # the order is the same on others
-        return plans[min(fitting, key=lambda name: (_seconds(found[name], chip), -_rank(name)))]
+        fitting.sort(key=_PREFERRED.index)
+        return plans[min(fitting, key=lambda name: _seconds(found[name], chip))]
     least = min(found, key=lambda name: found[name].needs)
     warn(
         f"level='auto': even at {least!r} the state and gradients take "
@@ -61,11 +63,6 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
         f"its memory). Use more devices, or offload=True."
     )
     return plans[least]
-
-
-def _rank(name: str) -> int:
-    """Of equally fast ones `os`, then the others that divide less."""
-    return ("p_g_os", "dp", "os_g", "os").index(name)
 
 
 def _seconds(level: LevelForecast, chip: Chip) -> float:

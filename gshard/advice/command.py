@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.advice.advise import Verdict, advise, best_of_each
 from gshard.advice.report import advice, as_rows
-from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words, leave_accelerators
@@ -31,17 +30,10 @@ for an order. Exits with 1 when nothing fits."""
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="gshard advise",
-        description="Which level, mesh and micro-batches fit a machine, the fastest first.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "Which level, mesh and micro-batches fit a machine, the fastest first."
+    parser = config_parser("gshard advise", about, _EXAMPLE)
     parser.add_argument("--all", action="store_true", help="every copy and micro-batch of each")
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
     def work(given: Any, config: Config) -> tuple[str, int]:
         with place(given.html) as file:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
 
 from gshard.audit import Audit, audit
-from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.this_computer import mesh_here, status
@@ -25,15 +24,8 @@ not as many, and not run. Exits with 1 when a promise does not hold, and says wh
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="gshard audit",
-        description="What a compiled step really sends and keeps, beside what is promised.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    about = "What a compiled step really sends and keeps, beside what is promised."
+    parser = config_parser("gshard audit", about, _EXAMPLE)
 
     def work(given: Any, config: Config) -> tuple[str, int]:
         found = audited(config)
@@ -59,7 +51,7 @@ def audited(config: Config) -> dict[str, Audit]:
         for level in config.levels:
             say(f"{level}: compiling for {mesh.size} {mesh.devices.flat[0].device_kind} devices")
             state, plan = divided(setup, mesh, level, config.choices)
-            arguments = state if isinstance(state, tuple) else (state,)
             step = step_of(setup, plan, config.choices)
-            found[level] = audit(step, *arguments, batch_of(setup, plan, config.choices))
+            batch = batch_of(setup, plan, config.choices)
+            found[level] = audit(step, *step.arguments(state, batch))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,15 @@ class Choices:
     accumulate: str = "level"
     reshard_after_forward: bool | int = True
     offload: bool = False
+
+    @property
+    def of_step(self) -> dict[str, Any]:
+        """Those that `make_train_step` and `promise` take, by name."""
+        return {
+            "micro_batches": self.micro_batches,
+            "accumulate": self.accumulate,
+            "reshard_after_forward": self.reshard_after_forward,
+        }
 
     def __post_init__(self) -> None:
         whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows", most=MOST)

@@ -22,8 +22,24 @@ _MEANINGS = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds CONFIG and one option for every key to a parser; `given_config` reads them."""
+def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command that is asked about a config; `given_config` reads its words.
+
+    Args:
+      name: `gshard plan`.
+      about: what it does, a sentence.
+      examples: what its help ends with.
+
+    Returns:
+      One that takes CONFIG, an option for every key, and `--json`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("config", metavar="CONFIG", nargs="?",
                         help="a TOML file, or module:function")  # fmt: skip
     group = parser.add_argument_group("over what CONFIG says")
@@ -33,6 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--arguments.NAME", metavar="X", dest="_", default=argparse.SUPPRESS,
         help="an argument of the model's function, such as --arguments.layers 4",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
 
 
 def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:

@@ -40,6 +40,18 @@ class Config:
     choices: Choices = Choices()
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
+    def device_count(self) -> int:
+        """How many devices.
+
+        Raises:
+          GShardError: nothing says it.
+        """
+        if self.devices is None:
+            raise GShardError(
+                "how many devices? Give --devices N, or --target, or either in CONFIG."
+            )
+        return self.devices
+
 
 def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
     """Reads a config.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from gshard.explain import Explanation, explain
 from gshard.forecast.amounts import bytes_of
-from gshard.forecast.command_line import add_options, named_config
+from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here, status
@@ -30,18 +30,11 @@ is made and nothing is measured. For a state that trains: gshard.explain(state).
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="gshard explain",
-        description="What holds the memory of a train state, why, and what would change it.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "What holds the memory of a train state, why, and what would change it."
+    parser = config_parser("gshard explain", about, _EXAMPLE)
     parser.add_argument("--abstract", action="store_true", help="make no arrays, measure nothing")
     parser.add_argument("--most", type=_count, default=20, metavar="N",
                         help="arrays that are listed (default: 20; --json has all)")  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
 
     def work(given: Any, config: Config) -> tuple[str, int]:
         found = explained(config, given.abstract)

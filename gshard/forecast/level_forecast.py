@@ -76,13 +76,9 @@ class LevelForecast:
 
 def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
     """What the level of a plan takes and sends, with a batch of so many bytes on a device."""
-    chosen = {
-        "accumulate": choices.accumulate,
-        "reshard_after_forward": choices.reshard_after_forward,
-    }
 
     def promised(**flavour: Any) -> Promise:
-        return promise(plan, micro_batches=choices.micro_batches, **{**chosen, **flavour})
+        return promise(plan, **{**choices.of_step, **flavour})
 
     this = promised()
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))

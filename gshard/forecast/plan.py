@@ -151,11 +151,9 @@ def plan_config(config: Config, activations: bool = True) -> Forecast:
     Raises:
       GShardError: as `make_plan`, and without a number of devices.
     """
-    if config.devices is None:
-        raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
     found = make_plan(
         config.model,
-        config.devices,
+        config.device_count(),
         levels=config.levels,
         arguments=config.arguments,
         replica=config.replica,

@@ -10,7 +10,7 @@ from typing import Any
 from gshard.ahead_of_time.compiled import check_json, compile_for
 from gshard.ahead_of_time.report import compiled_report
 from gshard.errors import GShardError, some
-from gshard.forecast.command_line import add_options, given_config
+from gshard.forecast.command_line import config_parser, given_config
 from gshard.forecast.config import Config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
 from gshard.forecast.plan import plan_config
@@ -33,21 +33,14 @@ is compiled for that machine, here. Exits with 1 when no level fits it."""
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="gshard plan",
-        description="What every level takes on one device, and sends, before anything runs.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add_options(parser)
+    about = "What every level takes on one device, and sends, before anything runs."
+    parser = config_parser("gshard plan", about, _EXAMPLE)
     parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
     parser.add_argument("--shapes", action="store_true", help="no trace, so no activations")
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None,
         help="compile the step of each level for the target (default: where --target is given)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
 
     plain = vars(parser.parse_args([]))

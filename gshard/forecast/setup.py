@@ -110,12 +110,7 @@ def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:
         raise GShardError(
             "this setup has no loss_fn= or no batch=, so it has no step. Give gshard.Setup both."
         )
-    arguments = {
-        "micro_batches": choices.micro_batches,
-        "accumulate": choices.accumulate,
-        "reshard_after_forward": choices.reshard_after_forward,
-    }
-    return make_train_step(setup.loss_fn, plan, **arguments, **setup.step)
+    return make_train_step(setup.loss_fn, plan, **choices.of_step, **setup.step)
 
 
 def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:

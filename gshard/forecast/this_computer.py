@@ -28,9 +28,7 @@ def mesh_here(config: Config, command: str) -> Mesh:
     Raises:
       GShardError: there is no number, or it is too large; `command` begins the message.
     """
-    count = config.devices
-    if count is None:
-        raise GShardError("how many devices? Give --devices N, or --target, or either in CONFIG.")
+    count = config.device_count()
     if count <= MOST_VIRTUAL:
         virtual_devices(count)  # has no effect on accelerators
     given = jax.devices()
