@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from gshard.layout import Layout
 
 BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
+LAYER = 2**22  # elements of a layer from which on those of a stack are moved one by one
 LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
 # Between processes on CPU each collective waits for all of them, and longer ones are slower by far.
 LONGEST_OVER_GLOO = 2**19
@@ -92,6 +94,11 @@ def _filled(sizes: Sequence[int], order: Sequence[int], most: int) -> tuple[list
         total += sizes[order[n]]
         n += 1
     return list(order[:n]), list(order[n:])
+
+
+def layer_size(layout: Layout) -> int:
+    """Elements of a stored layer of a stack that is divided behind its first dimension; else 0."""
+    return math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
 
 
 def _over_gloo() -> bool:

@@ -19,9 +19,11 @@ from jax import lax
 
 from gshard.buckets import (
     BUFFER_MAX_SIZE,
+    LAYER,
     buckets,
     from_rows,
     in_buckets,
+    layer_size,
     split_row,
     to_rows,
     turns,
@@ -60,6 +62,39 @@ def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: st
         return [_all_gather(x, hops, layout.dim) for x in parts]
 
     return _moved(gathered, [part], [layout], purpose)[0]
+
+
+def gather_into(
+    old: jax.Array, part: jax.Array, layout: Layout, purpose: str = "gather"
+) -> jax.Array:
+    """`gather` of a stack of layers, one after the other, in the memory of what it replaces.
+
+    What is gathered along another dimension than the first lies in a GPU's memory with that one
+    first, and is copied into its own order afterwards: of a stack at once that would be all of it
+    twice. A layer lies in order as it comes.
+
+    Args:
+      old: the logical whole, of the same dtype; given up.
+      part: this device's.
+      layout: of the part, divided behind the first dimension.
+      purpose: its name in profiles.
+    """
+
+    def layer_by_layer(leaves: list[jax.Array]) -> list[jax.Array]:
+        old, part = leaves
+        dim = layout.dim or 0
+        size = old.shape[dim]
+        stack = old.reshape(-1, *old.shape[dim:])
+
+        def layer(stack: jax.Array, turn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            i, x = turn
+            whole = lax.slice_in_dim(_all_gather(x, layout.group.hops, 0), 0, size)
+            return lax.dynamic_update_index_in_dim(stack, whole, i, 0), None
+
+        turns = jnp.arange(stack.shape[0]), part.reshape(-1, *part.shape[dim:])
+        return [lax.scan(layer, stack, turns)[0].reshape(old.shape), part]
+
+    return _moved(layer_by_layer, [old, part], [layout, layout], purpose)[0]
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
@@ -170,10 +205,29 @@ def publish_leaves(
     layouts: Sequence[Layout],
     buffer_max_size: int,
     purpose: str = "publish",
+    into: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Gathers many leaves in buckets: every device's part of an update to the logical whole."""
+    """Gathers many leaves in buckets: every device's part of an update to the logical whole.
+
+    Args:
+      parts: of the leaves.
+      layouts: of the parts.
+      buffer_max_size: elements of a bucket.
+      purpose: its name in profiles.
+      into: the wholes that these replace; large stacks are gathered in their memory.
+    """
+    out, rest = list(parts), []
+    for i, layout in enumerate(layouts):
+        if into and layer_size(layout) >= LAYER:
+            out[i] = gather_into(into[i], parts[i], layout, purpose)
+        else:
+            rest.append(i)
     alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
-    return in_buckets(parts, layouts, buffer_max_size, alone, packed)
+    some, places = [parts[i] for i in rest], [layouts[i] for i in rest]
+    found = in_buckets(some, places, buffer_max_size, alone, packed)
+    for i, x in zip(rest, found, strict=True):
+        out[i] = x
+    return out
 
 
 def from_owners(

@@ -118,7 +118,7 @@ def update_and_publish(
     """
     update = _update(plan, grads, extra, updates)
     new, after = streamed(update, state, params, plan)
-    return publish(new, plan, buffer_max_size), after
+    return publish(new, plan, buffer_max_size, into=params), after
 
 
 def _update(

@@ -93,6 +93,26 @@ def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
         np.testing.assert_array_equal(np.asarray(x), whole)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
+    monkeypatch.setattr(collectives, "LAYER", 1)
+    mesh = make_mesh(sizes)
+    places = layouts(mesh, [(5,), (3, 20), (2, 3, 13), (4, 8, 2)], dtype)
+    wholes = values(places, 1)
+    found = on_devices(
+        mesh,
+        lambda xs, old: collectives.publish_leaves(xs, places, 2**20, into=old),
+        (put(mesh, places, wholes), values(places, 2)),
+        ([p.spec for p in places], jax.P()),
+        jax.P(),
+    )
+    for x, whole in zip(found, wholes, strict=True):
+        assert x.dtype == whole.dtype
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), whole)
+
+
 @pytest.mark.parametrize("call", ["scatter_leaves", "publish_leaves"])
 def test_a_bucket_holds_one_dtype(call):
     """In a shared bucket the narrow leaf would be widened, and more would move."""

@@ -71,7 +71,8 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
             own = donor.get(i)
             if own is not None and own not in taken:
                 free = last.get(own, -1)
-                if free < k or (free == k and kernel.elementwise):
+                in_place = kernel.elementwise or (own, i) in _handed_on(kernel)
+                if free < k or (free == k and in_place):
                     taken.add(own)
                     live[i] = 0
                     continue
@@ -103,6 +104,11 @@ def _written(kernel: Kernel, value: Value, platform: str) -> int:
     if platform == "cpu" and not NEW_CPU and narrow and not kernel.op.bodies:
         return 4 * value.size
     return value.bytes
+
+
+def _handed_on(kernel: Kernel) -> set[tuple[int, int]]:
+    """What a loop takes and what it makes of it, in the same memory."""
+    return {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
 
 
 def _shared(
