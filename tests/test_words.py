@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from gshard.forecast.setup import load_setup
 from gshard.levels import LEVELS
 from gshard.page.tables import shown_value
 from tests import setups
+from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
@@ -155,6 +157,19 @@ def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
     json.loads(said.out)
     assert "a setup is made" in said.err
     assert command == "explain" or "a loss is traced" in said.err
+
+
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_a_terminal_is_told_what_is_traced_until_it_is_done(command):
+    machine = ["--devices", "8"] if command == "plan" else ["--target", "h100:1x8"]
+    words = [command, "tests.setups:mlp", *machine, "--levels", "os,os_g", "--json"]
+    code, out, shown = on_terminal(*words)
+    assert code == 0 and json.loads(out)
+    told = ["os: tracing", "os_g: tracing"] if command == "plan" else ["tracing", "0/"]
+    assert all(text in shown for text in told)
+    _, _, after = shown.rpartition("tracing")
+    cleared = after.rpartition("\x1b[2K")[2]  # the last line is erased
+    assert "\x1b[2K" in after and not re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\s", "", cleared)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from gshard.audit import Audit, audit
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
-from gshard.forecast.this_computer import mesh_here, status
-from gshard.forecast.words import in_words
+from gshard.forecast.this_computer import mesh_here
+from gshard.forecast.words import in_words, status
 
 _EXAMPLE = """examples:
   gshard audit my_project.toml

@@ -14,8 +14,8 @@ from gshard.forecast.amounts import bytes_of
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup
-from gshard.forecast.this_computer import free_memory, mesh_here, status
-from gshard.forecast.words import in_words
+from gshard.forecast.this_computer import free_memory, mesh_here
+from gshard.forecast.words import in_words, status
 from gshard.plan import Plan
 
 _EXAMPLE = """examples:

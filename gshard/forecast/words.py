@@ -1,4 +1,4 @@
-"""What all commands of this folder do around their work: errors and warnings as lines."""
+"""What all commands of this folder do around their work: errors and warnings as lines, progress."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+from rich.console import Console
 
 from gshard.answer import print_answer
 from gshard.errors import GShardError, GShardWarning
@@ -74,6 +75,17 @@ def _worked(
         raise GShardError(
             f"the model ends the program: SystemExit({ended.code!r}). Raise an error that says why."
         ) from ended
+
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[Callable[[str], Any]]:
+    """Shows on a terminal's stderr what is being done; gives a function that says what next."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as shown:
+        yield shown.update
 
 
 @contextlib.contextmanager
