@@ -175,8 +175,8 @@ def test_a_terminal_is_told_what_is_traced_until_it_is_done(command):
 @pytest.mark.parametrize(
     ("model", "code", "said"),
     [
-        ("tests.setups:leaves", 1, "error: the model ends the program: SystemExit(3)."),
-        ("tests.setups:leaves_in_loss", 1, "error: the model ends the program: SystemExit(4)."),
+        ("tests.setups:leaves", 2, "error: the model ends the program: SystemExit(3)."),
+        ("tests.setups:leaves_in_loss", 2, "error: the model ends the program: SystemExit(4)."),
         ("tests.setups:interrupts", 130, ""),
     ],
 )
@@ -197,7 +197,7 @@ def test_warnings_of_others_are_shown_by_python(capsys):
 def test_a_closed_reader_is_no_error():
     with gshard_command("plan", "--paper") as run:
         run.stdout.close()
-        assert run.wait() == 1
+        assert run.wait() == 2
         assert run.stderr.read() == ""
 
 
@@ -207,7 +207,7 @@ def test_a_full_disk_is_a_line(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "gshard", *words]
         run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr == "error: stdout cannot be written: No space left on device.\n"
 
 
@@ -283,7 +283,7 @@ def test_the_config_may_come_last_and_booleans_as_in_python(capsys):
 def test_a_value_that_cannot_be_meant(tmp_path, text, said, capsys):
     path = tmp_path / "wrong.toml"
     path.write_text(f'model = "tests.setups:mlp"\n{text}\n')
-    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 1
+    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert said in printed.err
