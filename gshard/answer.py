@@ -1,10 +1,15 @@
-"""What a command says on stdout, which may be closed by its reader, or full."""
+"""What a command says: its exit code, and its text on stdout, which may be closed, or full."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+
+# Exit codes of all commands but `gshard launch`, whose are its script's.
+YES = 0
+NO = 1  # the answer: it does not fit, a promise is broken, a checkpoint is damaged, a check fails
+NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to answer it is missing
 
 
 def print_answer(text: str) -> bool:

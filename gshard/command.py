@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from gshard.advice.command import main as advise
+from gshard.answer import NO_ANSWER, YES
 from gshard.checkpoint.command import main as verify
 from gshard.doctor.command import main as doctor
 from gshard.errors import did_you_mean
@@ -34,7 +35,7 @@ def main(words: list[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(f"gshard: ZeRO data parallelism for JAX and Flax\n\n{names}\n\n"
               "`gshard NAME --help` says more.")  # fmt: skip
-        return 0
+        return YES
     print(f"error: gshard has no command {name!r}.{did_you_mean(name, COMMANDS)}\n{names}",
           file=sys.stderr)  # fmt: skip
-    return 2
+    return NO_ANSWER

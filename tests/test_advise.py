@@ -201,7 +201,7 @@ def test_nothing_fits_is_a_failure(capsys):
     ],
 )
 def test_the_command_says_what_is_wrong(words, said, capsys):
-    assert main(["advise", *words]) == 1
+    assert main(["advise", *words]) == 2
     assert said in capsys.readouterr().err
 
 

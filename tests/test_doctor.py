@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pty
 import shutil
 import socket
 import subprocess
@@ -29,6 +28,7 @@ from gshard.doctor.network import network
 from gshard.doctor.variables import variables
 from gshard.doctor.versions import package, versions
 from gshard.processes.address import LOOPBACK, Address
+from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,24 +89,9 @@ def test_a_time_that_cannot_be(word, capsys):
 
 
 def test_a_terminal_is_told_what_goes_on():
-    ours, theirs = pty.openpty()
-    done = subprocess.Popen(
-        [sys.executable, "-m", "gshard", "doctor", "--quick"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"},
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    shown = b""
-    try:
-        while block := os.read(ours, 4096):
-            shown += block
-    except OSError:  # it has ended
-        pass
-    os.close(ours)
-    out, _ = done.communicate()
-    assert done.returncode == 0 and b"disks ..." in shown
-    assert b"\x1b" not in out and b"disks ..." not in out
+    code, out, shown = on_terminal("doctor", "--quick")
+    assert code == 0 and "disks ..." in shown
+    assert "\x1b" not in out and "disks ..." not in out
 
 
 # ---- JAX does not start --------------------------------------------------------------------------

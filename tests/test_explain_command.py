@@ -168,7 +168,7 @@ def test_what_cannot_be_asked(folder, capsys, command):
         (["my.toml", "--levels", "os_k"], "level='os_k' is unknown"),
     ]:
         code, out, err = asked(capsys, command, *words)
-        assert code == 1 and not out, words
+        assert code == 2 and not out, words
         assert err.startswith("error: ") and err.count("\n") == 1 and says in err, err
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -180,7 +180,7 @@ def test_what_cannot_be_asked(folder, capsys, command):
 
 def test_audit_needs_a_step(folder, capsys):
     code, _, err = asked(capsys, "audit", "my_model:no_step", "--devices", 2)
-    assert code == 1 and "so it has no step" in err
+    assert code == 2 and "so it has no step" in err
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -207,7 +207,7 @@ def test_commands_make_their_own_virtual_devices(folder):
         else:
             assert level["exact"] is True and len(level["measured"]["state"]) == 3
     ended = run(folder, "explain", "nowhere.toml")
-    assert ended.returncode == 1 and not ended.stdout
+    assert ended.returncode == 2 and not ended.stdout
     assert ended.stderr.startswith("error: there is no file 'nowhere.toml'.")
     assert ended.stderr.count("\n") == 1
 

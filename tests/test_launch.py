@@ -20,6 +20,7 @@ from gshard.command import main
 from gshard.launch.arguments import request
 from gshard.launch.log import Log
 from gshard.launch.worker import Worker
+from gshard.processes import output
 from gshard.processes.output import Lines, Stream
 from gshard.processes.verdict import End, Readable, first_cause, in_words, meaning, silent_ranks
 from tests.jobs import ROOT, assert_port_is_free, launch, running
@@ -90,6 +91,23 @@ def test_one_process_needs_no_tag_and_a_bar_is_one_line(tmp_path):
         assert job.code() == 0, job.err
         assert job.out == "100%\ndone\n"
         assert b"10%\r50%\r100%\ndone" in (tmp_path / "log" / "rank-0.log").read_bytes()
+
+
+def test_a_line_stays_whole_beside_what_others_write(tmp_path):
+    """Gloo's threads write to the script's stdout, as the child does here."""
+    noise = "import os; os.write(2, b'begun')\nwhile True: os.write(1, b'noise\\n')"
+    script = tmp_path / "prints.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        f"noise = [sys.executable, '-c', {noise!r}]\n"
+        "child = subprocess.Popen(noise, stderr=subprocess.PIPE)\n"
+        "child.stderr.read(5)\n"
+        "for i in range(1000): print('line', i)\n"
+        "child.kill()\n"
+    )
+    with running(launch(script), tmp_path) as job:
+        assert job.code() == 0, job.err
+        assert set(job.out.splitlines()) == {"noise", *(f"line {i}" for i in range(1000))}
 
 
 @pytest.mark.slow
@@ -377,6 +395,17 @@ def test_a_pipe_that_somebody_else_fills_is_not_read_for_ever():
         other.wait()
         os.close(reading)
         os.close(writing)
+
+
+def test_what_was_read_is_passed_on_however_late_it_is(monkeypatch):
+    monkeypatch.setattr(output, "_DRAIN", 0.0)  # as on a machine that stands still for a while
+    reading, writing = os.pipe()
+    os.write(writing, b"one\ntwo")
+    os.close(writing)
+    lines = Lines()
+    Stream(reading, None, "", lines, lambda raw: None).drain()
+    os.close(reading)
+    assert list(lines.every) == ["one", "two"]
 
 
 def test_letters_that_a_terminal_has_not_are_spelt():

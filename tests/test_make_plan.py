@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from gshard.command import main
 from gshard.forecast.amounts import bytes_of, count_of
 from gshard.forecast.config import read_config
 from gshard.forecast.paper import DEGREES, SIZES, rounded, table_1
+from gshard.forecast.plan_command import exit_code
 from gshard.forecast.setup import load_setup
 from gshard.shard import shard_train_state
 from tests import setups
@@ -279,24 +281,39 @@ def test_warnings_are_lines_and_said_once(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "said"),
     [
-        (["tests.setups:mlp"], 1, "how many devices?"),
-        (["nowhere.toml"], 1, "there is no file 'nowhere.toml'"),
-        (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], 1, "Did you mean 'os'?"),
-        (["tests.setups:mlp", "--device", "8"], 2, "Did you mean '--devices'?"),
-        (["tests.setups:mlp", "--arguments.width"], 2, "needs a value"),
-        ([], 2, "name a CONFIG"),
+        (["tests.setups:mlp"], "how many devices?"),
+        (["nowhere.toml"], "there is no file 'nowhere.toml'"),
+        (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], "Did you mean 'os'?"),
+        (["tests.setups:mlp", "--device", "8"], "Did you mean '--devices'?"),
+        (["tests.setups:mlp", "--arguments.width"], "needs a value"),
+        ([], "name a CONFIG"),
     ],
 )
-def test_the_command_says_what_is_wrong(words, code, said, capsys):
+def test_the_command_says_what_is_wrong(words, said, capsys):
     try:
-        assert main(["plan", *words]) == code
+        assert main(["plan", *words]) == 2
     except SystemExit as ended:
-        assert ended.code == code
+        assert ended.code == 2
     printed = capsys.readouterr()
     assert said in printed.err
     assert not printed.out
+
+
+def test_the_exit_code_of_a_plan():
+    """No answer is not the answer no."""
+    found = gshard.make_plan(setups.mlp(), 8, activations=False)
+    small = dataclasses.replace(found, usable=1)
+    error, fits, does_not = {"error": "no compiler"}, {"fits": True}, {"fits": False}
+    assert (exit_code(found, {}), exit_code(small, {})) == (0, 1)
+    assert (
+        exit_code(small, {"os": {"fits": None}, "os_g": error})
+        == exit_code(small, {"os": fits})
+        == 0
+    )
+    assert exit_code(found, {"os": does_not, "os_g": error}) == 1
+    assert exit_code(found, {"os": error}) == 2
 
 
 def test_a_target_is_compiled_for_beside_the_forecast(capsys):
@@ -319,7 +336,7 @@ def test_a_target_is_compiled_for_beside_the_forecast(capsys):
 
 def test_a_missing_compiler_is_said_before_any_work(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["plan", "tests.setups:fails", "--target", "h100:8"]) == 1
+    assert main(["plan", "tests.setups:fails", "--target", "h100:8"]) == 2
     assert "pip install 'gshard[aot-gpu]'" in capsys.readouterr().err
 
 

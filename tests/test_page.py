@@ -288,14 +288,14 @@ def test_the_command_writes_a_page(folder, capsys):
 @pytest.mark.parametrize("place", [".", "missing/plan.html", "page_model.py/plan.html", ""])
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, capsys, place):
     # The model fails when it is made: the place is looked at before.
-    assert main(["plan", "page_model:broken", "--devices", "8", "--html", place]) == 1
+    assert main(["plan", "page_model:broken", "--devices", "8", "--html", place]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: --html") and err.count("\n") == 1
 
 
 def test_a_plan_that_fails_leaves_what_was_there(folder, capsys):
     (folder / "plan.html").write_text("before")
-    assert main(["plan", "page_model:broken", "--devices", "8", "--html", "plan.html"]) == 1
+    assert main(["plan", "page_model:broken", "--devices", "8", "--html", "plan.html"]) == 2
     assert "the model was made" in capsys.readouterr().err
     assert (folder / "plan.html").read_text() == "before"
     assert not list(folder.glob(".*"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from gshard.forecast.setup import load_setup
 from gshard.levels import LEVELS
 from gshard.page.tables import shown_value
 from tests import setups
+from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
@@ -157,11 +159,24 @@ def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
     assert command == "explain" or "a loss is traced" in said.err
 
 
+@pytest.mark.parametrize("command", ["plan", "advise"])
+def test_a_terminal_is_told_what_is_traced_until_it_is_done(command):
+    machine = ["--devices", "8"] if command == "plan" else ["--target", "h100:1x8"]
+    words = [command, "tests.setups:mlp", *machine, "--levels", "os,os_g", "--json"]
+    code, out, shown = on_terminal(*words)
+    assert code == 0 and json.loads(out)
+    told = ["os: tracing", "os_g: tracing"] if command == "plan" else ["tracing", "0/"]
+    assert all(text in shown for text in told)
+    _, _, after = shown.rpartition("tracing")
+    cleared = after.rpartition("\x1b[2K")[2]  # the last line is erased
+    assert "\x1b[2K" in after and not re.sub(r"\x1b\[[?\d;]*[a-zA-Z]|\s", "", cleared)
+
+
 @pytest.mark.parametrize(
     ("model", "code", "said"),
     [
-        ("tests.setups:leaves", 1, "error: the model ends the program: SystemExit(3)."),
-        ("tests.setups:leaves_in_loss", 1, "error: the model ends the program: SystemExit(4)."),
+        ("tests.setups:leaves", 2, "error: the model ends the program: SystemExit(3)."),
+        ("tests.setups:leaves_in_loss", 2, "error: the model ends the program: SystemExit(4)."),
         ("tests.setups:interrupts", 130, ""),
     ],
 )
@@ -182,7 +197,7 @@ def test_warnings_of_others_are_shown_by_python(capsys):
 def test_a_closed_reader_is_no_error():
     with gshard_command("plan", "--paper") as run:
         run.stdout.close()
-        assert run.wait() == 1
+        assert run.wait() == 2
         assert run.stderr.read() == ""
 
 
@@ -192,7 +207,7 @@ def test_a_full_disk_is_a_line(words):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "gshard", *words]
         run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert run.returncode == 1
+    assert run.returncode == 2
     assert run.stderr == "error: stdout cannot be written: No space left on device.\n"
 
 
@@ -268,7 +283,7 @@ def test_the_config_may_come_last_and_booleans_as_in_python(capsys):
 def test_a_value_that_cannot_be_meant(tmp_path, text, said, capsys):
     path = tmp_path / "wrong.toml"
     path.write_text(f'model = "tests.setups:mlp"\n{text}\n')
-    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 1
+    assert main(["plan", str(path), "--compile"] if "target" in text else ["plan", str(path)]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert said in printed.err

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.advice.advise import Verdict, advise, best_of_each
 from gshard.advice.report import advice, as_rows
+from gshard.answer import NO, YES
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.plan import plan_config
@@ -25,7 +26,7 @@ _EXAMPLE = """examples:
 Looks at every level, copies of the divided state, micro-batches for the same rows in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
 ["none", "full"]. Memory is that of the traced step; time is a model, not a measurement, and good
-for an order. Exits with 1 when nothing fits."""
+for an order. Exits with 1 when nothing fits, and with 2 when that cannot be said."""
 
 
 def main(words: list[str]) -> int:
@@ -44,7 +45,7 @@ def main(words: list[str]) -> int:
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         said = json.dumps(_as_dict(config, found)) if given.json else None
-        return said or advice(config, found, given.all), int(not any(x.fits for x in found))
+        return said or advice(config, found, given.all), YES if any(x.fits for x in found) else NO
 
     leave_accelerators()
     return in_words(lambda: named_config(parser, words), work)

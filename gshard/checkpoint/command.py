@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from gshard.answer import NO, NO_ANSWER, YES, print_answer
 from gshard.checkpoint.description import Description
 from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
 from gshard.checkpoint.manifest import Damage, size_of
@@ -52,13 +53,14 @@ def main(words: list[str]) -> int:
         found = _verified(directory, steps)
     except GShardError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return NO_ANSWER
     if given.json:
-        print(json.dumps({"directory": str(directory), "steps": [_row(*x) for x in found]}))
+        text = json.dumps({"directory": str(directory), "steps": [_row(*x) for x in found]})
     else:
-        for step, folder, bad in found:
-            print(_line(step, folder, bad))
-    return int(any(bad for _, _, bad in found))
+        text = "\n".join(_line(*x) for x in found)
+    if not print_answer(text):
+        return NO_ANSWER
+    return NO if any(bad for _, _, bad in found) else YES
 
 
 def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[Damage]]]:

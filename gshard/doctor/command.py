@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from gshard.answer import print_answer
+from gshard.answer import NO, NO_ANSWER, YES, print_answer
 from gshard.doctor import devices
 from gshard.doctor.check import Check
 from gshard.doctor.cluster import cluster
@@ -59,15 +59,15 @@ def main(words: list[str]) -> int:
             for check in _checks(given.quick, given.timeout, held):
                 found.append(check)
                 if not given.json and not print_answer(_lines(check)):
-                    return 1
+                    return NO_ANSWER
     except KeyboardInterrupt:
         return 130
     failed = any(check.ok == "fail" for check in found)
     if given.json:
         rows = [dataclasses.asdict(check) for check in found]
         if not print_answer(json.dumps({"ok": not failed, "checks": rows})):
-            return 1
-    return int(failed)
+            return NO_ANSWER
+    return NO if failed else YES
 
 
 def seconds(text: str) -> float:

@@ -67,7 +67,13 @@ class Fused:
 
 
 def fused(program: Program, platform: str) -> Fused:
-    """The kernels of a program."""
+    """The kernels of a program, which must not change any more."""
+    if platform not in program.fused:
+        program.fused[platform] = _fused(program, platform)
+    return program.fused[platform]
+
+
+def _fused(program: Program, platform: str) -> Fused:
     if platform == "gpu":
         program = with_split_products(program)
     return _Fusion(program, platform).result()

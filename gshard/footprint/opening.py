@@ -283,5 +283,10 @@ class _Builder:
 
 def _text(eqn: Any, ins: Sequence[int]) -> str:
     """What of an equation besides its operands decides its result."""
-    literals = [v.val if isinstance(v, core.Literal) else None for v in eqn.invars]
+    literals = [_plain(v.val) if isinstance(v, core.Literal) else None for v in eqn.invars]
     return repr((literals, eqn.params))
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's, with its dtype: NumPy's takes long to write."""
+    return (value.dtype.name, value.item()) if getattr(value, "shape", None) == () else value

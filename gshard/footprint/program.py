@@ -67,6 +67,7 @@ class Program:
     """Operations in the order of the trace.
 
     Attributes:
+      fused: the same as kernels, by platform, once `fusion.fused` has found them.
       ops: the operations.
       values: by number.
       inputs: numbers of the inputs.
@@ -74,6 +75,8 @@ class Program:
       kept: (place of the result, place of the input) of results that take over an input's memory.
     """
 
+    # Of this object alone: a copy with other operations has other kernels.
+    fused: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     ops: list[Op] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)

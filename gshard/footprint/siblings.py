@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gshard.footprint.combine import Kernel, as_one, in_order, waits_for
 from gshard.footprint.program import Value
@@ -34,37 +34,49 @@ def siblings_joined(
             for i in kernel.reads:
                 if values[i].size == value.size > 1:
                     readers[i, value.shape].append(k)
-    before = _ancestors(kernels)
+    questions = [members for members in readers.values() if len(members) > 1]
+    last = {k: at for at, members in enumerate(questions) for k in members}
+    # Only of those is asked what they wait for: all else would be noted in vain.
+    bit = {k: 1 << n for n, k in enumerate(last)}
+    before = _ancestors(kernels, bit)
     head = list(range(len(kernels)))  # of a kernel, the one that it was joined to
-    for members in readers.values():
+    left = list(last)
+    for at, members in enumerate(questions):
         joined: list[int] = []
-        for k in dict.fromkeys(head[m] for m in members):
-            other = next((j for j in joined if not _waits(before, j, k)), None)
+        for k in dict.fromkeys(_root(head, m) for m in members):
+            other = next((j for j in joined if not _wait(before, bit, j, k)), None)
             if other is None:
                 joined.append(k)
                 continue
-            both = before[other] | before[k]
-            pair = 1 << other | 1 << k
-            for r in range(len(kernels)):
-                if before[r] & pair or r in (other, k):
-                    before[r] |= both | (pair if r not in (other, k) else 0)
-            head = [other if h == k else h for h in head]
+            both, pair = before[other] | before[k], bit[other] | bit[k]
+            head[k], last[other] = other, max(last[other], last[k])
+            left = [r for r in left if last[r] >= at and r != k]
+            for r in left:
+                if before[r] & pair:
+                    before[r] |= both | pair
+            before[other] = both
     groups: dict[int, list[Kernel]] = defaultdict(list)
     for k, kernel in enumerate(kernels):
-        groups[head[k]].append(kernel)
+        groups[_root(head, k)].append(kernel)
     return in_order([as_one(part) if len(part) > 1 else part[0] for part in groups.values()])
 
 
-def _ancestors(kernels: list[Kernel]) -> list[int]:
-    """Of every kernel, all that come before it, as bits."""
+def _root(head: Sequence[int], k: int) -> int:
+    while head[k] != k:
+        k = head[k]
+    return k
+
+
+def _ancestors(kernels: list[Kernel], bit: Mapping[int, int]) -> list[int]:
+    """Of every kernel, those of some that come before it, each as its bit."""
     found: list[int] = []
     for waits in waits_for(kernels):
         bits = 0
         for b in waits:
-            bits |= found[b] | 1 << b
+            bits |= found[b] | bit.get(b, 0)
         found.append(bits)
     return found
 
 
-def _waits(before: Sequence[int], a: int, b: int) -> bool:
-    return bool(before[a] >> b & 1 or before[b] >> a & 1)
+def _wait(before: Sequence[int], bit: Mapping[int, int], a: int, b: int) -> bool:
+    return bool(before[a] & bit[b] or before[b] & bit[a])

@@ -6,12 +6,13 @@ import json
 import sys
 from typing import Any
 
+from gshard.answer import NO, YES
 from gshard.audit import Audit, audit
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
-from gshard.forecast.this_computer import mesh_here, status
-from gshard.forecast.words import in_words
+from gshard.forecast.this_computer import mesh_here
+from gshard.forecast.words import in_words, status
 
 _EXAMPLE = """examples:
   gshard audit my_project.toml
@@ -19,7 +20,8 @@ _EXAMPLE = """examples:
   gshard audit my_project.toml --json
 
 The step is compiled for this computer's accelerators, or for virtual CPU devices where there are
-not as many, and not run. Exits with 1 when a promise does not hold, and says which."""
+not as many, and not run. Exits with 1 when a promise does not hold, and says which; with 2 when
+it cannot be looked at."""
 
 
 def main(words: list[str]) -> int:
@@ -37,7 +39,7 @@ def main(words: list[str]) -> int:
             said = json.dumps({"levels": {
                 name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()
             }})  # fmt: skip
-        return said, int(bool(broken))
+        return said, NO if broken else YES
 
     return in_words(lambda: named_config(parser, words), work)
 

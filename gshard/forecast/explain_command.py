@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gshard.answer import YES
 from gshard.explain import Explanation, explain
 from gshard.forecast.amounts import bytes_of
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup
-from gshard.forecast.this_computer import free_memory, mesh_here, status
-from gshard.forecast.words import in_words
+from gshard.forecast.this_computer import free_memory, mesh_here
+from gshard.forecast.words import in_words, status
 from gshard.plan import Plan
 
 _EXAMPLE = """examples:
@@ -41,11 +42,11 @@ def main(words: list[str]) -> int:
         if given.json:
             return json.dumps({"levels": {
                 name: x.as_dict() | {"not_measured": why} for name, (x, why) in found.items()
-            }}), 0  # fmt: skip
+            }}), YES  # fmt: skip
         return "\n\n".join(
             x.text(given.most) + (f"\n  Not measured: {why}" if why else "")
             for x, why in found.values()
-        ), 0  # fmt: skip
+        ), YES  # fmt: skip
 
     return in_words(lambda: named_config(parser, words), work)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.forecast.traced import footprint_of
+from gshard.forecast.words import status
 from gshard.levels import LEVELS, parse_levels
 from gshard.mesh import REPLICA, SHARD
 from gshard.plan import Plan
@@ -87,6 +88,7 @@ def make_plan(
     offload: bool = False,
     activations: bool = True,
     platform: str | None = None,
+    report: Callable[[str], object] | None = None,
 ) -> Forecast:
     """What a train state takes and a step sends at every level.
 
@@ -109,6 +111,7 @@ def make_plan(
       activations: whether to trace the step, where the setup has one.
       platform: whose compiler the peak is to be like, `cpu`, `gpu` or `tpu`; by default that of the
         mesh's devices, and `gpu` without them.
+      report: called with the name of every level before it is looked at.
 
     Raises:
       GShardError: for a model, level or number that cannot be.
@@ -134,6 +137,8 @@ def make_plan(
     here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
     plans, found = {}, {}
     for name in names:
+        if report is not None:
+            report(name)
         state, plan = divided(setup, devices, name, choices)
         level = of_level(plan, choices, batch_bytes(setup, plan, choices))
         if activations and setup.loss_fn is not None:
@@ -146,21 +151,24 @@ def make_plan(
 
 
 def plan_config(config: Config, activations: bool = True) -> Forecast:
-    """The forecast for what a command was asked about.
+    """The forecast for what a command was asked about; a terminal shows which level is looked at.
 
     Raises:
       GShardError: as `make_plan`, and without a number of devices.
     """
-    found = make_plan(
-        config.model,
-        config.device_count(),
-        levels=config.levels,
-        arguments=config.arguments,
-        replica=config.replica,
-        activations=activations,
-        platform=None if config.target is None else config.target.platform,
-        **vars(config.choices),
-    )
+    devices = config.device_count()
+    with status("importing the model") as say:
+        found = make_plan(
+            config.model,
+            devices,
+            levels=config.levels,
+            arguments=config.arguments,
+            replica=config.replica,
+            activations=activations,
+            platform=None if config.target is None else config.target.platform,
+            **vars(config.choices),
+            report=lambda level: say(f"{level}: tracing for {devices} devices"),
+        )
     if config.target is None:
         return found
     usable = config.target.chip.usable

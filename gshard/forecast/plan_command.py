@@ -9,11 +9,12 @@ from typing import Any
 
 from gshard.ahead_of_time.compiled import check_json, compile_for
 from gshard.ahead_of_time.report import compiled_report
+from gshard.answer import NO, NO_ANSWER, YES
 from gshard.errors import GShardError, some
 from gshard.forecast.command_line import config_parser, given_config
 from gshard.forecast.config import Config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
-from gshard.forecast.plan import plan_config
+from gshard.forecast.plan import Forecast, plan_config
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.words import in_words, leave_accelerators
 from gshard.page.file import page_of, place
@@ -28,7 +29,8 @@ _EXAMPLE = """examples:
   gshard plan --paper
 
 GB are 1e9 bytes. Nothing is initialised, and no device is needed: with --target the real step
-is compiled for that machine, here. Exits with 1 when no level fits it."""
+is compiled for that machine, here. Exits with 1 when no level fits it, and with 2 when that cannot
+be said."""
 
 
 def main(words: list[str]) -> int:
@@ -58,7 +60,7 @@ def main(words: list[str]) -> int:
 
     def work(given: Any, config: Config | None) -> tuple[str, int]:
         if config is None:
-            return json.dumps(table_1()) if given.json else _paper(), 0
+            return json.dumps(table_1()) if given.json else _paper(), YES
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
         with place(given.html) as file:
@@ -68,16 +70,22 @@ def main(words: list[str]) -> int:
                 file.write(page_of(config, found, compiled=programs).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
-        fits = [of.get("fits") is not False and "error" not in of for of in programs.values()]
-        fits = fits or [found.fits(name) is not False for name in found.levels]
-        code = int(not any(fits))
         if given.json:
-            return json.dumps(found.as_dict() | {"compiled": programs}), code
+            return json.dumps(found.as_dict() | {"compiled": programs}), exit_code(found, programs)
         beside = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
-        return f"{found}{beside}", code
+        return f"{found}{beside}", exit_code(found, programs)
 
     leave_accelerators()
     return in_words(read, work)
+
+
+def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
+    """Whether a level fits; where programs were compiled, by what the compiler says."""
+    answers = [x["fits"] for x in programs.values() if "error" not in x]
+    if programs and not answers:
+        return NO_ANSWER
+    fits = answers if programs else [found.fits(name) for name in found.levels]
+    return NO if all(x is False for x in fits) else YES
 
 
 def checked(config: Config) -> Target:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from gshard.errors import GShardError
 from gshard.forecast.config import Config
@@ -73,14 +70,3 @@ def _free_in_group() -> int | None:
         limit = int((_CGROUP / "memory.max").read_text())
         return max(limit - int((_CGROUP / "memory.current").read_text()), 1)
     return None
-
-
-@contextlib.contextmanager
-def status(what: str) -> Iterator[Callable[[str], Any]]:
-    """Shows on a terminal's stderr what is being done; gives a function that says what next."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status(what) as shown:
-        yield shown.update

@@ -1,4 +1,4 @@
-"""What all commands of this folder do around their work: errors and warnings as lines."""
+"""What all commands of this folder do around their work: errors and warnings as lines, progress."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+from rich.console import Console
 
-from gshard.answer import print_answer
+from gshard.answer import NO_ANSWER, print_answer
 from gshard.errors import GShardError, GShardWarning
 from gshard.forecast.config import Config
 
@@ -45,18 +46,18 @@ def in_words(
         such as by the model, goes to stderr.
 
     Returns:
-      The exit code; 130 after Ctrl-C, and 128 and its number after a signal that ends a program:
-      then too whatever the work has opened is closed.
+      The exit code (see `gshard.answer`); 130 after Ctrl-C, and 128 and its number after a signal
+      that ends a program: then too whatever the work has opened is closed.
     """
     with _stopped_by_signals(), _warnings_as_lines():
         try:
             asked = read()
             with contextlib.redirect_stdout(sys.stderr):
                 text, code = _worked(work, asked)
-            return code if print_answer(text) else 1
+            return code if print_answer(text) else NO_ANSWER
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 1
+            return NO_ANSWER
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except _Stopped as stopped:
@@ -74,6 +75,17 @@ def _worked(
         raise GShardError(
             f"the model ends the program: SystemExit({ended.code!r}). Raise an error that says why."
         ) from ended
+
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[Callable[[str], Any]]:
+    """Shows on a terminal's stderr what is being done; gives a function that says what next."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as shown:
+        yield shown.update
 
 
 @contextlib.contextmanager

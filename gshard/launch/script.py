@@ -21,6 +21,7 @@ def main() -> None:
     """Runs what the command line names."""
     kind, target, *_ = sys.argv[1:]
     del sys.argv[:2]
+    _write_lines()
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(target)) if kind == "file" else os.getcwd()
     try:
@@ -40,6 +41,15 @@ def main() -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _leave_with(code)
         sys.exit(code)
+
+
+def _write_lines() -> None:
+    """A line and its end in one write: C++ writes to the same pipes from threads of its own.
+
+    Unbuffered, `print` writes the end of a line by itself, and what comes between joins the line.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=False, line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _leave_with(code: int) -> None:

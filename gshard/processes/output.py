@@ -57,8 +57,10 @@ class Stream:
     def drain(self) -> None:
         """Passes on what was written before the process ended, without waiting for more."""
         end = time.monotonic() + _DRAIN
-        while (raw := self._read()) and time.monotonic() < end:
+        while raw := self._read():
             self._take(raw)
+            if time.monotonic() >= end:
+                break
         self._take(b"")
 
     def _read(self) -> bytes | None:
