@@ -22,8 +22,7 @@ from tests.tiers import quick
 
 # Further off than 10 %, by at most this factor. XLA:CPU copies what convolutions read into other
 # layouts, and up to JAX 0.11 starts all gathers at once and widens
-# bfloat16 that loops carry; cuDNN's convolutions want padded copies;
-# XLA:GPU computes gradients of weights while it waits for gathers, which here come last.
+# bfloat16 that loops carry; cuDNN's convolutions of few rows want more.
 KNOWN_OFF = {
     "cpu": {
         ("mlp-wide", "p_g_os"): 1.4,
@@ -32,12 +31,7 @@ KNOWN_OFF = {
         **{("conv", level): 1.25 for level in ("os", "os_g", "p_g_os")},
         **{("conv-k4", level): 1.25 for level in ("dp", "os", "os_g", "p_g_os")},
     },
-    "gpu": {
-        ("gpt-remat", "p_g_os"): 1.3,
-        ("llama-k4", "p_g_os"): 1.15,
-        ("conv", "p_g_os"): 1.25,
-        **{("conv-k4", level): 1.75 for level in ("dp", "os", "os_g", "p_g_os")},
-    },
+    "gpu": {("conv-k4", "os_g"): 1.15},
 }
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 MODELS = [name for name in CASES if not name.startswith("held-")]

@@ -4,12 +4,9 @@ The peak is that of the compiler's buffers: everything that the step is given, a
 the way. Results take over the memory of the state they replace, where the state is donated.
 `compiled_peak` is the figure of a compiled step that it stands beside.
 
-Further off than 10 % (`benchmarks/footprint.py` prints every figure) are, on GPU, layers that are
-recomputed without a scan over them (up to 1.4 times what the compiler needs, never less: while it
-waits for a gather it computes gradients of weights, which here come last), scanned layers of few
-rows or of experts that are gathered (down to 0.87 times) and convolutions of few rows (down to 0.6
-times: cuDNN's padded copies are not known here); on CPU, convolutions (0.85 to 1.1) and loops over
-positions (0.7 to 0.85).
+Further off than 10 % (`benchmarks/footprint.py` prints every figure) are, on GPU, layers of experts
+that are gathered (0.86 times what the compiler needs) and convolutions of few rows (0.9); on CPU,
+convolutions (0.85 to 1.1) and loops over positions (0.7 to 0.85).
 """
 
 from __future__ import annotations
@@ -95,7 +92,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
       traced: of `trace_step`.
       plan: of the step.
       platform: `cpu`, `gpu` or `tpu`: whose compiler is modelled. A TPU is taken for a GPU without
-        split matrix products, which was not compared with its compiler.
+        split matrix products and hidden latency, which was not compared with its compiler.
 
     Raises:
       GShardError: for another platform.

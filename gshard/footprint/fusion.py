@@ -2,7 +2,8 @@
 
 An element-wise operation and one that only moves elements is computed where its result is read, as
 often as it is read. Its result becomes a buffer where something reads it that computes from memory
-(a matrix product, a collective, a loop), and where it is dear and read by several kernels.
+(a matrix product, a collective, a loop), and where several kernels read it and it is dear (CPU) or
+made from so much that it is read faster than computed again (GPU).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ _CHEAP = {
     "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice",
     "split", "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
+_LAUNCH = 3.35e6  # bytes that an H100 moves while it starts a kernel
 _PRODUCT = ("dot_general", "sum_parts")
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
@@ -101,6 +103,8 @@ class _Fusion:
                 self.folded.add(op.ins[0])
         self.stored: set[int] = set()
         self.nothing: set[int] = set()  # computed from constants wherever it is read
+        self.kept: set[int] = set()  # stored, as it looked at first
+        self._sources: dict[int, frozenset[int]] = {}
         self._reads: dict[int, frozenset[int]] = {}
         self._after: dict[int, frozenset[int]] = {}
 
@@ -115,6 +119,9 @@ class _Fusion:
 
     def result(self) -> Fused:
         self._decide()
+        if self.platform == "gpu":  # again: what is stored need not be computed from more
+            self.kept, self.stored, self.nothing = self.stored, set(), set()
+            self._decide()
         kernels = []
         for k, op in enumerate(self.program.ops):
             own = [i for i in op.ins if i != FREE]
@@ -135,6 +142,10 @@ class _Fusion:
         return Fused(self.program, kernels, buffer)
 
     def _decide(self) -> None:
+        self._sources = {}
+        for op in self.program.ops:  # in order, so that the recursion stays flat
+            if not self.is_view(op):
+                self.sources(op.outs[0])
         ops, constant = self.program.ops, _constants(self.program, self.root)
         kernels_of: dict[int, set[int]] = {}  # by operation, the kernels that it is computed in
         for k in range(len(ops) - 1, -1, -1):
@@ -161,10 +172,31 @@ class _Fusion:
         if not all(absorbs(user.name) for user, _ in users):
             return False
         if self.platform != "cpu":  # XLA:GPU computes even what is dear again, to read less
-            return op.name != "sum_parts" or len(kernels) == 1
+            if op.name == "sum_parts":  # and what is written in place is computed before
+                return len(kernels) == 1 and kernels[0].name not in IN_PLACE
+            return self.platform != "gpu" or not self._read_too_often(op, len(kernels))
         if op.name in _DEAR and len(kernels) > 1:
             return False
         return _into_reductions(op, users, kernels)
+
+    def _read_too_often(self, op: Op, kernels: int) -> bool:
+        """Whether it takes longer to compute a value in every kernel than to store it once."""
+        size = self.program.values[op.outs[0]].bytes
+        sources = frozenset().union(*(self.sources(self.root(j)) for j in op.ins if j != FREE))
+        read = sum(each for i in sources if (each := self.program.values[i].bytes) >= size)
+        return (kernels - 1) * read - (kernels + 1) * size > _LAUNCH
+
+    def sources(self, i: int) -> frozenset[int]:
+        """What a value is computed from, if all that can be is computed where it is read."""
+        if i not in self._sources:
+            op = self.made.get(i)
+            found = frozenset([i])
+            if op is not None and fusible(op.name) and i not in self.kept:
+                found = frozenset().union(
+                    *(self.sources(self.root(j)) for j in op.ins if j != FREE)
+                )
+            self._sources[i] = found
+        return self._sources[i]
 
     def reads(self, i: int) -> frozenset[int]:
         """The buffers that a value is computed from."""

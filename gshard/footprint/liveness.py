@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gshard.footprint.combine import Kernel
 from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.fusion import IN_PLACE, Fused, fused
+from gshard.footprint.latency_hiding import latency_hidden
 from gshard.footprint.order import breadth_first, depth_first
 from gshard.footprint.program import FREE, Program, Value
 
@@ -31,6 +32,8 @@ def peak_of(program: Program, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
     order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
+    if platform == "gpu":
+        order = latency_hidden(whole, order)
     bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
     inner = {key: peak_of(body, platform) for key, body in bodies.items()}
     return _simulated(whole, order, platform, inner)

@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from gshard.equations import CHECKPOINTS, called, opened, scan_sizes
+from gshard.footprint.cudnn import padded_kernel
 from gshard.footprint.global_view import factors_in, factors_of, local_value, out_factors
 from gshard.footprint.program import FREE, Op, Program, Value
 
@@ -156,7 +157,7 @@ class _Builder:
             for v in eqn.outvars
         ]
         if eqn.primitive.name == "conv_general_dilated" and self.gpu:
-            ins = [ins[0], self._copied(ins[1], eqn)]
+            ins = [ins[0], self._kernel(ins[1], eqn)]
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
         if self.gpu and eqn.primitive.name in _MAJOR:
@@ -190,6 +191,14 @@ class _Builder:
         if key is not None:
             self.known[key] = outs
         return outs
+
+    def _kernel(self, i: int, eqn: Any) -> int:
+        """The kernel of a convolution in the copy that cuDNN reads."""
+        shape = padded_kernel(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params)
+        if i == FREE or shape is None:
+            return self._copied(i, eqn)
+        value = dataclasses.replace(self.program.values[i], shape=shape)
+        return self._add("layout", [i], [value], eqn)[0]
 
     def _copied(self, i: int, eqn: Any) -> int:
         """A copy of a value in the order of dimensions that an operation wants; one for all."""

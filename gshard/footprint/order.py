@@ -37,9 +37,8 @@ def breadth_first(whole: Fused) -> list[Kernel]:
 def depth_first(whole: Fused) -> list[Kernel]:
     """Operands before what reads them, from the results; what most hangs on first.
 
-    One of the three orders that XLA:GPU chooses from by memory (`DFSMemoryScheduler`), and the one
-    that the measured programs had. The gradient of the first layer's weights hangs on all others,
-    so it comes first, and those of later layers wait, with what they are made of, until it is done.
+    One of the three orders that XLA:GPU chooses from by memory (`DFSMemoryScheduler`), before it
+    hides the latency of collectives.
     """
     before, after = _graph(whole)
     sizes = whole.program.values
@@ -69,7 +68,4 @@ def depth_first(whole: Fused) -> list[Kernel]:
                 kernel = whole.kernels[k]
                 operands = [place[i] for i in (*kernel.reads, *kernel.after) if i in place]
                 stack += [(b, False) for b in reversed(sorted_(operands)) if b not in seen]
-    # What brings a gathered result into its own layout starts nothing else: the pass that hides
-    # latency (`LatencyHidingScheduler`) starts the next gather first, and it after all of them.
-    last = {id(whole.kernels[k]) for k in ends if whole.kernels[k].op.name == "reorder"}
-    return sorted(found, key=lambda kernel: id(kernel) in last)
+    return found

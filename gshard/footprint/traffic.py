@@ -12,7 +12,7 @@ from gshard.footprint.combine import Kernel
 from gshard.footprint.fusion import fused
 from gshard.footprint.program import FREE, RESHAPED, Op, Program
 
-_KINDS = {
+COLLECTIVES = {
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -68,12 +68,13 @@ def flops_of(program: Program) -> dict[str, float]:
             dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
             for dtype, count in dearest.items():
                 found[dtype] += op.trips * count
-        elif count := _flops(op, program):
+        elif count := flops_of_op(op, program):
             found[str(program.values[op.ins[0]].dtype)] += count
     return dict(found)
 
 
-def _flops(op: Op, program: Program) -> float:
+def flops_of_op(op: Op, program: Program) -> float:
+    """Of one matrix product or convolution, or of all parts of one that is split; else 0."""
     if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
         return 0
     left, right = (program.values[i] for i in op.ins[:2])
@@ -82,7 +83,7 @@ def _flops(op: Op, program: Program) -> float:
         each = math.prod(left.shape[d] for d in dims)
     else:
         each = right.size // max(1, right.shape[op.params["dimension_numbers"].rhs_spec[0]])
-    return 2.0 * program.values[op.outs[0]].size * each
+    return 2.0 * program.values[op.outs[0]].size * each / op.params.get("parts", 1)
 
 
 def traffic_of(program: Program, platform: str) -> int:
@@ -127,7 +128,7 @@ def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple
     """
     rows: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
     for op, where, times in _collectives(program, 1):
-        kind, group = _KINDS[op.name], _group_size(op, mesh)
+        kind, group = COLLECTIVES[op.name], _group_size(op, mesh)
         for i in op.outs if kind == "all-gather" else op.ins:
             if group == 1 or i == FREE:
                 continue
@@ -147,7 +148,7 @@ def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple
 def _collectives(program: Program, times: int) -> Iterator[tuple[Op, Program, int]]:
     """The collectives of a program, where they are, and how often each runs."""
     for op in program.ops:
-        if op.name in _KINDS:
+        if op.name in COLLECTIVES:
             yield op, program, times
         if op.bodies:
             body = max(op.bodies, key=lambda body: len(list(_collectives(body, 1))))
