@@ -8,8 +8,8 @@ Further off than 10 % (`benchmarks/footprint.py` prints every figure) are, on GP
 recomputed without a scan over them (up to 1.4 times what the compiler needs, never less: while it
 waits for a gather it computes gradients of weights, which here come last), scanned layers of few
 rows or of experts that are gathered (down to 0.87 times) and convolutions of few rows (down to 0.6
-times: cuDNN's padded copies are not known here); on CPU, convolutions (0.85 to 1.1) and loops over
-positions (0.7 to 0.85).
+times: cuDNN's padded copies are not known here); on CPU, with JAX 0.12, loops over positions (0.84)
+and convolutions whose kernels are gathered (0.86).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
         tuple(_buffer(*row) for row in rows),
         flops_of(program),
         traffic_of(program, platform),
-        exchanges_of(program, plan.mesh.shape, wide=platform == "cpu" and not NEW_CPU),
+        exchanges_of(program, plan.mesh.shape, wide=platform == "cpu"),
     )
 
 
@@ -138,9 +138,7 @@ def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> Program:
     rows = plan.sharding().update(spec=plan.batch_spec)
     shardings += [rows if x.shape else None for x in jax.tree.leaves(batch)]
     shardings += [None for _ in jax.tree.leaves(rng)]
-    program = program_of(
-        traced.jaxpr, shardings, platform != "cpu" or NEW_CPU, gpu=platform == "gpu"
-    )
+    program = program_of(traced.jaxpr, shardings, platform != "cpu" or NEW_CPU, platform)
     if 0 in traced.donate_argnums:  # pyright: ignore[reportAttributeAccessIssue]
         program.kept = [(k, k) for k in range(len(leaves))]
     return program

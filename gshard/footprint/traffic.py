@@ -10,21 +10,8 @@ from typing import Any
 
 from gshard.footprint.combine import Kernel
 from gshard.footprint.fusion import fused
-from gshard.footprint.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.program import COLLECTIVES, FREE, RESHAPED, Op, Program
 
-_KINDS = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "pbroadcast": "collective-broadcast",
-}
 _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they give
 
 
@@ -127,7 +114,7 @@ def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple
     """
     rows: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
     for op, where, times in _collectives(program, 1):
-        kind, group = _KINDS[op.name], _group_size(op, mesh)
+        kind, group = COLLECTIVES[op.name], _group_size(op, mesh)
         for i in op.outs if kind == "all-gather" else op.ins:
             if group == 1 or i == FREE:
                 continue
@@ -147,7 +134,7 @@ def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple
 def _collectives(program: Program, times: int) -> Iterator[tuple[Op, Program, int]]:
     """The collectives of a program, where they are, and how often each runs."""
     for op in program.ops:
-        if op.name in _KINDS:
+        if op.name in COLLECTIVES:
             yield op, program, times
         if op.bodies:
             body = max(op.bodies, key=lambda body: len(list(_collectives(body, 1))))
