@@ -9,14 +9,18 @@ made from so much that it is read faster than computed again (GPU).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gshard.footprint.canonical_products import with_canonical_products
 from gshard.footprint.combine import Kernel, combined
+from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.program import FREE, RESHAPED, Op, Program
 from gshard.footprint.siblings import siblings_joined
 from gshard.footprint.split_products import with_split_products
+from gshard.footprint.views import views
+from gshard.footprint.widened import with_widened
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {
@@ -32,7 +36,6 @@ _CHEAP = {
     "split", "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
 _LAUNCH = 3.35e6  # bytes that an H100 moves while it starts a kernel
-_PRODUCT = ("dot_general", "sum_parts")
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
 IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
@@ -78,6 +81,10 @@ def fused(program: Program, platform: str) -> Fused:
 def _fused(program: Program, platform: str) -> Fused:
     if platform == "gpu":
         program = with_split_products(program)
+    if platform == "cpu":
+        program = with_canonical_products(program)
+        if not NEW_CPU:
+            program = with_widened(program, absorbs)
     return _Fusion(program, platform).result()
 
 
@@ -86,7 +93,7 @@ class _Fusion:
 
     def __init__(self, program: Program, platform: str):
         self.program, self.platform = program, platform
-        self.view = _views(program)
+        self.view = views(program, platform)
         self.made = {out: op for op in program.ops for out in op.outs if out not in self.view}
         self.results = {self.root(i) for i in program.outputs if i != FREE}
         self.users: dict[int, list[tuple[Op, int]]] = defaultdict(list)  # of a root, and where
@@ -238,43 +245,6 @@ def _into_reductions(op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[
         for kernel in kernels
         if kernel.name.startswith(("reduce_", "arg"))
     )
-
-
-def _views(program: Program) -> dict[int, int]:
-    """Results that are their operand's buffer under another shape."""
-    view: dict[int, int] = {}
-    users: dict[int, list[Op]] = defaultdict(list)
-    made = {out: op for op in program.ops for out in op.outs}
-    for op in program.ops:
-        for i in op.ins:
-            users[i].append(op)
-    for op in program.ops:
-        if op.name in (*RESHAPED, "optimization_barrier", "rev"):
-            view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
-        elif op.name == "reorder" and _as_it_lies(op, made, users, program):
-            view[op.outs[0]] = op.ins[0]
-        elif op.name == "transpose" and op.ins[0] != FREE:
-            source = made.get(op.ins[0])
-            # A product is written the other way round for it.
-            if source is not None and source.name in _PRODUCT and len(users[op.ins[0]]) == 1:
-                view[op.outs[0]] = op.ins[0]
-        elif op.name == "reshard" and op.ins[0] != FREE:
-            a, b = program.values[op.ins[0]], program.values[op.outs[0]]
-            if a.bytes == b.bytes:
-                view[op.outs[0]] = op.ins[0]
-    return view
-
-
-def _as_it_lies(
-    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: Program
-) -> bool:
-    """Whether a matrix product reads, or writes, a matrix in either order of its dimensions."""
-    if len(program.values[op.ins[0]].shape) != 2 or op.outs[0] in program.outputs:
-        return False
-    source = made.get(op.ins[0])
-    if source is not None and source.name in _PRODUCT:
-        return len(users[op.ins[0]]) == 1
-    return bool(users[op.outs[0]]) and all(u.name == "dot_general" for u in users[op.outs[0]])
 
 
 def _constants(program: Program, root: Any) -> set[int]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gshard.footprint.combine import Kernel
-from gshard.footprint.program import Program
-from gshard.footprint.traffic import COLLECTIVES, flops_of_op
+from gshard.footprint.program import COLLECTIVES, Program
+from gshard.footprint.traffic import flops_of_op
 
 # Microseconds, and bytes (operations) a microsecond.
 _START = {"all-gather": 19.0, "reduce-scatter": 33.0, "all-reduce": 40.0}

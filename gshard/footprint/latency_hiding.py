@@ -14,8 +14,7 @@ from typing import Any
 from gshard.footprint.combine import Kernel
 from gshard.footprint.fusion import Fused
 from gshard.footprint.kernel_times import latency, time_of
-from gshard.footprint.program import Op
-from gshard.footprint.traffic import COLLECTIVES
+from gshard.footprint.program import COLLECTIVES, Op
 
 _EDGE = 1.0  # microseconds from a kernel to one that waits for it
 

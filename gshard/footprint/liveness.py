@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import jax.numpy as jnp
-
-from gshard.footprint.combine import Kernel
-from gshard.footprint.dialect import NEW_CPU
+from gshard.footprint.combine import Kernel, waits_for
 from gshard.footprint.fusion import IN_PLACE, Fused, fused
 from gshard.footprint.latency_hiding import latency_hidden
 from gshard.footprint.order import breadth_first, depth_first
-from gshard.footprint.program import FREE, Program, Value
+from gshard.footprint.program import COLLECTIVES, FREE, Program, Value
+from gshard.footprint.widened import written_wide
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
     total, peak, at_peak = 0, 0, {}
     writer: dict[int, Kernel] = {}
     taken: set[int] = set()
+    copies = _overwritten(order, donor) if platform == "cpu" and not program.is_body else {}
+    for i, kernel in copies.items():
+        live[i], writer[i] = sizes[i].bytes, kernel
+        total += sizes[i].bytes
+    written = {i: k for k, kernel in enumerate(order) for i in kernel.writes}
+    # What lay in copied inputs, until results do: (bytes, taken until, free before).
+    gaps = [[sizes[donor[i]].bytes, -1, written[i]] for i in written if donor.get(i) in copies]
     for k, kernel in enumerate(order):
         extra, inner = 0, None
         for body in kernel.op.bodies:
@@ -71,11 +78,13 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
         for place, i in enumerate(kernel.writes):
             size = _written(kernel, sizes[i], platform)
             writer[i] = kernel
-            own = donor.get(i)
+            # What is gathered in another dtype than it is kept in lies beside it.
+            moved = kernel.op.name in COLLECTIVES and size != sizes[i].bytes
+            own = None if moved else donor.get(i)
             if own is not None and own not in taken:
                 free = last.get(own, -1)
                 in_place = kernel.elementwise or (own, i) in _handed_on(kernel)
-                if free < k or (free == k and in_place):
+                if own in copies or free < k or (free == k and in_place):
                     taken.add(own)
                     live[i] = 0
                     continue
@@ -83,6 +92,9 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
             if shared is not None:
                 dying.remove(shared)
                 total -= live.pop(shared)
+            gap = next((g for g in gaps if g[0] == size and g[1] < k and last[i] < g[2]), None)
+            if shared is None and gap is not None:
+                gap[1], size = last[i], 0
             live[i] = size
             total += size
         if total + extra > peak:
@@ -98,13 +110,32 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
     return Peak(peak, (*rows, *(inner.live if inner else ())))
 
 
+def _overwritten(order: Sequence[Kernel], donor: Mapping[int, int]) -> dict[int, Kernel]:
+    """Inputs that XLA:CPU copies at the start, and the kernels that take over their memory.
+
+    Those that a kernel reads which does not have to run before the one that writes over them:
+    copies are inserted before there is an order (`CopyInsertion`).
+    """
+    before: list[int] = []  # all that a kernel waits for, as bits
+    for waits in waits_for(order):
+        before.append(functools.reduce(lambda bits, b: bits | before[b] | 1 << b, waits, 0))
+    readers: dict[int, list[int]] = defaultdict(list)
+    for k, kernel in enumerate(order):
+        for i in kernel.reads:
+            readers[i].append(k)
+    found: dict[int, Kernel] = {}
+    for k, kernel in enumerate(order):
+        for i in kernel.writes:
+            if any(r != k and not before[k] >> r & 1 for r in readers[donor.get(i, FREE)]):
+                found[donor[i]] = kernel
+    return found
+
+
 def _written(kernel: Kernel, value: Value, platform: str) -> int:
     """Bytes of a buffer that a kernel writes beside what is there."""
     if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
         return 0
-    narrow = value.dtype in (jnp.bfloat16, jnp.float16)
-    # In float32, and kept so for what reads it; a loop carries what it is told.
-    if platform == "cpu" and not NEW_CPU and narrow and not kernel.op.bodies:
+    if platform == "cpu" and written_wide(kernel.op, value):
         return 4 * value.size
     return value.bytes
 

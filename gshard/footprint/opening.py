@@ -24,7 +24,7 @@ _SAME = (
     "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
     "device_put", "reduce_precision", "optimization_barrier",
 )  # fmt: skip
-# NCCL's collectives along a dimension want it to be the major one.
+# Collectives along a dimension want it to be the major one: those of NCCL, and those of XLA:CPU.
 _MAJOR = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 _SIZE_1 = (  # operands may have dimensions of size 1
     "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "rem", "select_n", "and", "or",
@@ -32,19 +32,19 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 )  # fmt: skip
 
 
-def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, gpu: bool) -> Program:
+def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: str) -> Program:
     """The program of one device.
 
     Args:
       closed: a closed jaxpr in the global view.
       shardings: of its inputs; None for one that every device has whole.
       barriers: the compiler honours optimization barriers.
-      gpu: with cuDNN, which wants the output features of a convolution's kernel first, in a copy,
-        and NCCL, which wants the dimension of a collective first.
+      platform: `gpu` with cuDNN, which wants the output features of a convolution's kernel first,
+        in a copy. There and on `cpu` a collective wants its dimension first.
     """
     jaxpr, consts = opened(closed)
     program = Program()
-    builder = _Builder(program, barriers, gpu)
+    builder = _Builder(program, barriers, platform)
     for v, sharding in zip(jaxpr.invars, shardings, strict=True):
         factors = factors_of(sharding, len(v.aval.shape))
         builder.env[v] = program.new(local_value(v.aval, factors))
@@ -58,8 +58,8 @@ def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, gpu: bool)
 class _Builder:
     """Walks a jaxpr into a program."""
 
-    def __init__(self, program: Program, barriers: bool, gpu: bool):
-        self.program, self.barriers, self.gpu = program, barriers, gpu
+    def __init__(self, program: Program, barriers: bool, platform: str):
+        self.program, self.barriers, self.platform = program, barriers, platform
         self.env: dict[Any, int] = {}
         self.known: dict[Any, list[int]] = {}
 
@@ -156,11 +156,11 @@ class _Builder:
             )
             for v in eqn.outvars
         ]
-        if eqn.primitive.name == "conv_general_dilated" and self.gpu:
+        if eqn.primitive.name == "conv_general_dilated" and self.platform == "gpu":
             ins = [ins[0], self._kernel(ins[1], eqn)]
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
-        if self.gpu and eqn.primitive.name in _MAJOR:
+        if self.platform in ("cpu", "gpu") and eqn.primitive.name in _MAJOR:
             return self._along_major(eqn, ins, values)
         return self._add(eqn.primitive.name, ins, values, eqn)
 
@@ -181,7 +181,8 @@ class _Builder:
         self, name: str, ins: list[int], values: Sequence[Value], eqn: Any, **more: Any
     ) -> list[int]:
         key = None
-        if not more and not getattr(eqn, "effects", ()):
+        # That it names a mesh axis is the one effect of a collective: equal ones are one.
+        if not more and all(type(e).__name__ == "NamedAxisEffect" for e in eqn.effects):
             key = (name, tuple(ins), _text(eqn, ins), tuple(v.shape for v in values))
             if key in self.known:
                 return self.known[key]
@@ -228,8 +229,8 @@ class _Builder:
 
     def _body(self, body: Any, ins: Sequence[Value | None]) -> Program:
         jaxpr, consts = opened(body)
-        program = Program()
-        builder = _Builder(program, self.barriers, self.gpu)
+        program = Program(is_body=True)
+        builder = _Builder(program, self.barriers, self.platform)
         for v, value in zip(jaxpr.invars, ins, strict=True):
             builder.env[v] = program.new(local_value(v.aval) if value is None else value)
         program.inputs = [builder.env[v] for v in jaxpr.invars]

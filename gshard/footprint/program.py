@@ -9,6 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RESHAPED = ("reshape", "squeeze", "expand_dims", "bitcast_convert_type")
+# Of HLO, by primitive.
+COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+}
 FREE = -1  # number of what takes no memory: a constant
 
 
@@ -73,6 +87,7 @@ class Program:
       inputs: numbers of the inputs.
       outputs: numbers of the results, `FREE` for constants.
       kept: (place of the result, place of the input) of results that take over an input's memory.
+      is_body: it is run by an operation of another program.
     """
 
     # Of this object alone: a copy with other operations has other kernels.
@@ -82,6 +97,7 @@ class Program:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
+    is_body: bool = False
 
     def new(self, value: Value) -> int:
         """The number of a new value."""
@@ -89,10 +105,36 @@ class Program:
         return len(self.values) - 1
 
     def live(self) -> Program:
-        """The same without operations whose results nothing needs."""
+        """The same without operations whose results nothing needs.
+
+        A scan is rid of what it stacks for nobody, and of what its body does not read.
+        """
         needed, ops = set(self.outputs), []
         for op in reversed(self.ops):
             if needed.intersection(op.outs):
+                op = _trimmed(op, needed) if op.name == "scan" else op
                 needed.update(op.ins)
                 ops.append(op)
         return dataclasses.replace(self, ops=ops[::-1])
+
+
+def _trimmed(op: Op, needed: set[int]) -> Op:
+    """A scan with the operands and results that it needs (XLA's `WhileLoopSimplifier`)."""
+    (body,), carries = op.bodies, len(op.carried)
+    outs = [k for k, out in enumerate(op.outs) if k < carries or out in needed]
+    body = dataclasses.replace(body, outputs=[body.outputs[k] for k in outs]).live()
+    read = {i for inner in body.ops for i in inner.ins}.union(body.outputs)
+    carried = {a for a, _ in op.carried}
+    ins = [k for k, i in enumerate(body.inputs) if k in carried or i in read]
+    body = dataclasses.replace(
+        body,
+        inputs=[body.inputs[k] for k in ins],
+        kept=[(out, ins.index(k)) for out, k in body.kept],
+    )
+    return dataclasses.replace(
+        op,
+        ins=[op.ins[k] for k in ins],
+        outs=[op.outs[k] for k in outs],
+        bodies=[body],
+        carried=[(ins.index(a), b) for a, b in op.carried],
+    )

@@ -10,21 +10,8 @@ from typing import Any
 
 from gshard.footprint.combine import Kernel
 from gshard.footprint.fusion import fused
-from gshard.footprint.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.program import COLLECTIVES, FREE, RESHAPED, Op, Program
 
-COLLECTIVES = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "pbroadcast": "collective-broadcast",
-}
 _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they give
 
 

@@ -63,8 +63,8 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
     given, rest = parser.parse_known_args(words)
     if rest and not rest[0].startswith("-"):
         parser.error(
-            f"{rest[0]!r} is one word too many. There is one CONFIG, and several values of an option "
-            "are joined by commas, such as --levels os,os_g."
+            f"{rest[0]!r} is one word too many. There is one CONFIG, and several values of an "
+            "option are joined by commas, such as --levels os,os_g."
         )
     if rest:
         known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
