@@ -26,7 +26,7 @@ def main() -> None:
     """Starts a process for the target, whose environment JAX must find when it starts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="cpu:8", help="such as h100:1x8 or cpu:8")
-    parser.add_argument("--models", nargs="+", default=[], help="by default all but the held out")
+    parser.add_argument("--models", nargs="+", default=[], help="by default all")
     parser.add_argument("--levels", nargs="+", default=LEVELS, choices=LEVELS)
     parser.add_argument("--json", action="store_true", help="one line of JSON for each")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -43,15 +43,16 @@ def main() -> None:
 
 
 def _table(target: Target, args: argparse.Namespace) -> None:
+    from benchmarks.footprint_held_out import HELD_OUT
     from benchmarks.footprint_models import CASES
 
-    unknown = [name for name in args.models if name not in CASES]
+    cases = CASES | HELD_OUT
+    unknown = [name for name in args.models if name not in cases]
     if unknown:
-        raise GShardError(f"{unknown[0]!r} is no model; there are {', '.join(CASES)}.")
-    held = ("held-",)
-    for name in args.models or [name for name in CASES if not name.startswith(held)]:
+        raise GShardError(f"{unknown[0]!r} is no model; there are {', '.join(cases)}.")
+    for name in args.models or cases:
         for level in args.levels:
-            row = {"model": name, "level": level, **compared(CASES[name](), level, target)}
+            row = {"model": name, "level": level, **compared(cases[name](), level, target)}
             if args.json:
                 print(json.dumps(row), flush=True)
                 continue

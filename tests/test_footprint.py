@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from benchmarks.footprint import compared, prepared, traced_case
+from benchmarks.footprint_held_out import HELD_OUT
 from benchmarks.footprint_models import CASES, Case, mlp
 from gshard.footprint.canonical_products import with_canonical_products
 from gshard.footprint.footprint import footprint, trace_step
@@ -24,14 +25,24 @@ from gshard.targets import parse_target
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 
-# Further off than 10 %, by at most this factor. XLA:CPU of JAX 0.12 gathers kernels of convolutions
-# later than is known here; cuDNN's convolutions of few rows want more.
-KNOWN_OFF = {
-    "cpu": {("conv", "p_g_os"): 1.2},
-    "gpu": {("conv-k4", "os_g"): 1.15},
-}
 LEVELS = ("dp", "os", "os_g", "p_g_os")
-MODELS = [name for name in CASES if not name.startswith("held-")]
+MODELS = CASES | HELD_OUT
+# Further off than 10 %, by at most this factor. XLA:CPU of JAX 0.12 gathers kernels of convolutions
+# later than is known here, and computes again what products of loops read; cuDNN's convolutions of
+# few rows want more; gradients of tables of words start as zeros that are all made at once.
+KNOWN_OFF = {
+    "cpu": {
+        ("conv", "p_g_os"): 1.2,
+        **{("recurrent", level): 1.25 for level in LEVELS},
+        **{("linear-attention", level): 1.25 for level in LEVELS},
+        **{("recommendation", level): 1.35 for level in LEVELS},
+    },
+    "gpu": {
+        ("conv-k4", "os_g"): 1.15,
+        ("experts", "p_g_os"): 1.2,
+        **{("recommendation", level): 1.35 for level in LEVELS},
+    },
+}
 
 
 def within(row: dict, platform: str, model: str, level: str) -> bool:
@@ -50,12 +61,15 @@ QUICK = [
     ("gpt", "dp"),
     ("gpt-scan-remat", "os"),
     ("llama", "p_g_os"),
+    ("vision", "os"),
+    ("translation", "p_g_os"),
+    ("linear-attention", "dp"),
 ]
 
 
 @pytest.mark.parametrize(("model", "level"), quick(itertools.product(MODELS, LEVELS), QUICK))
 def test_the_peak_is_within_10_percent_of_the_compilers(model, level):
-    row = compared(CASES[model](), level, parse_target("cpu:8"))
+    row = compared(MODELS[model](), level, parse_target("cpu:8"))
     assert row["arguments"] == row["compiler_arguments"]
     assert within(row, "cpu", model, level), row
 
@@ -69,6 +83,16 @@ def test_the_peak_on_gpu(model):
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert len(rows) == len(LEVELS)
     assert not [row for row in rows if not within(row, "gpu", model, row["level"])], rows
+
+
+def test_flops_of_a_kernel_that_was_reshaped():
+    """The gradient of a convolution reads one that comes from a reshape."""
+    found = footprint(*traced_case(HELD_OUT["vision"](), "dp", abstract_mesh(8)), "gpu")
+    tokens, width = 32 * 64, 192
+    layer = 2 * tokens * width * (4 * width + 2 * 4 * width) + 2 * 2 * tokens * 64 * width
+    patches, head = 2 * tokens * (8 * 8 * 3) * width, 2 * 32 * width * 1000
+    # Forward, and backward to the weights and to what goes in; an image has no gradient.
+    assert found.flops["float32"] == 3 * (4 * layer + head) + 2 * patches
 
 
 @pytest.mark.parametrize("loop", [False, True])

@@ -64,13 +64,13 @@ def flops_of_op(op: Op, program: Program) -> float:
     """Of one matrix product or convolution, or of all parts of one that is split; else 0."""
     if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
         return 0
-    left, right = (program.values[i] for i in op.ins[:2])
+    left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
     if op.name == "dot_general":
         (dims, _), _ = op.params["dimension_numbers"]
         each = math.prod(left.shape[d] for d in dims)
-    else:
-        each = right.size // max(1, right.shape[op.params["dimension_numbers"].rhs_spec[0]])
-    return 2.0 * program.values[op.outs[0]].size * each / op.params.get("parts", 1)
+    else:  # the kernel may lie here as it was before a reshape
+        each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
+    return 2.0 * out.size * each / op.params.get("parts", 1)
 
 
 def traffic_of(program: Program, platform: str) -> int:
