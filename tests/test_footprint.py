@@ -29,18 +29,17 @@ LEVELS = ("dp", "os", "os_g", "p_g_os")
 MODELS = CASES | HELD_OUT
 # Further off than 10 %, by at most this factor. XLA:CPU of JAX 0.12 gathers kernels of convolutions
 # later than is known here, and computes again what products of loops read; cuDNN's convolutions of
-# few rows want more; gradients of tables of words start as zeros that are all made at once.
+# few rows want more; zeros that gradients of tables start as are made earlier than is known here.
 KNOWN_OFF = {
     "cpu": {
         ("conv", "p_g_os"): 1.2,
         **{("recurrent", level): 1.25 for level in LEVELS},
         **{("linear-attention", level): 1.25 for level in LEVELS},
-        **{("recommendation", level): 1.35 for level in LEVELS},
     },
     "gpu": {
         ("conv-k4", "os_g"): 1.15,
         ("experts", "p_g_os"): 1.2,
-        **{("recommendation", level): 1.35 for level in LEVELS},
+        **{("recommendation", level): 1.2 for level in ("os", "os_g")},
     },
 }
 
@@ -93,6 +92,24 @@ def test_flops_of_a_kernel_that_was_reshaped():
     patches, head = 2 * tokens * (8 * 8 * 3) * width, 2 * 32 * width * 1000
     # Forward, and backward to the weights and to what goes in; an image has no gradient.
     assert found.flops["float32"] == 3 * (4 * layer + head) + 2 * patches
+
+
+def test_what_several_write_into_is_there_for_each():
+    """The gradients of two tables start as equal zeros, which are one value for XLA."""
+
+    def gradients(rows, x, y):
+        zeros = jnp.zeros((1024, 64))
+        return zeros.at[rows].add(x), zeros.at[rows].add(y), zeros[:2] + x[:2]
+
+    rows, x = jnp.zeros(8, int), jnp.zeros((8, 64))
+    found = program(gradients, rows, x, x)
+    (made,) = [op.outs for op in found.ops if op.outs[0] in {o.ins[0] for o in scatters(found)}]
+    assert sorted(op.ins[0] for op in scatters(found)) == sorted(made)
+    assert len(made) == 2
+
+
+def scatters(found):
+    return [op for op in found.ops if op.name == "scatter-add"]
 
 
 @pytest.mark.parametrize("loop", [False, True])

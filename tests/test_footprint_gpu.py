@@ -23,7 +23,7 @@ def kernels_of(f, *shapes: tuple[int, ...]) -> Fused:
     step = jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     closed = jax.make_jaxpr(step)(*avals)
-    return fused(program_of(closed, [None] * len(avals), True, gpu=True), "gpu")
+    return fused(program_of(closed, [None] * len(avals), True, "gpu"), "gpu")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,8 @@ class _Fusion:
             users = [user for out in op.outs for user in self.users[out]]
             within = set().union(*(kernels_of[at] for _, at in users))
             free = constant.issuperset(op.outs) and not self.results.intersection(op.outs)
-            if free and (self.platform != "cpu" or all(absorbs(user.name) for user, _ in users)):
+            read = self.platform != "cpu" or all(absorbs(user.name) for user, _ in users)
+            if free and read and len(op.outs) == 1:
                 self.nothing.update(op.outs)
                 kernels_of[k] = within
             elif self._computed_where_read(op, users, [ops[at] for at in within]):

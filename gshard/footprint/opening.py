@@ -18,6 +18,7 @@ from gshard.equations import CHECKPOINTS, called, opened, scan_sizes
 from gshard.footprint.cudnn import padded_kernel
 from gshard.footprint.global_view import factors_in, factors_of, local_value, out_factors
 from gshard.footprint.program import FREE, Op, Program, Value
+from gshard.footprint.zeros import with_own_zeros
 
 # What returns its operand: the same numbers, or other words for them.
 _SAME = (
@@ -52,7 +53,7 @@ def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: 
     builder.constants(jaxpr.constvars, consts)
     builder.walk(jaxpr.eqns)
     program.outputs = [builder.read(v) for v in jaxpr.outvars]
-    return program.live()
+    return with_own_zeros(program.live())
 
 
 class _Builder:
