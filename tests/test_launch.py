@@ -95,7 +95,8 @@ def test_one_process_needs_no_tag_and_a_bar_is_one_line(tmp_path):
 
 def test_a_line_stays_whole_beside_what_others_write(tmp_path):
     """Gloo's threads write to the script's stdout, as the child does here."""
-    noise = "import os; os.write(2, b'begun')\nwhile True: os.write(1, b'noise\\n')"
+    line = "os.write(1, b'noise\\n')"
+    noise = f"import os; {line}; os.write(2, b'begun')\nwhile True: {line}"
     script = tmp_path / "prints.py"
     script.write_text(
         "import subprocess, sys\n"
