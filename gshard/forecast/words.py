@@ -58,6 +58,9 @@ def in_words(
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
             return NO_ANSWER
+        except Exception:  # of the model's own, and where: Python would exit as for a no
+            sys.excepthook(*sys.exc_info())
+            return NO_ANSWER
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except _Stopped as stopped:
