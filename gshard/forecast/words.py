@@ -58,8 +58,8 @@ def in_words(
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
             return NO_ANSWER
-        except Exception:  # of the model's own, and where: Python would exit as for a no
-            sys.excepthook(*sys.exc_info())
+        except Exception as error:  # of the model's own, and where: Python would exit as for a no
+            sys.excepthook(type(error), error, error.__traceback__)
             return NO_ANSWER
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
