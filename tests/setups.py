@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import flax.linen as nn
@@ -81,6 +82,15 @@ def fails() -> gshard.Setup:
 def refuses() -> gshard.Setup:
     """Cannot be made, and says so itself."""
     raise gshard.GShardError("Choose one of [none] or [full].")
+
+
+def breaks() -> gshard.Setup:
+    """Has a loss that fails as it is traced."""
+
+    def loss(params, x):
+        raise ZeroDivisionError("of the loss")
+
+    return dataclasses.replace(mlp(), loss_fn=loss)
 
 
 def talks() -> gshard.Setup:

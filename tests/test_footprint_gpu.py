@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from gshard.footprint import latency_hiding
 from gshard.footprint.cudnn import padded_kernel
 from gshard.footprint.fusion import Fused, fused
 from gshard.footprint.latency_hiding import latency_hidden
@@ -68,6 +69,20 @@ def test_products_that_a_gather_does_not_wait_for_run_beside_it():
         id(kernel) for kernel in (first, y, second, xx, yx, xy, z)
     ]
     assert found[-1] is z
+
+
+def test_kernels_that_are_ready_are_not_all_looked_at_for_each(monkeypatch):
+    """Thousands of leaves are updated by as many kernels, which wait for nothing."""
+
+    def step(w, *leaves):
+        return jax.lax.all_gather(w, "shard", tiled=True), *[jnp.sort(x) for x in leaves]
+
+    whole = kernels_of(step, (128, 1024), *[(8,)] * 300)
+    ranked, rank = [], latency_hiding._rank
+    monkeypatch.setattr(latency_hiding, "_rank", lambda *of: ranked.append(of) or rank(*of))
+    found = latency_hidden(whole, depth_first(whole))
+    assert len(found) == 302
+    assert len(ranked) < 5 * len(found)
 
 
 @pytest.mark.parametrize(("rows", "stored"), [(4096, True), (64, False)])

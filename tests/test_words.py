@@ -188,6 +188,15 @@ def test_a_model_that_ends_the_program(model, code, said, capsys):
     assert not printed.out
 
 
+def test_an_error_in_a_loss_is_no_broken_promise(capsys):
+    """Python itself exits with 1 for it, which would be an answer."""
+    assert main(["audit", "tests.setups:breaks", "--devices", "4", "--levels", "os"]) == 2
+    printed = capsys.readouterr()
+    assert "ZeroDivisionError: of the loss" in printed.err
+    assert "setups.py" in printed.err  # where
+    assert not printed.out
+
+
 def test_warnings_of_others_are_shown_by_python(capsys):
     with pytest.warns(DeprecationWarning, match="this model is old"):
         assert main(["plan", "tests.setups:warns", "--devices", "4", "--shapes"]) == 0

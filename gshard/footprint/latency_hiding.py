@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 from gshard.footprint.combine import Kernel
@@ -54,10 +55,10 @@ class _Scheduler:
             1.0 if k in self.starts or k in self.start else time_of(kernel, self.program)
             for k, kernel in enumerate(self.nodes)
         ]
-        self.views: dict[tuple[int, int], int] = defaultdict(int)  # readers of a value, by view
+        self.readers: dict[tuple[int, int], list[int]] = defaultdict(list)  # by value and view
         for k, kernel in enumerate(self.nodes):
             for i in () if k in self.start else kernel.reads:
-                self.views[i, self._view(k, i)] += 1
+                self.readers[i, self._view(k, i)].append(k)
         self.before = self._graph()
         self.after: list[list[int]] = [[] for _ in self.nodes]
         for k, waits in enumerate(self.before):
@@ -102,15 +103,19 @@ class _Scheduler:
     def scheduled(self) -> list[Kernel]:
         """The nodes in their new order."""
         waits = [len(after) for after in self.after]
-        ready = {k: 0.0 for k, n in enumerate(waits) if not n}  # and from when on
+        unread = {key: len(nodes) for key, nodes in self.readers.items()}
+        ready = _Ready(self)
+        for nodes in self.readers.values():
+            if len(nodes) == 1:
+                ready.reads_last(nodes[0])
+        for k, n in enumerate(waits):
+            if not n:
+                ready.add(k, 0.0)
         at: dict[int, float] = {}
         now, flying, found = 0.0, False, []
-        while ready:
-            soonest = min((t for t in ready.values() if t > now), default=None)
-            queued = any(k in self.start for k in ready)
-            able = [k for k in ready if not (flying and k in self.start)]
-            k = max(able, key=lambda k: self._rank(k, ready[k] - now, soonest, queued, now))
-            at[k] = max(now, ready.pop(k))
+        while ready.dones or ready.others:
+            k, since = ready.take(now, flying)
+            at[k] = max(now, since)
             now = at[k] + self.times[k]
             found.append(k)
             if k in self.start:  # one collective at a time
@@ -118,43 +123,124 @@ class _Scheduler:
             else:
                 flying = flying and k not in self.starts
                 for i in self.nodes[k].reads:
-                    self.views[i, self._view(k, i)] -= 1
+                    key = i, self._view(k, i)
+                    unread[key] -= 1
+                    if unread[key] == 1:
+                        for last in (x for x in self.readers[key] if x not in at):
+                            ready.reads_last(last)
             for b, names in self.before[k].items():
                 waits[b] -= 1
                 if waits[b]:
                     continue
                 if k in self.start:
-                    ready[b] = at[k] + self.hidden[b]
+                    ready.add(b, at[k] + self.hidden[b])
                 else:
                     last = max(at[a] for a in self.after[b])
-                    ready[b] = max(now + names * _EDGE, last + _EDGE)
+                    ready.add(b, max(now + names * _EDGE, last + _EDGE))
         return [self.nodes[k] for k in reversed(found)]
 
-    def _rank(
-        self, k: int, stall: float, soonest: float | None, queued: bool, now: float
-    ) -> tuple[Any, ...]:
-        """What is put before all others that are ready, the last of a step first.
 
-        The comparisons of `ReadySetLt` of XLA, in its order.
+class _Ready:
+    """Nodes that may come next; those of one kind are told apart by what they make ready alone.
+
+    Thousands may be ready at once, of a few kinds.
+    """
+
+    def __init__(self, scheduler: _Scheduler):
+        self.scheduler = scheduler
+        self.dones = self.others = 0  # how many are ready
+        self.made_ready = [0] * len(scheduler.nodes)  # values that a node is the last to read
+        self.at_once: dict[tuple[Any, ...], list[tuple[int, int]]] = {}  # heaps, by kind
+        self.later: tuple[list[tuple[float, int]], ...] = ([], [])  # heaps of others and dones
+        self.waiting: dict[int, float] = {}  # from when on
+
+    def reads_last(self, k: int) -> None:
+        """One more value is read by nothing but this node from here on."""
+        self.made_ready[k] += 1
+        if k in self.waiting:
+            self._open(k)
+
+    def add(self, k: int, since: float) -> None:
+        """A node is ready from a time on."""
+        done = k in self.scheduler.start
+        self.dones, self.others = self.dones + done, self.others + (not done)
+        heappush(self.later[done], (since, k))
+
+    def take(self, now: float, flying: bool) -> tuple[int, float]:
+        """The node that comes next, and from when on it is ready.
+
+        `flying`: a collective is, so that no other may be.
         """
-        start = k in self.starts
-        waste = 0.0
-        if soonest is not None:  # what is in flight is best hidden by what takes as long
-            waste = float("inf") if start else abs(soonest - now - self.times[k])
-        return (
-            k in self.start,
-            -max(stall, 0.0),
-            not start or queued or self.depth[k] > 0,
-            start and queued,
-            self.depth[k],
-            -waste,
-            any(b in self.start for b in self.before[k]),
-            self._made_ready(k),
-            k,
-        )
+        for heap in self.later:
+            while heap and heap[0][0] <= now:
+                since, k = heappop(heap)
+                self.waiting[k] = since
+                self._open(k)
+        soonest = min((heap[0][0] for heap in self.later if heap), default=None)
+        hides = None if soonest is None else soonest - now
+        queued, done = self.dones > 0, self.dones > 0 and not flying
+        best: tuple[Any, ...] = ()
+        for kind, heap in self.at_once.items():
+            while heap and not self._is_current(*heap[0]):
+                heappop(heap)
+            if heap and kind[0] == done:
+                first = (*_rank(kind, hides, queued), -heap[0][0], -heap[0][1])
+                best = max(best, first)
+        if best:
+            k, since = best[-1], self.waiting.pop(best[-1])
+        else:
+            k, since = self._soonest(self.later[done], now, hides, queued)
+        self.dones, self.others = self.dones - done, self.others - (not done)
+        return k, since
 
-    def _made_ready(self, k: int) -> int:
-        """How many values a node is the last to read."""
-        if k in self.start:
-            return 0
-        return sum(self.views[i, self._view(k, i)] == 1 for i in self.nodes[k].reads)
+    def _soonest(
+        self, heap: list[tuple[float, int]], now: float, hides: float | None, queued: bool
+    ) -> tuple[int, float]:
+        """Of those that are ready later the first; of several at the same time the best."""
+        same = [heappop(heap)]
+        while heap and heap[0][0] - now == same[0][0] - now:
+            same.append(heappop(heap))
+        k, since = max(
+            ((k, since) for since, k in same),
+            key=lambda x: (*_rank(self._kind(x[0]), hides, queued), self.made_ready[x[0]], x[0]),
+        )
+        for other in same:
+            if other[1] != k:
+                heappush(heap, other)
+        return k, since
+
+    def _open(self, k: int) -> None:
+        heappush(self.at_once.setdefault(self._kind(k), []), (-self.made_ready[k], -k))
+
+    def _is_current(self, made_ready: int, k: int) -> bool:
+        return -k in self.waiting and -made_ready == self.made_ready[-k]
+
+    def _kind(self, k: int) -> tuple[bool, bool, float, float, bool]:
+        of = self.scheduler
+        after_done = any(b in of.start for b in of.before[k])
+        return k in of.start, k in of.starts, of.depth[k], of.times[k], after_done
+
+
+def _rank(
+    kind: tuple[bool, bool, float, float, bool], hides: float | None, queued: bool
+) -> tuple[Any, ...]:
+    """What is put before all others of those that are ready as soon, the last of a step first.
+
+    The comparisons of `ReadySetLt` of XLA, in its order.
+
+    Args:
+      kind: whether it is a `done`, a start; its depth, its time, whether it comes after a `done`.
+      hides: microseconds until something else is ready.
+      queued: a `done` is ready.
+    """
+    _, start, depth, time, after_done = kind
+    waste = 0.0
+    if hides is not None:  # what is in flight is best hidden by what takes as long
+        waste = float("inf") if start else abs(hides - time)
+    return (
+        not start or queued or depth > 0,
+        start and queued,
+        depth,
+        -waste,
+        after_done,
+    )

@@ -58,6 +58,9 @@ def in_words(
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
             return NO_ANSWER
+        except Exception as error:  # of the model's own, and where: Python would exit as for a no
+            sys.excepthook(type(error), error, error.__traceback__)
+            return NO_ANSWER
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
         except _Stopped as stopped:
