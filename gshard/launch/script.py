@@ -47,6 +47,7 @@ def _write_lines() -> None:
     """A line and its end in one write: C++ writes to the same pipes from threads of its own.
 
     Unbuffered, `print` writes the end of a line by itself, and what comes between joins the line.
+    As on a terminal, what has no end yet waits for it, and is lost with a process that is killed.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=False, line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
