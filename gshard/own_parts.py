@@ -32,7 +32,7 @@ def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[li
         for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
     ]
 
-    def take(xs: list[jax.Array], _: Any, places: list[Layout]) -> list[jax.Array]:
+    def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
         return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
 
     leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
@@ -57,39 +57,40 @@ def publish(tree: Any, plan: Plan, buffer_max_size: int, into: Any = None) -> An
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     leaves, structure = jax.tree.flatten(tree)
-    old = jax.tree.leaves(into)
 
-    def gather(xs: list[jax.Array], old: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
+    def gather(
+        xs: list[jax.Array], places: list[Layout], old: Sequence[jax.Array] = ()
+    ) -> list[jax.Array]:
         return publish_leaves(xs, places, buffer_max_size, into=old)
 
-    leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan, old)
+    old = () if into is None else (jax.tree.leaves(into),)
+    leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan, *old)
     return jax.tree.unflatten(structure, leaves)
 
 
 def _where_layouts_differ(
-    fun: Callable[[list[jax.Array], list[jax.Array], list[Layout]], list[jax.Array]],
+    fun: Callable[..., list[jax.Array]],
     leaves: list[jax.Array],
     before: Sequence[Layout],
     after: Sequence[Layout],
     places: Sequence[Layout],
     plan: Plan,
-    replaced: Sequence[jax.Array] = (),
+    *others: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Runs `fun` on every device's parts of the leaves whose layout changes.
 
-    It is given those of `replaced` too, which lie as after.
+    `others` are as many leaves again, which lie as after; `fun` is given theirs too.
     """
     moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
     if moved:
         specs = [after[i].spec for i in moved]
-        old = [replaced[i] for i in moved] if replaced else []
         results = jax.shard_map(
-            lambda xs, old: fun(xs, old, [places[i].local() for i in moved]),
+            lambda xs, *more: fun(xs, [places[i].local() for i in moved], *more),
             mesh=plan.mesh,
-            in_specs=([before[i].spec for i in moved], specs if old else []),
+            in_specs=([before[i].spec for i in moved], *(specs for _ in others)),
             out_specs=specs,
             check_vma=False,
-        )([leaves[i] for i in moved], old)
+        )([leaves[i] for i in moved], *([x[i] for i in moved] for x in others))
         for i, result in zip(moved, results, strict=True):
             leaves[i] = result
     return leaves
