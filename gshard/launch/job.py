@@ -155,6 +155,7 @@ class _Job:
             if self._one_failed():
                 settle(self._running, self._tick)
                 break
+        self._note()  # who has gone was not killed, also where this program itself had stood
         self._asked = {w.rank for w in self._left()}
         for pid in self._running():
             kill_group(pid)

@@ -11,7 +11,7 @@ from gshard.processes.guardian import kill_group
 
 TICK = 0.05  # seconds that one look at the processes waits for news of them
 FAILED_GRACE = 3.0  # seconds that the others have when one has failed
-_SETTLE = 0.5  # seconds in which those that lost a peer fail by themselves
+_SETTLE = 2.0  # seconds in which those that lost a peer fail by themselves
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -25,9 +25,7 @@ def send(pids: Iterable[int], number: int) -> None:
 
 def settle(running: Callable[[], list[int]], meanwhile: Callable[[], None]) -> None:
     """Waits a moment after a failure: those that follow from it say so, if they may."""
-    deadline = time.monotonic() + _SETTLE
-    while running() and time.monotonic() < deadline:
-        meanwhile()
+    _wait(running, _SETTLE, meanwhile)
 
 
 def end(running: Callable[[], list[int]], grace: float, meanwhile: Callable[[], None]) -> None:
@@ -39,10 +37,17 @@ def end(running: Callable[[], list[int]], grace: float, meanwhile: Callable[[], 
       meanwhile: called while waiting; takes some hundredths of a second.
     """
     send(running(), signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    while running() and time.monotonic() < deadline:
-        meanwhile()
+    _wait(running, grace, meanwhile)
     for pid in running():
         kill_group(pid)
     while running():
+        meanwhile()
+
+
+def _wait(running: Callable[[], list[int]], seconds: float, meanwhile: Callable[[], None]) -> None:
+    """Until none runs, or for a time, with a look after it: this program may itself have stood."""
+    deadline = time.monotonic() + seconds
+    late = False
+    while running() and not late:
+        late = time.monotonic() >= deadline
         meanwhile()
