@@ -12,21 +12,27 @@ NO = 1  # the answer: it does not fit, a promise is broken, a checkpoint is dama
 NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to answer it is missing
 
 
-def print_answer(text: str) -> bool:
-    """Prints a text; False where nobody reads it, and with a line on stderr where it cannot be.
+def print_answer(text: str, code: int) -> int:
+    """Prints an answer and returns its exit code; `NO_ANSWER` where it cannot be written.
 
-    A reader such as `head` has had enough, so that is no error of anybody's.
+    A reader such as `head` may have had enough before the end: what it did not read is no less
+    true, and the code stays.
     """
+    error = print_text(text)
+    return code if error is None or isinstance(error, BrokenPipeError) else NO_ANSWER
+
+
+def print_text(text: str) -> OSError | None:
+    """Prints a text; what kept it from being written, after a line on stderr where one is due."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:
-        _write_no_more()
-        return False
     except OSError as error:
         _write_no_more()
-        print(f"error: stdout cannot be written: {error.strerror or error}.", file=sys.stderr)
-        return False
-    return True
+        if not isinstance(error, BrokenPipeError):
+            why = error.strerror or error
+            print(f"error: stdout cannot be written: {why}.", file=sys.stderr)
+        return error
+    return None
 
 
 def _write_no_more() -> None:

@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gshard.amounts import bytes_of
+
 if TYPE_CHECKING:
     from gshard.audit import Audit, Row
     from gshard.promise import Movement, Promise
@@ -51,8 +53,8 @@ def _collectives_table(rows: tuple[Row, ...]) -> Table:
             f"{row.asynchronous:,}",
             ("<= " if row.conditional else "") + _number(row.times),
             _number(row.elements),
-            size(row.payload_bytes),
-            size(row.wire_bytes),
+            _size(row.payload_bytes),
+            _size(row.wire_bytes),
         )
     return table
 
@@ -85,14 +87,14 @@ def _memory_table(found: Audit) -> Table:
         table.add_column(name, justify="right")
     resident = {} if found.promise is None else found.promise.resident
     for name, amount in resident.items():
-        table.add_row(f"promised: {name}", f"{amount:,}", size(amount))
+        table.add_row(f"promised: {name}", f"{amount:,}", _size(amount))
     on_host = {} if found.promise is None else found.promise.host
     for name, amount in on_host.items():
         if amount:
-            table.add_row(f"promised: {name} on host", f"{amount:,}", size(amount))
+            table.add_row(f"promised: {name} on host", f"{amount:,}", _size(amount))
     for name, amount in found.memory.items():
         if amount or not name.startswith("host_"):
-            table.add_row(name.replace("_", " "), f"{amount:,}", size(amount))
+            table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))
     return table
 
 
@@ -104,11 +106,5 @@ def _number(amount: int | None) -> str:
     return "?" if amount is None else f"{amount:,}"
 
 
-def size(amount: int | None) -> str:
-    """Bytes for people: `1.50 MiB`."""
-    if amount is None:
-        return "?"
-    if amount < 1024:
-        return f"{amount} B"
-    power = min((amount.bit_length() - 1) // 10, 3)
-    return f"{amount / 1024**power:,.2f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+def _size(amount: int | None) -> str:
+    return "?" if amount is None else bytes_of(amount)

@@ -219,6 +219,18 @@ def test_what_was_asked_for_is_kept():
     assert kept == {4}
 
 
+def test_what_is_too_small_to_be_divided_is_not_tried_both_ways(recwarn):
+    """By name the two would be the same line twice, with a warning about what nobody asked for."""
+    host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
+    small = config_of(arguments={"width": 16, "layers": 2}, **host)
+    assert [x.option.beside for x in advise(small)] == [""]
+    assert not [x for x in recwarn if "reshard_after_forward" in str(x.message)]
+    assert {x.option.beside for x in advise(config_of(**host))} == {"", "kept for backward"}
+    asked = dataclasses.replace(small, choices=Choices(reshard_after_forward=False))
+    with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=False changes nothing"):
+        assert [x.option.beside for x in advise(asked)] == ["kept for backward"]
+
+
 def test_offload_takes_the_state_off_the_device():
     config = config_of(arguments={"width": 16384, "layers": 5}, levels=("dp",))
     near, away = (

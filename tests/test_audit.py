@@ -147,8 +147,8 @@ def test_printed(found):
     assert ["reduce-scatter", "scatter", "6,144", "6,144"] in lines
     assert ["all-gather", "gather", "<=", "6,144", "6,144"] in lines
     assert ["all-gather", "publish", "1,234,567", "0"] in lines
-    assert ["argument", "3,072", "3.00", "KiB"] in lines
-    assert ["promised:", "params", "2,048", "2.00", "KiB"] in lines
+    assert ["argument", "3,072", "3.07", "kB"] in lines
+    assert ["promised:", "params", "2,048", "2.05", "kB"] in lines
     assert max(map(len, text.splitlines())) <= 160
     assert "\x1b" not in text
 

@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import gshard
+from gshard.amounts import bytes_of, count_of
 from gshard.command import main
-from gshard.forecast.amounts import bytes_of, count_of
 from gshard.forecast.config import read_config
 from gshard.forecast.paper import DEGREES, SIZES, rounded, table_1
 from gshard.forecast.plan_command import exit_code

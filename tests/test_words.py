@@ -203,10 +203,18 @@ def test_warnings_of_others_are_shown_by_python(capsys):
     assert "old" not in capsys.readouterr().err
 
 
-def test_a_closed_reader_is_no_error():
-    with gshard_command("plan", "--paper") as run:
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["plan", "--paper"], 0),
+        (["advise", "tests.setups:mlp", "--target", "a100:2", "--arguments.width", "300000"], 1),
+        (["doctor", "--quick"], 2),  # the checks end with their reader
+    ],
+)
+def test_a_closed_reader_is_no_error(words, code):
+    with gshard_command(*words) as run:
         run.stdout.close()
-        assert run.wait() == 2
+        assert run.wait() == code
         assert run.stderr.read() == ""
 
 

@@ -106,7 +106,9 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
     for done, option in enumerate(options):
         if report is not None:
             report(done, len(options))
-        found += _judged(setup_of(option), target, option)
+        setup = setup_of(option)
+        if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
+            found += _judged(setup, target, option)
     # Copies change neither activations nor arithmetic: they are tried with what is best without.
     best = best_of_each([x for x in ranked(found) if x.fits])
     copies = [more for x in best for more in copies_of(x.option, target)]
@@ -117,6 +119,18 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
     if report is not None:
         report(len(options) + len(copies), len(options) + len(copies))
     return ranked(found)
+
+
+def _repeats(setup: Setup, target: Target, option: Option) -> bool:
+    """Whether an option keeps what was gathered and gathers nothing, as the one that does not."""
+    if option.choices.reshard_after_forward is not False:
+        return False
+    mesh = abstract_mesh(target.devices, option.replica)
+    return not _gathers(divided(setup, mesh, option.level, option.choices)[1])
+
+
+def _gathers(plan: Plan) -> bool:
+    return any(leaf.dim is not None for leaf in jax.tree.leaves(plan.params))
 
 
 def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
@@ -164,7 +178,7 @@ def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
 
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
-    at_rest = any(x.dim is not None for x in jax.tree.leaves(plan.params))
+    at_rest = _gathers(plan)
     wire: dict[str, int] = dict.fromkeys(("shard", "copies", "publish"), 0)
     for row in seen.collectives:
         if row.kind == "all-gather" and not at_rest:

@@ -9,8 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard.amounts import bytes_of
 from gshard.errors import GShardError, warn
-from gshard.forecast.amounts import bytes_of
 from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.levels import LEVELS, Level

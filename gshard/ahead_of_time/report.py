@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from gshard.amounts import bytes_of
 from gshard.audit_report import total
-from gshard.forecast.amounts import bytes_of
 from gshard.forecast.plan_report import table, text_of
 
 if TYPE_CHECKING:

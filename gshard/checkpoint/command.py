@@ -58,9 +58,7 @@ def main(words: list[str]) -> int:
         text = json.dumps({"directory": str(directory), "steps": [_row(*x) for x in found]})
     else:
         text = "\n".join(_line(*x) for x in found)
-    if not print_answer(text):
-        return NO_ANSWER
-    return NO if any(bad for _, _, bad in found) else YES
+    return print_answer(text, NO if any(bad for _, _, bad in found) else YES)
 
 
 def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[Damage]]]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from gshard.answer import NO, NO_ANSWER, YES, print_answer
+from gshard.answer import NO, NO_ANSWER, YES, print_answer, print_text
 from gshard.doctor import devices
 from gshard.doctor.check import Check
 from gshard.doctor.cluster import cluster
@@ -58,16 +58,16 @@ def main(words: list[str]) -> int:
         with ExitStack() as held:
             for check in _checks(given.quick, given.timeout, held):
                 found.append(check)
-                if not given.json and not print_answer(_lines(check)):
-                    return NO_ANSWER
+                if not given.json and print_text(_lines(check)):
+                    return NO_ANSWER  # nobody reads: the other checks are left out
     except KeyboardInterrupt:
         return 130
     failed = any(check.ok == "fail" for check in found)
-    if given.json:
-        rows = [dataclasses.asdict(check) for check in found]
-        if not print_answer(json.dumps({"ok": not failed, "checks": rows})):
-            return NO_ANSWER
-    return NO if failed else YES
+    code = NO if failed else YES
+    if not given.json:
+        return code
+    rows = [dataclasses.asdict(check) for check in found]
+    return print_answer(json.dumps({"ok": not failed, "checks": rows}), code)
 
 
 def seconds(text: str) -> float:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from gshard.amounts import bytes_of
 from gshard.answer import YES
 from gshard.explain import Explanation, explain
-from gshard.forecast.amounts import bytes_of
 from gshard.forecast.command_line import config_parser, named_config
 from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup

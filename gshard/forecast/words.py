@@ -54,7 +54,7 @@ def in_words(
             asked = read()
             with contextlib.redirect_stdout(sys.stderr):
                 text, code = _worked(work, asked)
-            return code if print_answer(text) else NO_ANSWER
+            return print_answer(text, code)
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
             return NO_ANSWER

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gshard._version import __version__
-from gshard.forecast.amounts import bytes_of, count_of
+from gshard.amounts import bytes_of, count_of
 from gshard.forecast.plan import Forecast, LevelForecast
 from gshard.page.bars import Bar, bars
 from gshard.page.fills import definitions, legend

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.forecast.amounts import bytes_of
+from gshard.amounts import bytes_of
 from gshard.page.markup import Markup, el
 
 _BYTES = ("needs", "has", "host")

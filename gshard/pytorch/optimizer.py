@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gshard.amounts import bytes_of
 from gshard.arguments import flag, shown, whole_number
-from gshard.audit_report import size
 from gshard.errors import ArgumentTypeError, GShardError, did_you_mean, warn
 from gshard.paddle.groups import mesh_of
 from gshard.pytorch.even import Even
@@ -237,7 +237,7 @@ class ZeroRedundancyOptimizer:
             f"ZeroRedundancyOptimizer({self._make.__name__.lower()}, groups: "
             f"{len(self.param_groups)}, devices: {len(loads)}; the fullest updates "
             f"{max(loads):,} elements, {fullest:.2f} of the mean, and keeps "
-            f"{size(engine.state_bytes())} of state; padding: {padding:,} elements; published: "
+            f"{bytes_of(engine.state_bytes())} of state; padding: {padding:,} elements; published: "
             f"{engine.published():,})"
         )
 
