@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import layout as memory
 
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
@@ -172,7 +173,8 @@ def over_micro_batches(
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        now = {**extras_with(parts_now), **total.updates}
+        leaves_now, kept = _as_they_lie((leaves_now, extras_with(parts_now)))
+        now = {**kept, **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         return Total(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
@@ -203,6 +205,21 @@ def total_weight(
         return total + one.weight(leaves, extras, layouts, micro_batch(slices), rng, i), None
 
     return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
+
+
+def _as_they_lie(tree: Any) -> Any:
+    """Arrays in the order of dimensions that they have in memory.
+
+    Or XLA may hand them to the loop in the order that one product in it reads, for which all of a
+    table that is read in two is copied, and held twice.
+    """
+
+    def pin(x: jax.Array) -> jax.Array:
+        if x.ndim < 2 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        return memory.with_layout_constraint(x, memory.Layout(tuple(range(x.ndim))))
+
+    return jax.tree.map(pin, tree)
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:

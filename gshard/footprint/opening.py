@@ -23,7 +23,7 @@ from gshard.footprint.zeros import with_own_zeros
 # What returns its operand: the same numbers, or other words for them.
 _SAME = (
     "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
-    "device_put", "reduce_precision", "optimization_barrier",
+    "device_put", "reduce_precision", "optimization_barrier", "layout_constraint",
 )  # fmt: skip
 # Collectives along a dimension want it to be the major one: those of NCCL, and those of XLA:CPU.
 _MAJOR = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}

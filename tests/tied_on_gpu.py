@@ -1,0 +1,65 @@
+"""Compiles a model whose head is its embedding for GPUs that are not there; prints memory, as JSON.
+
+Run in a process of its own by `tests/test_micro_batches.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+import gshard
+from gshard.footprint.footprint import footprint, trace_step
+from gshard.targets import parse_target
+
+WORDS, WIDTH, ROWS, LENGTH = 8192, 64, 32, 32
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    """Looks words up, and compares with all of them, position by position."""
+    table = params["table"].astype(jnp.bfloat16)
+    x = jnp.take(table, batch["words"], axis=0) @ params["own"].astype(jnp.bfloat16)
+    head = table.T
+
+    @jax.checkpoint
+    def position(total: jax.Array, now: Any) -> tuple[jax.Array, None]:
+        x, y = now
+        logits = (x @ head).astype(jnp.float32)
+        return total + optax.softmax_cross_entropy_with_integer_labels(logits, y).sum(), None
+
+    positions = (x.transpose(1, 0, 2), batch["next"].T)
+    return jax.lax.scan(position, jnp.float32(0), positions)[0] / batch["next"].size
+
+
+def main() -> None:
+    target = parse_target("h100:1x4")
+    mesh = gshard.make_mesh(devices=target.described_devices())
+    params = {
+        "table": jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32),
+        "own": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
+    }
+    found = {"table": 4 * WORDS * WIDTH}
+    for name, frozen in (("trained", None), ("frozen", "^table")):
+        state, plan = gshard.shard_train_state(
+            (params, optax.adam(1e-3)), mesh, "os_g", frozen=frozen
+        )
+        rows = NamedSharding(mesh, plan.batch_spec)
+        words = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=rows)
+        step = gshard.make_train_step(loss, plan, micro_batches=2)
+        traced = trace_step(step, state, {"words": words, "next": words})
+        memory = traced.lower().compile().memory_analysis()
+        found[name] = {
+            "arguments": memory.argument_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+            "estimated": footprint(traced, plan, "gpu").peak,
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
