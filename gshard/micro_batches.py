@@ -63,7 +63,7 @@ class MicroBatch:
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
-        self.targets = targets
+        self.stored, self.targets = stored, targets
         self.scale, self.options = scale, options
         self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
@@ -173,8 +173,8 @@ def over_micro_batches(
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        leaves_now, kept = _as_they_lie((leaves_now, extras_with(parts_now)))
-        now = {**kept, **total.updates}
+        leaves_now = _as_they_lie(leaves_now, one.stored)
+        now = {**_as_they_lie(extras_with(parts_now), layouts), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         return Total(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
@@ -207,19 +207,23 @@ def total_weight(
     return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
 
 
-def _as_they_lie(tree: Any) -> Any:
-    """Arrays in the order of dimensions that they have in memory.
+def _as_they_lie(tree: Any, layouts: Any) -> Any:
+    """Whole arrays are read in the order of dimensions that they have in memory.
 
-    Or XLA may hand them to the loop in the order that one product in it reads, for which all of a
-    table that is read in two is copied, and held twice.
+    Or XLA may hand one to the loop in the order that a product in it reads: all of a table that is
+    looked up, too, is then copied and held twice. Of parts such a copy is small, and what is
+    gathered of them has the order that is wanted.
     """
 
-    def pin(x: jax.Array) -> jax.Array:
-        if x.ndim < 2 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    def pin(x: jax.Array, layout: Layout) -> jax.Array:
+        keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if keys or layout.dim is not None or x.ndim < 2:
             return x
         return memory.with_layout_constraint(x, memory.Layout(tuple(range(x.ndim))))
 
-    return jax.tree.map(pin, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    places = jax.tree.leaves(layouts)
+    return jax.tree.unflatten(structure, map(pin, leaves, places))
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
