@@ -16,6 +16,7 @@ from gshard.collectives import (
     scatter,
     scatter_bucket,
 )
+from gshard.memory_order import as_it_came
 from gshard.scope import Scope
 from gshard.streaming import fetched
 from gshard.use import Use
@@ -106,8 +107,13 @@ class LeafBucket:
 def _held(use: Use, stored: jax.Array) -> jax.Array:
     part = fetched(stored, use.stored)
     if use.neighbours and not use.held:
-        return gather_across(part, use.stored, use.neighbours, use.purpose)
+        return gather_across(_turned_here(part, use), use.stored, use.neighbours, use.purpose)
     return part
+
+
+def _turned_here(part: jax.Array, use: Use) -> jax.Array:
+    """A collective wants the dimension that it joins first: of a stack, layer by layer."""
+    return as_it_came(part) if use.of_stack and use.stored.dim else part
 
 
 def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:
@@ -119,7 +125,7 @@ def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]
         return gather_bucket(kept, [use.stored for use in uses], first.purpose)
     if first.neighbours:
         return [gather_within(kept[0], first.stored, first.neighbours, first.purpose)]
-    return [gather(kept[0], first.stored, first.purpose)]
+    return [gather(_turned_here(kept[0], first), first.stored, first.purpose)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import layout as memory
 
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
@@ -16,6 +15,7 @@ from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, refuse_keys
+from gshard.memory_order import as_it_came
 from gshard.plan import Plan, all_whole
 from gshard.promise import resharding
 from gshard.scope import Scope
@@ -173,8 +173,8 @@ def over_micro_batches(
     def body(total: Total, x: Any) -> tuple[Total, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        leaves_now = _as_they_lie(leaves_now, one.stored)
-        now = {**_as_they_lie(extras_with(parts_now), layouts), **total.updates}
+        leaves_now = _wholes_as_they_came(leaves_now, one.stored)
+        now = {**_wholes_as_they_came(extras_with(parts_now), layouts), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         return Total(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
@@ -207,23 +207,19 @@ def total_weight(
     return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
 
 
-def _as_they_lie(tree: Any, layouts: Any) -> Any:
-    """Whole arrays are read in the order of dimensions that they have in memory.
+def _wholes_as_they_came(tree: Any, layouts: Any) -> Any:
+    """Of a table that is looked up, and is the head too, XLA would hold two orders.
 
-    Or XLA may hand one to the loop in the order that a product in it reads: all of a table that is
-    looked up, too, is then copied and held twice. Of parts such a copy is small, and what is
-    gathered of them has the order that is wanted.
+    Of parts a copy is small, and what is gathered of them has the order that is wanted.
     """
-
-    def pin(x: jax.Array, layout: Layout) -> jax.Array:
-        keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if keys or layout.dim is not None or x.ndim < 2:
-            return x
-        return memory.with_layout_constraint(x, memory.Layout(tuple(range(x.ndim))))
-
     leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
-    return jax.tree.unflatten(structure, map(pin, leaves, places))
+    return jax.tree.unflatten(
+        structure,
+        [
+            as_it_came(x) if layout.dim is None else x
+            for x, layout in zip(leaves, jax.tree.leaves(layouts), strict=True)
+        ],
+    )
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:

@@ -31,6 +31,7 @@ class Use:
         many neighbours hold between them is kept, and gathered among them. False: the whole leaf.
       held: the leaf is given as what neighbours hold between them.
       layer: of the model, as `buckets.layers` names it; small leaves of one layer move together.
+      of_stack: it is one layer of a stack, in the body of a scan.
     """
 
     stored: Layout
@@ -40,6 +41,7 @@ class Use:
     reshard: bool | int = True
     held: bool = False
     layer: str = ""
+    of_stack: bool = False
 
     @property
     def pointless(self) -> bool:
@@ -66,7 +68,7 @@ class Use:
     def of_one_layer(self) -> Use:
         """The use of one layer of a stack, in the body of a scan: all there is one layer."""
         stored, reduced = self.stored.layer(), self.reduced.layer()
-        return dataclasses.replace(self, stored=stored, reduced=reduced, layer="")
+        return dataclasses.replace(self, stored=stored, reduced=reduced, layer="", of_stack=True)
 
     def tap(self) -> jax.Array:
         """Zeros that receive the gradient."""
