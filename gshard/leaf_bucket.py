@@ -113,7 +113,8 @@ def _held(use: Use, stored: jax.Array) -> jax.Array:
 
 def _turned_here(part: jax.Array, use: Use) -> jax.Array:
     """A collective wants the dimension that it joins first: of a stack, layer by layer."""
-    return as_it_came(part) if use.of_stack and use.stored.dim else part
+    inside = use.of_stack and use.stored.dim
+    return as_it_came(part, use.stored.group.platform) if inside else part
 
 
 def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:

@@ -155,6 +155,7 @@ class Group:
       sizes: devices along each shard axis.
       copies: number of shard groups.
       user: axes of the user's own (tensor parallelism), names and sizes.
+      platform: of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty where a mesh has none.
     """
 
     shard: tuple[str, ...]
@@ -162,6 +163,7 @@ class Group:
     sizes: tuple[int, ...]
     copies: int
     user: tuple[tuple[str, int], ...] = ()
+    platform: str = ""
 
     @property
     def size(self) -> int:
@@ -267,7 +269,8 @@ def data_group(
     sizes = tuple(mesh.shape[a] for a in shard)
     copies = math.prod(mesh.shape[a] for a in replica)
     user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
-    return Group(shard, replica, sizes, copies, user)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    return Group(shard, replica, sizes, copies, user, platform)
 
 
 def _axes(

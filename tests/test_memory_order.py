@@ -9,7 +9,14 @@ import optax
 import pytest
 
 import gshard
+from gshard import memory_order
 from tests.ahead_of_time import found_by
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Devices of the CPU are told what those of a GPU are."""
+    monkeypatch.setattr(memory_order, "_PLATFORMS", ("cpu",))
 
 
 def pinned(step, *args):
@@ -26,6 +33,7 @@ def loss(params, batch):
     return ((x - batch["x"]) ** 2).mean()
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
     """Those that are trained and those that are not; a vector has no other order."""
@@ -48,6 +56,12 @@ def test_a_gpu_holds_no_second_order_of_a_table():
         assert 0.9 < program["estimated"] / program["peak"] < 1.2, (kind, found)
 
 
+def test_a_tpu_holds_no_padded_copy_of_a_narrow_matrix():
+    """It lies there transposed, without padding: the other order takes sixteen times as much."""
+    found = found_by("narrow_on_tpu", "tpu-v5e:2x2")
+    assert found["peak"] - found["batch"] < 8 * found["narrow"], found
+
+
 # ---- layers of a scan ---------------------------------------------------------------------------
 
 
@@ -62,6 +76,7 @@ def of_experts(params, x):
     return (jax.lax.scan(jax.checkpoint(layer), x, layers)[0] ** 2).mean()
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("devices", [5, 8])
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -105,3 +120,19 @@ def test_a_gpu_holds_no_second_order_of_a_stack():
         program = found[kind]
         assert program["peak"] - program["arguments"] < most * found["parameters"], (kind, found)
         assert 0.9 < program["estimated"] / program["peak"] < 1.1, (kind, found)
+
+
+# ---- elsewhere ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_can_be_exported(micro_batches):
+    """`jax.export` refuses a program that says how its arrays are to lie in memory."""
+    params = {"w": jnp.ones((24, 16)), "b": jnp.ones(24), "fixed": jnp.ones((24, 16))}
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), gshard.make_mesh(), "p_g_os", segment_size=0
+    )
+    step = gshard.make_train_step(loss, plan, micro_batches=micro_batches)
+    batch = gshard.shard_batch({"x": jnp.ones((16, 16))}, plan)
+    exported = jax.export.export(jax.jit(lambda state, batch: step(state, batch)))(state, batch)
+    assert exported.nr_devices == 8
