@@ -29,6 +29,23 @@ def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gsha
     return gshard.Setup(init, loss, jax.ShapeDtypeStruct((1, width), jnp.float32), shard)
 
 
+def adapters(width: int = 1024, layers: int = 4) -> gshard.Setup:
+    """Small ones are trained, beside large layers that are frozen."""
+
+    def init():
+        base, own = jnp.ones((layers, width, width)), jnp.ones((layers, width))
+        return {"base": base, "own": own}, optax.adamw(1e-3)
+
+    def layer(x, p):
+        return jnp.tanh((x * p["own"]) @ p["base"]), None
+
+    def loss(params, x):
+        return jax.lax.scan(layer, x, params)[0].mean()
+
+    shard = {"frozen": "^base$", "scan_axes": {"": 0}}
+    return gshard.Setup(init, loss, jnp.zeros((1, width)), shard)
+
+
 class _State(TrainState):
     batch_stats: dict
 

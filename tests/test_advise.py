@@ -231,6 +231,17 @@ def test_what_is_too_small_to_be_divided_is_not_tried_both_ways(recwarn):
         assert [x.option.beside for x in advise(asked)] == ["kept for backward"]
 
 
+@pytest.mark.filterwarnings("ignore:100% of the parameters stay whole")
+def test_what_is_frozen_is_gathered_too():
+    """Adapters are too small to be divided, and the layers beside them are not."""
+    host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
+    config = dataclasses.replace(config_of(**host), model="tests.setups:adapters", arguments={})
+    found = {x.option.beside: x for x in advise(config)}
+    assert found["kept for backward"].needs > found[""].needs
+    assert found["kept for backward"].cost.wire < found[""].cost.wire
+    assert {x.cost.publish for x in found.values()} == {0}
+
+
 def test_offload_takes_the_state_off_the_device():
     config = config_of(arguments={"width": 16384, "layers": 5}, levels=("dp",))
     near, away = (

@@ -130,7 +130,8 @@ def _repeats(setup: Setup, target: Target, option: Option) -> bool:
 
 
 def _gathers(plan: Plan) -> bool:
-    return any(leaf.dim is not None for leaf in jax.tree.leaves(plan.params))
+    """Whether something rests divided: parameters, or, beside small ones, those that are frozen."""
+    return any(leaf.dim is not None for leaf in jax.tree.leaves((plan.params, plan.extras)))
 
 
 def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
