@@ -113,8 +113,7 @@ def _held(use: Use, stored: jax.Array) -> jax.Array:
 
 def _turned_here(part: jax.Array, use: Use) -> jax.Array:
     """A collective wants the dimension that it joins first: of a stack, layer by layer."""
-    inside = use.of_stack and use.stored.dim
-    return as_it_came(part, use.stored.group.platform) if inside else part
+    return as_it_came(part, use.stored.group) if use.of_stack and use.stored.dim else part
 
 
 def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:

@@ -216,7 +216,7 @@ def _wholes_as_they_came(tree: Any, layouts: Any) -> Any:
     return jax.tree.unflatten(
         structure,
         [
-            as_it_came(x, layout.group.platform) if layout.dim is None else x
+            as_it_came(x, layout.group) if layout.dim is None else x
             for x, layout in zip(leaves, jax.tree.leaves(layouts), strict=True)
         ],
     )

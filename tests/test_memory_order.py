@@ -49,6 +49,7 @@ def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
 def test_a_gpu_holds_no_second_order_of_a_table():
     """One that is looked up, and is the head, was copied for the loop in the order of the head."""
     found = found_by("tied_on_gpu", "h100:1x4")
+    assert found["gathers"] == 0  # of a weight that lies over an axis of the user's
     for kind, tables in (("trained", 2.2), ("frozen", 1.0)):  # with another order one more
         program = found[kind]
         assert program["peak"] - program["arguments"] < tables * found["table"], (kind, found)

@@ -36,6 +36,20 @@ def loss(params: Any, batch: Any) -> jax.Array:
     return jax.lax.scan(position, jnp.float32(0), positions)[0] / batch["next"].size
 
 
+def gathers_beside_tensor_parallelism(devices: Any) -> int:
+    """How often a program at `dp` gathers, where a weight lies over an axis of the user's."""
+    mesh = gshard.make_mesh(devices=devices, extra={"model": 2})
+    columns = NamedSharding(mesh, jax.P(None, "model"))
+    params = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=columns)}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "dp")
+    rows = NamedSharding(mesh, plan.batch_spec)
+    batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=rows)
+    step = gshard.make_train_step(
+        lambda params, x: jnp.square(x @ params["w"]).mean(), plan, micro_batches=2
+    )
+    return step.lower(state, batch).compile().as_text().count(" all-gather")
+
+
 def main() -> None:
     target = parse_target("h100:1x4")
     mesh = gshard.make_mesh(devices=target.described_devices())
@@ -43,7 +57,7 @@ def main() -> None:
         "table": jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32),
         "own": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32),
     }
-    found = {"table": 4 * WORDS * WIDTH}
+    found: dict[str, Any] = {"table": 4 * WORDS * WIDTH}
     for name, frozen in (("trained", None), ("frozen", "^table")):
         state, plan = gshard.shard_train_state(
             (params, optax.adam(1e-3)), mesh, "os_g", frozen=frozen
@@ -58,6 +72,7 @@ def main() -> None:
             "peak": memory.peak_memory_in_bytes,
             "estimated": footprint(traced, plan, "gpu").peak,
         }
+    found["gathers"] = gathers_beside_tensor_parallelism(target.described_devices())
     print(json.dumps(found))
 
 
