@@ -1,7 +1,8 @@
 """Models that were written after every rule of the analytic footprint, to judge it by.
 
-Nothing of the estimate was chosen with their compiled programs in view, but for `recommendation`,
-which taught `zeros.py` afterwards.
+Nothing of the estimate was chosen with their compiled programs in view, but for two that taught
+rules afterwards: `recommendation` that of `zeros.py`, and `linear-attention`, on CPU with JAX 0.12,
+what is rounded to bfloat16 (`widened.is_rounded`) and what lies behind a barrier (`repeated.py`).
 """
 
 from __future__ import annotations

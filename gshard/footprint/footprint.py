@@ -5,9 +5,8 @@ the way. Results take over the memory of the state they replace, where the state
 `compiled_peak` is the figure of a compiled step that it stands beside.
 
 Further off than 10 % (`benchmarks/footprint.py` prints every figure, `docs/plan.md` has them) are,
-on GPU, layers of experts that are gathered (0.86 times what is needed), convolutions of few
-rows (0.9) and models that are mostly tables (0.86); on CPU, with JAX 0.12, loops over positions or
-chunks (0.82) and convolutions whose kernels are gathered (0.86).
+on GPU, models that are mostly tables (0.86 times what is needed); on CPU, with JAX 0.12,
+convolutions whose kernels are gathered (0.86).
 """
 
 from __future__ import annotations

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from gshard.footprint.canonical_products import with_canonical_products
 from gshard.footprint.combine import Kernel, combined
 from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.program import FREE, RESHAPED, Op, Program
+from gshard.footprint.repeated import with_repeated
 from gshard.footprint.siblings import siblings_joined
 from gshard.footprint.split_products import with_split_products
 from gshard.footprint.views import views
-from gshard.footprint.widened import with_widened
+from gshard.footprint.widened import is_rounded, with_widened
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {
@@ -56,6 +58,10 @@ def fusible(name: str) -> bool:
     return name in _CHEAP or name in _DEAR
 
 
+def _is_cheap(op: Op, program: Program) -> bool:
+    return op.name in _CHEAP and not is_rounded(op, program.values[op.outs[0]])
+
+
 @dataclass
 class Fused:
     """A program as kernels on buffers.
@@ -83,7 +89,10 @@ def _fused(program: Program, platform: str) -> Fused:
         program = with_split_products(program)
     if platform == "cpu":
         program = with_canonical_products(program)
-        if not NEW_CPU:
+        if NEW_CPU:
+            cheap = partial(_is_cheap, program=program)
+            program = with_repeated(program, cheap, absorbs)
+        else:
             program = with_widened(program, absorbs)
     return _Fusion(program, platform).result()
 
@@ -175,7 +184,7 @@ class _Fusion:
     def _computed_where_read(
         self, op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[Op]
     ) -> bool:
-        if not fusible(op.name) or self.results.intersection(op.outs):
+        if op.held or not fusible(op.name) or self.results.intersection(op.outs):
             return False
         if not all(absorbs(user.name) for user, _ in users):
             return False
@@ -183,7 +192,7 @@ class _Fusion:
             if op.name == "sum_parts":  # and what is written in place is computed before
                 return len(kernels) == 1 and kernels[0].name not in IN_PLACE
             return self.platform != "gpu" or not self._read_too_often(op, len(kernels))
-        if op.name in _DEAR and len(kernels) > 1:
+        if len(kernels) > 1 and not _is_cheap(op, self.program):
             return False
         return _into_reductions(op, users, kernels)
 

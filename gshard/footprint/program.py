@@ -64,6 +64,7 @@ class Op:
       bodies: programs that it runs: of a loop or a condition.
       trips: how often; 1 where unknown.
       carried: for a loop, (place of the operand, place of the result) of each carry.
+      held: its result is a buffer, whatever reads it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Op:
     bodies: list[Program] = field(default_factory=list)
     trips: int = 1
     carried: list[tuple[int, int]] = field(default_factory=list)
+    held: bool = False
 
 
 @dataclass

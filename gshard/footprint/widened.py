@@ -1,4 +1,4 @@
-"""Values of 16 bits that XLA:CPU reads and writes in float32."""
+"""Values of 16 bits that XLA:CPU computes, or reads and writes, in float32."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import jax.numpy as jnp
 
 from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.program import COLLECTIVES, FREE, RESHAPED, Op, Program, Value
+
+_NOT_ROUNDED = {  # by dumps of JAX 0.12: done in bfloat16, or they only move elements
+    "abs", "broadcast_in_dim", "clamp", "concatenate", "dynamic_slice", "gather", "max", "min",
+    "neg", "pad", "reorder", "rev", "select_n", "sign", "slice", "split", "stack", "transpose",
+}  # fmt: skip
 
 
 def is_narrow(value: Value) -> bool:
@@ -22,6 +27,14 @@ def written_wide(op: Op, value: Value) -> bool:
     Collectives always are done in it; up to JAX 0.11 everything is. A loop carries what it is told.
     """
     return is_narrow(value) and not op.bodies and (not NEW_CPU or op.name in COLLECTIVES)
+
+
+def is_rounded(op: Op, value: Value) -> bool:
+    """Whether what an operation gives is rounded from float32 to bfloat16, from JAX 0.12 on.
+
+    That is dear, so that it is done once (`CpuInstructionFusion::IsExpensive`).
+    """
+    return NEW_CPU and value.dtype == jnp.bfloat16 and op.name not in _NOT_ROUNDED
 
 
 def with_widened(program: Program, absorbs: Callable[[str], bool]) -> Program:
