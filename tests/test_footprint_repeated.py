@@ -31,6 +31,10 @@ def product(y, w):
     return y @ w  # of the rows, merged
 
 
+def rows(y):
+    return y.reshape(-1, y.shape[-1])
+
+
 def outer(y, z):
     return jnp.einsum("btf,btg->fg", y, z)  # of the left one in another order
 
@@ -45,6 +49,8 @@ def outer(y, z):
         (lambda x, z: x * 2, lambda y, z, w: (product(y, w), outer(y, z), y.sum(0)), 3),
         (lambda x, z: x * 2, lambda y, z, w: (product(y, w), product(y, w.T)), 1),
         (lambda x, z: x * 2, lambda y, z, w: (y, jnp.tanh(y)), 2),
+        (lambda x, z: x * 2, lambda y, z, w: (rows(y).sum(0), y.sum(0)), 1),
+        (lambda x, z: x * 2, lambda y, z, w: (rows(y) @ w, rows(y).sum(0)), 2),
         (lambda x, z: jnp.tanh(x), lambda y, z, w: (product(y, w), y.sum(0)), 1),
     ],
 )
@@ -63,6 +69,22 @@ def test_only_what_is_read_as_it_lies_must_be_in_memory():
     (product_,), (sum_,) = made(found, "dot_general"), made(found, "reduce_sum")
     held = {op.outs[0]: op.held for op in made(found, "mul")}
     assert not held[product_.ins[0]] and held[sum_.ins[0]]
+
+
+def test_a_reduction_reads_what_is_in_memory_in_another_shape():
+    found = repeated(lambda x: (jnp.tanh(x * 2), rows(x * 2).sum(0)), X)
+    (sum_,) = made(found, "reduce_sum")
+    (reshape,) = (op for op in found.ops if op.outs[0] == sum_.ins[0])
+    held = {op.outs[0]: op.held for op in made(found, "mul")}
+    assert sorted(held.values()) == [False, True] and held[reshape.ins[0]]
+
+
+def test_what_a_barrier_holds_in_another_shape_lies_in_memory():
+    found = repeated(lambda x: (jax.lax.optimization_barrier(rows(x * 2)), jnp.tanh(x * 2)), X)
+    (barrier,) = made(found, "optimization_barrier")
+    (reshape,) = (op for op in found.ops if op.outs[0] == barrier.ins[0])
+    held = {op.outs[0]: op.held for op in made(found, "mul")}
+    assert sorted(held.values()) == [False, True] and held[reshape.ins[0]]
 
 
 @pytest.mark.parametrize("barrier", [False, True])

@@ -28,7 +28,8 @@ def with_repeated(
     computes, which then reads what the value is made from, even if the value itself has to lie in
     memory for another, such as a loop (`InstructionFusion::ComputeGloballyUnfusible`). Then alone
     it must be made from one array of its size at most. A reduction reads from memory what others
-    read too (`LibraryRewriter`), and so does an optimization barrier, which still is there.
+    read too (`LibraryRewriter`), as it lies whatever changes its shape between. So does an
+    optimization barrier, which still is there, in the shape that it is handed.
 
     Args:
       program: of one device, in canonical order.
@@ -48,13 +49,14 @@ class _Repeating:
         self.made = {out: op for op in program.ops for out in op.outs}
         self.view = views(program, "cpu")
         self.readings: dict[int, dict[_Reading, None]] = defaultdict(dict)  # of a root, in order
-        self.barred: set[int] = set()
+        self.barred: dict[int, set[_Reading]] = defaultdict(set)  # of a root, by barriers
         for op in program.ops:
             if op.name not in RESHAPED:
                 for place, i in enumerate(op.ins):
-                    self.readings[self.root(i)][self.reading(op, place)] = None
-            if op.name == "optimization_barrier":
-                self.barred.update(map(self.root, op.ins))
+                    root, reading = self.root(i), self.reading(op, place)
+                    self.readings[root][reading] = None
+                    if op.name == "optimization_barrier":
+                        self.barred[root].add(reading)
         for i in program.outputs:
             self.readings[self.root(i)][self.lying(i)] = None
         self.found = dataclasses.replace(program, ops=[], values=list(program.values))
@@ -76,8 +78,9 @@ class _Repeating:
     def reading(self, op: Op, place: int) -> _Reading:
         """How an operation reads an operand."""
         i = op.ins[place]
-        reduces = op.name.startswith(("reduce_", "arg"))
-        if i == FREE or op.outs[0] in self.view or reduces:
+        if op.name.startswith(("reduce_", "arg")) and self.absorbs(op.name):  # no collective
+            return _AS_IT_LIES
+        if i == FREE or op.outs[0] in self.view:
             return self.lying(i)
         if op.name == "dot_general":
             return self._in_shape(i, _merged(op, place, self.program.values[i].shape))
@@ -114,12 +117,14 @@ class _Repeating:
                 continue
             readings = self.repeated(op)
             ins = [self.read(i, self.reading(op, place)) for place, i in enumerate(op.ins)]
-            op = dataclasses.replace(op, ins=ins, held=bool(self.barred.intersection(op.outs)))
+            barred = {reading for out in op.outs for reading in self.barred[out]}
+            op = dataclasses.replace(op, ins=ins, held=bool(barred))
             for reading in readings:
                 if reading != _AS_IT_LIES:
                     made = self.found.new(self.program.values[op.outs[0]])
                     self.copies[op.outs[0], reading] = made
-                    self.found.ops.append(dataclasses.replace(op, outs=[made], held=False))
+                    held = reading in barred
+                    self.found.ops.append(dataclasses.replace(op, outs=[made], held=held))
             if not readings:
                 self.found.ops.append(op)
             elif _AS_IT_LIES in readings:
