@@ -79,6 +79,17 @@ def test_a_reduction_reads_what_is_in_memory_in_another_shape():
     assert sorted(held.values()) == [False, True] and held[reshape.ins[0]]
 
 
+def test_a_collective_reads_the_shape_that_it_is_handed():
+    """One sums, too, and its name begins as those of reductions do."""
+
+    def function(x):
+        return jax.lax.psum_scatter(rows(x * 2), "i", tiled=True), (x * 2).sum(0)
+
+    closed = jax.make_jaxpr(function, axis_env=[("i", 2)])(X)
+    found = with_repeated(program_of(closed, [None], True, "cpu"), lambda _: True, absorbs)
+    assert len(made(found, "mul")) == 2
+
+
 def test_what_a_barrier_holds_in_another_shape_lies_in_memory():
     found = repeated(lambda x: (jax.lax.optimization_barrier(rows(x * 2)), jnp.tanh(x * 2)), X)
     (barrier,) = made(found, "optimization_barrier")
