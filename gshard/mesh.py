@@ -269,7 +269,7 @@ def data_group(
     sizes = tuple(mesh.shape[a] for a in shard)
     copies = math.prod(mesh.shape[a] for a in replica)
     user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) and mesh.size else ""
     return Group(shard, replica, sizes, copies, user, platform)
 
 
