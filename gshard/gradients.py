@@ -59,8 +59,7 @@ def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
     """Refuses options that this plan cannot follow, and names one that changes nothing."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
-    divided = (*jax.tree.leaves(plan.params), *jax.tree.leaves(plan.extras))
-    if any(layout.dim is not None for layout in divided):
+    if plan.gathers:
         return
     why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"
     for name, default in (("reshard_after_forward", True), ("sync_comm", False)):

@@ -212,14 +212,11 @@ def _wholes_as_they_came(tree: Any, layouts: Any) -> Any:
 
     Of parts a copy is small, and what is gathered of them has the order that is wanted.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(
-        structure,
-        [
-            as_it_came(x, layout.group) if layout.dim is None else x
-            for x, layout in zip(leaves, jax.tree.leaves(layouts), strict=True)
-        ],
-    )
+
+    def held(x: jax.Array, layout: Layout) -> jax.Array:
+        return as_it_came(x, layout.group) if layout.dim is None else x
+
+    return jax.tree.map(held, tree, layouts)
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:

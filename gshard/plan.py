@@ -117,6 +117,12 @@ class Plan:
             host += sum(x.bytes_per_device for x in leaves if x.on_host)
         return found | {"host": host}
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a loss needs whole what rests divided: parameters, or what is frozen and such."""
+        leaves = jax.tree.leaves((self.params, self.extras))
+        return any(layout.dim is not None for layout in leaves)
+
     def pin(self, tree: Any, layouts: Any) -> Any:
         """Logical values to storage on the device, inside a jitted program: padded, and held."""
         leaves, structure = jax.tree.flatten(tree)

@@ -15,8 +15,9 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import footprint, trace_step
+from gshard.footprint.footprint import trace_step
 from gshard.targets import parse_target
+from tests.compiled_memory import memory_on_gpu
 
 LAYERS, EXPERTS, WIDTH = 32, 3, 512
 
@@ -41,13 +42,7 @@ def main() -> None:
     found = {"parameters": plan.bytes_per_device["params"]}
     for name, reshard in (("parts", True), ("neighbours", 2)):
         step = gshard.make_train_step(loss, plan, reshard_after_forward=reshard)
-        traced = trace_step(step, state, batch)
-        memory = traced.lower().compile().memory_analysis()
-        found[name] = {
-            "arguments": memory.argument_size_in_bytes,
-            "peak": memory.peak_memory_in_bytes,
-            "estimated": footprint(traced, plan, "gpu").peak,
-        }
+        found[name] = memory_on_gpu(trace_step(step, state, batch), plan)
     print(json.dumps(found))
 
 

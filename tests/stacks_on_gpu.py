@@ -15,8 +15,9 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import footprint, trace_step
+from gshard.footprint.footprint import trace_step
 from gshard.targets import parse_target
+from tests.compiled_memory import memory_on_gpu
 
 LAYERS, WIDTH = 16, 2048
 
@@ -39,13 +40,7 @@ def main() -> None:
     rows = NamedSharding(mesh, plan.batch_spec)
     batch = jax.ShapeDtypeStruct((64, WIDTH), jnp.bfloat16, sharding=rows)
     traced = trace_step(gshard.make_train_step(loss, plan), state, batch)
-    memory = traced.lower().compile().memory_analysis()
-    found = {
-        "parameters": 2 * LAYERS * WIDTH**2,
-        "arguments": memory.argument_size_in_bytes,
-        "peak": memory.peak_memory_in_bytes,
-        "estimated": footprint(traced, plan, "gpu").peak,
-    }
+    found = {"parameters": 2 * LAYERS * WIDTH**2, **memory_on_gpu(traced, plan)}
     print(json.dumps(found))
 
 

@@ -33,16 +33,21 @@ def loss(params, batch):
     return ((x - batch["x"]) ** 2).mean()
 
 
-@pytest.mark.usefixtures("as_on_gpu")
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
-    """Those that are trained and those that are not; a vector has no other order."""
+def of_matrices(micro_batches):
+    """A step, and what it takes: matrices that rest whole, trained and frozen, and a vector."""
     params = {"w": jnp.ones((24, 16)), "b": jnp.ones(24), "fixed": jnp.ones((24, 16))}
     state, plan = gshard.shard_train_state(
         (params, optax.sgd(0.1)), gshard.make_mesh(), "os_g", frozen="^fixed", segment_size=0
     )
     step = gshard.make_train_step(loss, plan, micro_batches=micro_batches)
-    batch = gshard.shard_batch({"x": jnp.ones((16, 16))}, plan)
+    return step, state, gshard.shard_batch({"x": jnp.ones((16, 16))}, plan)
+
+
+@pytest.mark.usefixtures("as_on_gpu")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
+    """Those that are trained and those that are not; a vector has no other order."""
+    step, state, batch = of_matrices(micro_batches)
     assert pinned(step, state, batch) == ["[1, 0]"] * (2 if micro_batches > 1 else 0)
 
 
@@ -129,11 +134,6 @@ def test_a_gpu_holds_no_second_order_of_a_stack():
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_step_can_be_exported(micro_batches):
     """`jax.export` refuses a program that says how its arrays are to lie in memory."""
-    params = {"w": jnp.ones((24, 16)), "b": jnp.ones(24), "fixed": jnp.ones((24, 16))}
-    state, plan = gshard.shard_train_state(
-        (params, optax.sgd(0.1)), gshard.make_mesh(), "p_g_os", segment_size=0
-    )
-    step = gshard.make_train_step(loss, plan, micro_batches=micro_batches)
-    batch = gshard.shard_batch({"x": jnp.ones((16, 16))}, plan)
+    step, state, batch = of_matrices(micro_batches)
     exported = jax.export.export(jax.jit(lambda state, batch: step(state, batch)))(state, batch)
     assert exported.nr_devices == 8

@@ -14,8 +14,9 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import footprint, trace_step
+from gshard.footprint.footprint import trace_step
 from gshard.targets import parse_target
+from tests.compiled_memory import memory_on_gpu
 
 WORDS, WIDTH, ROWS, LENGTH = 8192, 64, 32, 32
 
@@ -65,13 +66,7 @@ def main() -> None:
         rows = NamedSharding(mesh, plan.batch_spec)
         words = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=rows)
         step = gshard.make_train_step(loss, plan, micro_batches=2)
-        traced = trace_step(step, state, {"words": words, "next": words})
-        memory = traced.lower().compile().memory_analysis()
-        found[name] = {
-            "arguments": memory.argument_size_in_bytes,
-            "peak": memory.peak_memory_in_bytes,
-            "estimated": footprint(traced, plan, "gpu").peak,
-        }
+        found[name] = memory_on_gpu(trace_step(step, state, {"words": words, "next": words}), plan)
     found["gathers"] = gathers_beside_tensor_parallelism(target.described_devices())
     print(json.dumps(found))
 

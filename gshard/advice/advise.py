@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from gshard.advice.cost import Cost, cost
 from gshard.advice.options import Option, copies_of, options_of
 from gshard.errors import GShardError
@@ -126,12 +124,7 @@ def _repeats(setup: Setup, target: Target, option: Option) -> bool:
     if option.choices.reshard_after_forward is not False:
         return False
     mesh = abstract_mesh(target.devices, option.replica)
-    return not _gathers(divided(setup, mesh, option.level, option.choices)[1])
-
-
-def _gathers(plan: Plan) -> bool:
-    """Whether something rests divided: parameters, or, beside small ones, those that are frozen."""
-    return any(leaf.dim is not None for leaf in jax.tree.leaves((plan.params, plan.extras)))
+    return not divided(setup, mesh, option.level, option.choices)[1].gathers
 
 
 def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
@@ -179,7 +172,7 @@ def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
 
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
-    at_rest = _gathers(plan)
+    at_rest = plan.gathers
     wire: dict[str, int] = dict.fromkeys(("shard", "copies", "publish"), 0)
     for row in seen.collectives:
         if row.kind == "all-gather" and not at_rest:
