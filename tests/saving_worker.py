@@ -20,6 +20,7 @@ BEFORE, AFTER = (0, 1), (2, 3)
 def main(coordinator: str, processes: str, rank: str, file: str, each: str, folder: str) -> None:
     gshard.init_parallel_env(coordinator, int(processes), int(rank))
     gshard.virtual_devices(int(each))
+    import jax
     import numpy as np
 
     from tests.test_checkpoints import Training
@@ -43,7 +44,20 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
     together = gshard.Checkpointer(directory / "together", keep_last=1)
     for step in (1, 2):
         together.save(step, run.state, data_state={"rank": me}, metadata={"writer": me})
+    rewrapped = [
+        jax.make_array_from_single_device_arrays(
+            x.shape, x.sharding, [part.data for part in x.addressable_shards]
+        )
+        for x in jax.tree.leaves(run.state)
+    ]
+    same = jax.tree.unflatten(jax.tree.structure(run.state), rewrapped)
+    together.save(2, run.state)  # written already
+    together.save(2, same if me else run.state)  # and so are these: other objects in one process
     found["after"] = run.train(*AFTER)
+    try:
+        together.save(2, run.state)
+    except gshard.GShardError as error:
+        found["other"] = [str(error)]
     together.wait()
     found["steps"] = together.all_steps()
     again = Training("dp", devices)

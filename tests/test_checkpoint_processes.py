@@ -49,6 +49,7 @@ def assert_is_what_they_had(process, rank):
     assert process["rank"].tolist() == [rank]  # each its own data state
     assert process["writer"].tolist() == [0]  # the metadata of the first
     assert process["steps"].tolist() == [2]
+    assert "another state under this number" in process["other"].tolist()[0]
 
 
 def assert_was_told_what_was_wrong(process):

@@ -435,6 +435,43 @@ def test_the_step_that_was_saved_last_is_not_written_again(tmp_path, run):
     assert checkpointer.all_steps() == [5]
 
 
+def test_another_state_under_the_number_saved_last_is_refused(tmp_path):
+    run = Training("os", 2)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, run.state)
+        saved = run.whole()
+        run.train(0)
+        with pytest.raises(gshard.GShardError, match="another state.*: params.*delete\\(5\\)"):
+            checkpointer.save(5, run.state)
+        run.state = checkpointer.restore(like=run.state).state
+        assert_equal_bits(run.whole(), saved)
+        assert checkpointer.all_steps() == [5]
+
+
+def test_the_same_values_in_other_arrays_are_the_same_state(tmp_path):
+    run = Training("p_g_os", 4)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, run.state)
+        checkpointer.save(5, jax.tree.map(jnp.copy, run.state))
+        checkpointer.delete(5)
+        checkpointer.save(6, run.state)
+    assert checkpointer.all_steps() == [6]
+
+
+def test_after_a_skipped_step_the_state_counts_as_the_same(tmp_path):
+    """A loop that saves by `state.step` meets the number of the last save again."""
+    params = {"w": np.ones((8, 64), np.float32)}
+    state, plan = gshard.shard_train_state(
+        (params, optax.adam(1e-2)), gshard.make_mesh(), "os", segment_size=0
+    )
+    step = gshard.make_train_step(lambda p, batch: (batch @ p["w"]).mean(), plan)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        for value in (1.0, np.nan, 1.0):
+            state, _ = step(state, np.full((8, 8), value, np.float32))
+            checkpointer.save(int(state.step), state)
+    assert checkpointer.all_steps() == [1, 2]
+
+
 def test_a_save_that_is_on_its_way_is_no_step(tmp_path):
     run = Training("os", 2)
     checkpointer = gshard.Checkpointer(tmp_path, asynchronous=False)

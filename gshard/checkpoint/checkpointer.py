@@ -156,8 +156,8 @@ class Checkpointer:
         copies and writes its own parts, nothing is gathered.
 
         Args:
-          step: its number, larger than those that are there; the one that was saved last is not
-            written again.
+          step: its number, larger than those that are there. The one that was saved last may be
+            given again with the same state, and is not written again.
           state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
           data_state: where the data is, such as `loader.state_dict()`: JSON or bytes, each
             process's own.
@@ -167,7 +167,8 @@ class Checkpointer:
         Raises:
           SaveFailedError: this step, or the one before, could not be written. Steps before are as
             they were, and `save` may be called again.
-          GShardError: for a state, a step or metadata that cannot be saved; nothing was written.
+          GShardError: for a state, a step or metadata that cannot be saved, or another state under
+            the number that was saved last; nothing was written.
         """
 
         def contents() -> Contents:

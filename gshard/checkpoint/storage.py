@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from gshard.checkpoint.manifest import Range
 from gshard.errors import GShardError
@@ -67,6 +68,25 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         raise GShardError(f"{unreadable(error)} `gshard verify` names the files.") from error
 
 
+def differing(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+    """Paths of the arrays that do not have the bits of what was written; one is read at a time.
+
+    Raises:
+      GShardError: it is damaged, or gone.
+    """
+    found = []
+    for path, x in arrays.items():
+        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        pairs = zip(
+            x.addressable_shards,
+            read(step, {path: wanted})[path].addressable_shards,
+            strict=True,
+        )
+        if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
+            found.append(path)
+    return found
+
+
 def how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
     """What Orbax is to make of one array."""
     import orbax.checkpoint as ocp
@@ -121,6 +141,10 @@ def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, li
     if "location" in newest:
         walk(newest["location"], b"")
     return found
+
+
+def _bits(x: jax.Array) -> bytes:
+    return np.asarray(x).tobytes()
 
 
 def _own_folder(process: int) -> str:

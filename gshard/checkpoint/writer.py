@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,8 +20,12 @@ from gshard.checkpoint.keep import Keep
 from gshard.checkpoint.manifest import PARTS
 from gshard.checkpoint.matching import check_same_run
 from gshard.checkpoint.saving import Saving
-from gshard.errors import GShardError, warn
+from gshard.errors import GShardError, some, warn
+from gshard.exchange import tell_processes
 from gshard.together import FailedError, together
+
+# What a skipped step changes, which keeps the number of the step: the state counts as the same.
+_COUNTS = ("opt_state/guard/", "opt_state/scaler/")
 
 
 class Contents(NamedTuple):
@@ -51,6 +56,7 @@ class Writer:
         self._unlock: Callable[[], object] = str
         self._saving: Saving | None = None
         self._newest_own: int | None = None  # the last step that this one has written
+        self._arrays: dict[str, weakref.ref[jax.Array]] = {}  # of the last step that was begun
         self._lost = 0  # saves begun that are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
@@ -65,8 +71,10 @@ class Writer:
         """
         contents = self._prepared(describe)
         if contents.step == self._newest_own:
+            self._check_same(contents)
             return
         self._newest_own = None
+        self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
         folder = self._folder(contents.step)
         self._lost += 1
         begun: list[Callable[[], None]] = []
@@ -120,6 +128,39 @@ class Writer:
                 raise
             raise self._failed(found[0].step, error) from error.__cause__
         return found[0]
+
+    def _check_same(self, contents: Contents) -> None:
+        """Refuses another state under the number of the step that was just written.
+
+        Arrays that are not those that were written are compared with the files.
+        """
+        others = {path: x for path, x in contents.arrays.items() if self._is_other(path, x)}
+        # Every process reads the same arrays, as in a restore.
+        paths = set().union(*map(json.loads, tell_processes(json.dumps([*others])).values()))
+        folder = self._directory / str(contents.step)
+
+        def compare() -> None:
+            read = {path: x for path, x in contents.arrays.items() if path in paths}
+            found = storage.differing(folder, read)
+            if found:
+                raise GShardError(
+                    f"save: {folder} holds another state under this number: {some(found)} "
+                    f"differ{'s' * (len(found) == 1)}. Nothing was written. Save this state under "
+                    "a later number, such as the number of steps so far; or take the other one "
+                    f"away first: checkpointer.delete({contents.step})."
+                )
+
+        try:
+            together(compare)
+        except FailedError as error:
+            raise self._failed(contents.step, error) from error.__cause__
+
+    def _is_other(self, path: str, x: jax.Array) -> bool:
+        """Whether an array may have other values than the one that was written."""
+        if path.startswith(_COUNTS):
+            return False
+        written = self._arrays.get(path)
+        return written is None or written() is not x
 
     def wait(self) -> None:
         """Waits for the step that is being written.
