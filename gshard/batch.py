@@ -208,13 +208,15 @@ def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
                 "arrays of a batch share their leading dimension."
             )
     if count % unit or not count:
-        over = f"{devices} devices" + (
-            f" x {micro_batches} micro-batches" if micro_batches > 1 else ""
-        )
         nearest = max(unit, count // unit * unit)
+        over, fewer = f"the {devices} devices", ""
+        if micro_batches > 1:
+            over = f"{devices} devices x {micro_batches} micro-batches = {unit}"
+            fewer = ", or fewer micro-batches"
+        found = f"{count} examples, which is not a multiple of {over}" if count else "no examples"
         raise GShardError(
-            f"batch{subscript(first)} has {count} rows, which do not divide over {over} = {unit}. "
-            f"Use {nearest} or {nearest + unit} rows (or fewer micro-batches or devices)."
+            f"batch{subscript(first)} has {found}. Use {nearest} or {nearest + unit} "
+            f"examples{fewer}."
         )
     return count
 

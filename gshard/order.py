@@ -53,8 +53,8 @@ class Order:
         if size % places:
             near = max(places, size // places * places)
             raise GShardError(
-                f"batch_size={size}, the rows of the global batch, does not divide over the "
-                f"{places} devices of the mesh that take rows. Use {near} or {near + places}."
+                f"batch_size={size}, the examples of the global batch, is not a multiple of the "
+                f"{places} devices that they are sharded over. Use {near} or {near + places}."
             )
         if self.drop and length < size:
             raise GShardError(
@@ -66,9 +66,10 @@ class Order:
             near = length // places * places
             fewer = f"{near} or " if near else ""
             raise GShardError(
-                f"drop_remainder=False: the last batch has {length % size} rows, which do not "
-                f"divide over {places} devices. Give {fewer}{near + places} rows instead of "
-                f"{length} (rows that fill up can weigh 0, gshard.Weighted), or drop the remainder."
+                f"drop_remainder=False: the last batch has {length % size} examples, which is "
+                f"not a multiple of the {places} devices. Give {fewer}{near + places} examples "
+                f"instead of {length} (examples that fill up can weigh 0, gshard.Weighted), or "
+                "drop the remainder."
             )
 
 

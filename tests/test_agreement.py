@@ -41,7 +41,10 @@ REFUSED = {
     "unequal_first": ("error in 0", "the same number of rows", "process 0 gave 4", "1 gave 6"),
     "unequal_later": ("error in 1", "the same number of rows", "process 0 gave 4", "1 gave 6"),
     "uneven_wrong": ("error in 0", "process 0 gave 4 for 2, process 1 gave 4 for 1", "Weighted"),
-    "one_does_not_divide": ("error in 0", "batch['x'] has 5 rows, which do not divide over 2"),
+    "one_does_not_divide": (
+        "error in 0",
+        "batch['x'] has 5 examples, which is not a multiple of the 2",
+    ),
     "dtypes": ("error in 0", "x float32[rows, 2], process 1: x float16[rows, 2]"),
     "widths": ("error in 0", "x float32[rows, 2], process 1: x float32[rows, 3]"),
     "crosswise": ("error in 2", "the same number of rows", "process 0 gave 4", "1 gave 8"),
@@ -110,7 +113,7 @@ def test_a_process_that_gave_up_says_so_at_once(found):
 
 
 def test_a_fault_of_one_process_does_not_wait_as_long(found):
-    assert "batch['x'] has 5 rows" in str(found[1]["fault_alone"])
+    assert "batch['x'] has 5 examples" in str(found[1]["fault_alone"])
     assert 1.9 < float(found[1]["fault_seconds"]) < 3.9
 
 

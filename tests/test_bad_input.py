@@ -284,10 +284,10 @@ def test_more_virtual_devices_than_jax_started_with():
 @pytest.mark.parametrize(
     ("rows", "micro_batches", "parts"),
     [
-        (13, 1, ("'x'", "13 rows", "8 devices", "8 or 16")),
-        (24, 2, ("'x'", "24 rows", "8 devices", "2 micro-batches", "16 or 32")),
-        (4, 1, ("'x'", "4 rows", "8 devices", "8")),
-        (0, 1, ("'x'", "0 rows", "8 devices", "8")),
+        (13, 1, ("'x'", "13 examples, which is not a multiple of the 8 devices. Use 8 or 16")),
+        (24, 2, ("'x'", "24 examples", "8 devices x 2 micro-batches = 16. Use 16 or 32")),
+        (4, 1, ("'x'", "4 examples", "8 devices", "8")),
+        (0, 1, ("'x'", "has no examples. Use 8 or 16 examples.")),
     ],
 )
 def test_rows_that_do_not_divide(rows, micro_batches, parts):
@@ -301,7 +301,7 @@ def test_rows_that_do_not_divide(rows, micro_batches, parts):
 def test_rows_that_do_not_divide_in_the_users_loop():
     state, plan = divided()
     train_step = jax.jit(gshard.value_and_grad(MODEL.loss, plan, micro_batches=2))
-    with refused("'x'", "24 rows", "8 devices", "2 micro-batches"):
+    with refused("'x'", "24 examples", "8 devices", "2 micro-batches"):
         train_step(state.params, batch(24))
     train_step(state.params, batch(32))
 
@@ -309,7 +309,7 @@ def test_rows_that_do_not_divide_in_the_users_loop():
 def test_rows_that_do_not_divide_in_evaluation():
     state, plan = divided()
     evaluate = gshard.make_eval_step(MODEL.loss, plan)
-    with refused("'x'", "13 rows", "8 devices"):
+    with refused("'x'", "13 examples", "8 devices"):
         evaluate(state, batch(13))
     evaluate(state, batch())
 
@@ -347,7 +347,7 @@ def test_batches_that_cannot_be(given, parts):
     [
         ("text", ("'y'", "'text'", "arrays")),
         (np.ones(8), ("'x'", "global array of 16 rows", "make 8")),
-        (np.ones(12), ("'y'", "12 rows", "8 devices")),
+        (np.ones(12), ("'y'", "12 examples", "8 devices")),
     ],
 )
 def test_batches_that_are_global_in_part(beside, parts):

@@ -373,7 +373,10 @@ def odd_one(i, example):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((data(), 12, PLAN), "over the 8 devices of the mesh that take rows. Use 8 or 16"),
+        (
+            (data(), 12, PLAN),
+            "not a multiple of the 8 devices that they are sharded over. Use 8 or 16",
+        ),
         ((data(), 0, PLAN), "batch_size=0"),
         ((data(), 8.0, PLAN), "batch_size=8.0"),
         ((data(), 8, "plan"), "DataLoader(source, batch_size, plan) was called with 'plan'"),
@@ -409,7 +412,7 @@ def test_wrong_arguments(arguments, said):
         ({"transform": lambda e: None}, "transform(source[0]) is None"),
         ({"num_epochs": 0}, "num_epochs=0"),
         ({"drop_remainder": None}, "drop_remainder=None"),
-        ({"drop_remainder": False}, "Give 48 or 56 rows instead of 50"),
+        ({"drop_remainder": False}, "Give 48 or 56 examples instead of 50"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"transform": 3}, "transform=3 is not a function"),
     ],

@@ -948,7 +948,7 @@ def copy_of(model):
         (lambda: wrap("os", model=wrap("os")[0]), "wrapped already"),
         (lambda: wrap("os", tx=wrap("os")[1]), "wrapped already"),
         (lambda: wrap("os")[0].backward(3, rows(8, 0)), "is not a function"),
-        (lambda: wrap("os")[0].backward(loss_fn, rows(9, 0)), "9 rows"),
+        (lambda: wrap("os")[0].backward(loss_fn, rows(9, 0)), "9 examples"),
         (lambda: copy_of(wrap("os")[0]).backward(loss_fn, rows(8, 0)), "a copy"),
         (lambda: wrap("os")[1].minimize(), "optimizer.step()"),
         (lambda: wrap("os")[0].set_state_dict({}, use_structured_name=False), "structured"),
