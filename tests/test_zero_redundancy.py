@@ -182,6 +182,30 @@ def test_hyperparameters_that_are_fixed_say_so():
         factor.param_groups[0]["min_dim_size_to_factor"] = 2
 
 
+@pytest.mark.parametrize(
+    ("factory", "given", "says"),
+    [
+        (optax.adam, {"betas": (0.9, 0.95)}, "optax calls it b1 and b2: pass b1=0.9, b2=0.95."),
+        (optax.adam, {"betas": 0.9}, "optax calls it b1 and b2: pass b1 and b2."),
+        (optax.adamw, {"beta2": 0.95}, "optax calls it b2: pass b2=0.95."),
+        (optax.adam, {"epsilon": 1e-6}, "optax calls it eps: pass eps=1e-06."),
+        (optax.rmsprop, {"alpha": 0.99}, "optax calls it decay: pass decay=0.99."),
+        (optax.sgd, {"use_nesterov": True}, "optax calls it nesterov: pass nesterov=True."),
+        (optax.adam, {"weight_decay": 0.1}, "Use optax.adamw"),
+        (optax.adam, {"momentum": 0.9}, "Use optax.sgd"),
+        (optax.adam, {"fused": True}, "Leave it out"),
+        (optax.sgd, {"betas": (0.9, 0.95)}, "It takes learning_rate, momentum"),
+    ],
+)
+def test_names_of_pytorch_and_paddle_are_told_in_those_of_optax(factory, given, says):
+    with pytest.raises(TypeError) as caught:
+        ZRO(tree(), factory, lr=0.1, **given)
+    assert says in str(caught.value) and "'eps'" not in str(caught.value)
+    if given == {"betas": (0.9, 0.95)} and factory is optax.adam:
+        with pytest.raises(gshard.GShardError, match="pass b1=0.9, b2=0.95"):
+            ZRO(tree(), factory, lr=0.1).param_groups[0]["betas"] = (0.9, 0.95)
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("later", [False, True])
 def test_groups_have_hyperparameters_of_their_own(partition, later):

@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 from gshard.arguments import shown
-from gshard.errors import ArgumentTypeError, GShardError, did_you_mean
+from gshard.errors import ArgumentTypeError, GShardError
 from gshard.pytorch.coupled import dependence
+from gshard.pytorch.optax_names import in_optax
 
 _ALIASES = {"lr": "learning_rate"}
 
@@ -55,10 +56,10 @@ class ParamGroup(MutableMapping[str, Any]):
         self.name = getattr(factory, "__name__", repr(factory))
         known, takes_any = _defaults(factory, self.name)
         given = {**_named(defaults, known, takes_any), **_named(own, known, takes_any)}
-        for name in given:
+        for name, value in given.items():
             if not takes_any and name not in known:
                 raise ArgumentTypeError(
-                    f"{self.name} has no hyperparameter {name!r}.{did_you_mean(name, known)} It "
+                    f"{self.name} has no hyperparameter {name!r}.{in_optax(name, value, known)} It "
                     f"takes {', '.join(known)}."
                 )
         lacking = [name for name, value in known.items() if value is inspect.Parameter.empty]
@@ -136,7 +137,7 @@ class ParamGroup(MutableMapping[str, Any]):
             raise GShardError("the parameters of a group are fixed. Use add_param_group.")
         elif own not in self.fixed:
             raise GShardError(
-                f"{self.name} has no hyperparameter {name!r}.{did_you_mean(name, list(self))}"
+                f"{self.name} has no hyperparameter {name!r}.{in_optax(name, value, list(self))}"
             )
         elif not _same(self.fixed[own], value):
             raise GShardError(
