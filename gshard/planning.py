@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -25,6 +27,9 @@ from gshard.tree import belongs_to, flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 _SHARED = 2**14  # elements
+_advice = ContextVar(
+    "advice", default="Lower segment_size= of shard_train_state, or divide them with rules=."
+)
 
 
 def planned(
@@ -248,6 +253,15 @@ def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in whole], most=3)
         warn(
             f"{share:.0%} of the parameters stay whole on every device at level "
-            f"{level.name!r}: {named}. Lower segment_size= of shard_train_state, or divide them "
-            "with rules=."
+            f"{level.name!r}: {named}. {_advice.get()}"
         )
+
+
+@contextlib.contextmanager
+def advising(text: str) -> Iterator[None]:
+    """Within it the warning about replicated parameters recommends what the user's call offers."""
+    token = _advice.set(text)
+    try:
+        yield
+    finally:
+        _advice.reset(token)

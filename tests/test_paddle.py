@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import warnings
 import weakref
 
 import jax
@@ -905,6 +906,25 @@ def test_one_warning_names_what_changes_nothing():
     (message,) = [str(w.message) for w in told if "changes nothing" in str(w.message)]
     for name in ("segment_size", "sync_comm", "exclude_layer", "sync_buffers"):
         assert name in message
+
+
+@pytest.mark.parametrize(
+    ("level", "says"),
+    [
+        ("os_g", "ignores segment_size= at level 'os_g'. Use level 'p_g_os' with a lower"),
+        ("p_g_os", "Lower segment_size= of group_sharded_parallel."),
+    ],
+)
+def test_the_warning_of_replicated_parameters_offers_what_the_call_has(level, says):
+    def told(**options):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            wrap(**options)
+        return [text for x in seen if "% of the parameters" in (text := str(x.message))]
+
+    (message,) = told(level=level, segment_size=2**20)
+    assert says in message and "of shard_train_state" not in message
+    assert told(level="p_g_os", segment_size=0) == []
 
 
 def copy_of(model):

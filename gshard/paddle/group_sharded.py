@@ -21,6 +21,7 @@ from gshard.paddle.models import as_module, refuse_wrapped
 from gshard.paddle.scaling import Scaler
 from gshard.paddle.wrapped import Wrapped, wrapped
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
+from gshard.planning import advising
 from gshard.scaler import GradScaler
 from gshard.shard import shard_train_state
 
@@ -95,15 +96,16 @@ def group_sharded_parallel(
         warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
     divides = chosen.divides_params
     size: dict[str, Any] = {"segment_size": segment_size} if divides else {}
-    (model, optimizer), plan = shard_train_state(
-        pair,
-        mesh,
-        chosen,
-        rules=rules if divides else None,
-        offload=offload,
-        replica_axes=replica_axes,
-        **size,
-    )
+    with advising(_advice(chosen)):
+        (model, optimizer), plan = shard_train_state(
+            pair,
+            mesh,
+            chosen,
+            rules=rules if divides else None,
+            offload=offload,
+            replica_axes=replica_axes,
+            **size,
+        )
     if scaler is None and _float16(module):
         warn(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
@@ -119,6 +121,16 @@ def group_sharded_parallel(
     )
     scaler = Scaler(scaler) if isinstance(scaler, GradScaler) else scaler
     return wrapped(model, GroupSharded, keep), wrapped(optimizer, WrappedOptimizer, keep), scaler
+
+
+def _advice(level: Level) -> str:
+    """What this call offers to shard small parameters, or their optimizer state, too."""
+    if level.divides_params:
+        return "Lower segment_size= of group_sharded_parallel."
+    return (
+        f"group_sharded_parallel ignores segment_size= at level {level.name!r}. Use level 'p_g_os' "
+        f"with a lower segment_size=, or gshard.shard_train_state with one at {level.name!r}."
+    )
 
 
 def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
