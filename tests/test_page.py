@@ -145,6 +145,17 @@ def test_leaves_add_up_to_the_forecast(offload):
         assert sums == {kind: getattr(level, kind) for kind in sums}
 
 
+@pytest.mark.parametrize("level", ["dp", "os", "os_g", "p_g_os"])
+def test_the_reason_of_an_array_is_that_of_its_own_layout(level):
+    plan = forecast().plans[level]
+    for leaf in leaves_of(plan):
+        assert (leaf.reason == "divides") == (leaf.layout.dim is not None), leaf
+        if leaf.part == "parameters" and level != "p_g_os":
+            assert leaf.reason == f"replicated at {level}"
+    small = [x.reason for x in leaves_of(plan) if x.layout.path.endswith("bias")]
+    assert any("segment_size" in x for x in small) == (level != "dp")
+
+
 def test_activations_and_peak_show_when_they_are_known():
     found = forecast()
     known = with_activations(found, 77_700_000)

@@ -44,17 +44,18 @@ class Leaf:
 
 def leaves_of(plan: Plan) -> list[Leaf]:
     """Every array of the state at rest, the largest first."""
-    stored, reduced = (jax.tree.leaves(x) for x in (plan.params, plan.grads))
-    # The gradient's layout says why a leaf is whole; at rest it may be whole by the level alone.
-    reasons = (x.reason for x in reduced)
-    found = [_leaf("parameters", "params", *of) for of in zip(stored, reasons, strict=True)]
-    for part, kind, tree in (
-        ("optimizer", "optimizer", plan.layouts.opt_state._replace(master={})),
-        ("master copy", "optimizer", plan.master),
-        ("step", "optimizer", plan.layouts.step),
-        ("extras", "extras", plan.extras),
+    level, found = plan.level, []
+    for part, kind, tree, sharded in (
+        ("parameters", "params", plan.params, level.divides_params),
+        ("optimizer", "optimizer", plan.layouts.opt_state._replace(master={}), level.divides_state),
+        ("master copy", "optimizer", plan.master, level.divides_state),
+        ("step", "optimizer", plan.layouts.step, False),
+        ("extras", "extras", plan.extras, level.divides_params),
     ):
-        found += [_leaf(part, kind, x, x.reason) for x in jax.tree.leaves(tree)]
+        for x in jax.tree.leaves(tree):
+            # A parameter has the reason of its gradient, which the level may shard alone.
+            reason = x.reason if sharded else f"replicated at {level.name}"
+            found.append(Leaf(part, "host" if x.on_host else kind, x, reason))
     return sorted(found, key=lambda x: -x.bytes)
 
 
@@ -78,10 +79,6 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     count = f"{len(leaves):,} array{'s' * (len(leaves) != 1)}, "
     line = el("summary", el("h3", name), " ", count, amount(sum(x.bytes for x in leaves)))
     return el("details", line, figure, _table(name, leaves), open=shown, id=f"level-{name}")
-
-
-def _leaf(part: str, kind: str, layout: Layout, reason: str) -> Leaf:
-    return Leaf(part, "host" if layout.on_host else kind, layout, reason)
 
 
 def _tiles(leaves: Sequence[Leaf]) -> list[Tile]:
