@@ -32,6 +32,10 @@ class UnevenInputsError(GShardError, RuntimeError):
     """Some devices ran out of data before others."""
 
 
+class MissingAttributeError(GShardError, AttributeError):
+    """An attribute that Paddle or PyTorch has and gshard has not."""
+
+
 class CallOrderError(GShardError, RuntimeError):
     """A call that has no place here: before another one, or twice."""
 

@@ -927,6 +927,53 @@ def test_the_warning_of_replicated_parameters_offers_what_the_call_has(level, sa
     assert told(level="p_g_os", segment_size=0) == []
 
 
+class Fallback(Net):
+    """Has a `__getattr__` and a property of its own."""
+
+    def __getattr__(self, name):
+        if name == "module":
+            return "its own"
+        raise AttributeError(f"{name}: not of Fallback")
+
+    @property
+    def broken(self):
+        raise AttributeError("inside the property")
+
+
+def test_attributes_of_upstream_say_what_to_use_instead():
+    model, optimizer, _ = wrap("os")
+    dp = gshard.DataParallel(Net())
+    for target, name, says in (
+        (dp, "module", "use model itself"),
+        (model, "_layers", "use model itself"),
+        (dp, "to", "model.plan"),
+        (model, "zero_grad", "clear_gradients()"),
+        (optimizer, "zero_grad", "clear_grad()"),
+        (optimizer, "defaults", "get_lr()"),
+        (optimizer, "state", "state_dict()"),
+    ):
+        assert not hasattr(target, name) and getattr(target, name, 3) == 3
+        with pytest.raises(gshard.GShardError, match=name) as caught:
+            getattr(target, name)
+        assert isinstance(caught.value, AttributeError) and says in str(caught.value)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = dp.nothing
+    assert not hasattr(nnx.clone(dp), "_gshard")
+
+
+def test_what_a_model_says_of_its_attributes_stays():
+    model = gshard.DataParallel(Fallback())
+    assert model.module == "its own"
+    with pytest.raises(AttributeError, match="nothing: not of Fallback"):
+        _ = model.nothing
+
+    class Plain(Net):
+        broken = Fallback.broken
+
+    with pytest.raises(AttributeError, match="inside the property"):
+        _ = gshard.DataParallel(Plain()).broken
+
+
 def copy_of(model):
     return nnx.clone(model)
 

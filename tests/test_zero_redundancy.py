@@ -206,6 +206,17 @@ def test_names_of_pytorch_and_paddle_are_told_in_those_of_optax(factory, given, 
             ZRO(tree(), factory, lr=0.1).param_groups[0]["betas"] = (0.9, 0.95)
 
 
+@pytest.mark.parametrize("name", ["defaults", "state", "optim"])
+def test_attributes_of_pytorchs_optimizers_say_what_to_use_instead(name):
+    opt = ZRO(tree(), optax.adam, lr=0.1)
+    assert not hasattr(opt, name)
+    with pytest.raises(gshard.GShardError, match=f"{name}.*(param_groups|state_dict)") as caught:
+        getattr(opt, name)
+    assert isinstance(caught.value, AttributeError)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = opt.nothing
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("later", [False, True])
 def test_groups_have_hyperparameters_of_their_own(partition, later):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar, cast
 
 import jax
 from flax import nnx
@@ -16,7 +17,7 @@ from jax import core
 
 from gshard.arguments import shown
 from gshard.batch import shard_batch
-from gshard.errors import GShardError, some
+from gshard.errors import GShardError, MissingAttributeError, some
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.backward import Backward
 from gshard.paddle.named import Named, named, set_model, whole_values
@@ -27,6 +28,19 @@ from gshard.plan import Plan
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 
+_SAME = "A wrapped model is an instance of your own class and has its attributes: use model itself."
+_PLACED = "Arrays are placed where model.plan says. Choose devices with group=."
+_OF_MODELS = {
+    "module": _SAME,
+    "_layers": _SAME,
+    "zero_grad": "Call model.clear_gradients().",
+    "load_state_dict": "Call model.set_state_dict(values).",
+    "to": _PLACED,
+    "cuda": _PLACED,
+    "cpu": "Call model.state_dict() for the values on the host.",
+}
+
+
 class Keeping:
     """Something wrapped; what it keeps is in a slot, which NNX does not see and copies lack."""
 
@@ -34,12 +48,25 @@ class Keeping:
     plan: Plan  # where everything lies; print(model.plan) is a table
     _gshard: Accumulation
     _gshard_forward: OnModel  # of the class, so that copies have it too
+    _gshard_instead: ClassVar[Mapping[str, str]] = {}  # of what upstream has: what to use
+
+    def __getattr__(self, name: str) -> Any:
+        above: Any = super()
+        try:
+            return getattr(above, "__getattr__", above.__getattribute__)(name)
+        except AttributeError as error:
+            if name in self._gshard_instead:
+                raise MissingAttributeError(
+                    f"{type(self).__name__} has no attribute {name!r}. {self._gshard_instead[name]}"
+                ) from error
+            raise
 
 
 class Wrapped(Keeping):
     """What a model can do once it is wrapped."""
 
     __slots__ = ()
+    _gshard_instead = _OF_MODELS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output; outside jit by one compiled function, at every level."""

@@ -71,6 +71,14 @@ class WrappedOptimizer(Keeping):
     """What an optimizer can do once it is wrapped; `update(model, grads)` is that of NNX."""
 
     __slots__ = ()
+    _gshard_instead = {
+        "zero_grad": "Call optimizer.clear_grad().",
+        "load_state_dict": "Call optimizer.set_state_dict(values).",
+        "param_groups": "Call optimizer.get_lr() and optimizer.set_lr(value).",
+        "defaults": "Its hyperparameters are the arguments of optimizer.tx; the learning rate is "
+        "optimizer.get_lr().",
+        "state": "Call optimizer.state_dict(), or read optimizer.opt_state.",
+    }
 
     @property
     def step(self) -> Step:

@@ -11,7 +11,13 @@ import numpy as np
 
 from gshard.amounts import bytes_of
 from gshard.arguments import flag, shown, whole_number
-from gshard.errors import ArgumentTypeError, GShardError, did_you_mean, warn
+from gshard.errors import (
+    ArgumentTypeError,
+    GShardError,
+    MissingAttributeError,
+    did_you_mean,
+    warn,
+)
 from gshard.paddle.groups import mesh_of
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
@@ -23,6 +29,11 @@ from gshard.pytorch.step import Step
 from gshard.tree import flatten
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
+_INSTEAD = {  # of attributes that PyTorch's optimizers have
+    "defaults": "The hyperparameters of group i are opt.param_groups[i], by name.",
+    "state": "Call opt.state_dict(): ['state'][i] is the state of group i.",
+    "optim": "Call opt.state_dict(whole=False) for what is on the devices of this process.",
+}
 
 
 class ZeroRedundancyOptimizer:
@@ -83,6 +94,13 @@ class ZeroRedundancyOptimizer:
         self._consolidated: tuple[Any, list[Any]] = (None, [])
         self._warn_of_useless()
         self._engine = self._divided()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _INSTEAD:
+            return object.__getattribute__(self, name)  # raises what Python says
+        raise MissingAttributeError(
+            f"ZeroRedundancyOptimizer has no attribute {name!r}. {_INSTEAD[name]}"
+        )
 
     @property
     def plan(self) -> Any:
