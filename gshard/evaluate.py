@@ -39,46 +39,26 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
       means, what was reduced by name, and global arrays with all rows.
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
-    stored = jax.tree.leaves(plan.params)
-    uses = uses_of(stored, stored)
 
     def run(parts: Parts, batch: Any) -> Any:
-        structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
-        layouts = extra_layouts(parts.extras, plan)
-        extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts, plan))
-        places = [*stored, *jax.tree.leaves(layouts)]
-        all_uses = [*uses, *extra_uses(layouts)]
         form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
-        def whole(leaves: list[jax.Array], batch: Any) -> Any:
-            params = jax.tree.unflatten(structure, leaves[: len(stored)])
-            extras = jax.tree.unflatten(extras_structure, leaves[len(stored) :])
+        def outputs(params: Any, extras: Any, batch: Any) -> Any:
             out = pure(params, extras, batch, None)[0]
             check_reduced(out, batch, "the evaluation output")
             return out
 
-        def on_device(leaves: list[jax.Array], batch: Any) -> Any:
-            taps = [x if u is None else u.tap() for x, u in zip(leaves, all_uses, strict=True)]
-            axes = plan.group.axes
-            with Scope(sync=False, buffer_max_size=BUFFER_MAX_SIZE) as scope:
-                out = with_divided(whole, all_uses, axes, leaves, taps, batch, scope=scope)
-            flat, tree = jax.tree.flatten(out, is_leaf=is_named)
+        def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
+            flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=is_named)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
             flat = [(plan.output(x), is_mean) for x, is_mean in flat]
             return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
 
-        rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-        means, arrays = jax.shard_map(
-            on_device,
-            mesh=plan.mesh,
-            in_specs=([x.data_spec for x in places], rows),
-            out_specs=(jax.P(), plan.batch_spec),
-            axis_names=set(plan.data_axes),
-            check_vma=False,
-        )([*jax.tree.leaves(parts.params), *extras], batch)
+        specs = (jax.P(), plan.batch_spec)
+        means, arrays = forward(outputs, on_device, specs, parts, batch, plan)
         tree, are_means = form
         means, arrays = iter(means), iter(arrays)
         return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])
@@ -93,6 +73,64 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         return jitted(parts, shard_batch(batch, plan))
 
     return eval_step
+
+
+def forward(
+    fun: Callable[..., Any],
+    on_device: Callable[..., Any],
+    out_specs: Any,
+    parts: Parts,
+    batch: Any,
+    plan: Plan,
+) -> Any:
+    """`on_device(evaluate, examples)` on every device, its results placed by `out_specs`.
+
+    `evaluate(examples)` is `fun(params, extras, examples)` of full parameters, which are gathered
+    where they are used first. In a loop pass `per_call=True`, or XLA gathers everything before it.
+    """
+    stored = jax.tree.leaves(plan.params)
+    structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
+    layouts = extra_layouts(parts.extras, plan)
+    extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts, plan))
+    places = [*stored, *jax.tree.leaves(layouts)]
+    uses = [*uses_of(stored, stored), *extra_uses(layouts)]
+
+    def with_leaves(leaves: list[jax.Array], examples: Any) -> Any:
+        params = jax.tree.unflatten(structure, leaves[: len(stored)])
+        extras = jax.tree.unflatten(extras_structure, leaves[len(stored) :])
+        return fun(params, extras, examples)
+
+    def run(leaves: list[jax.Array], batch: Any) -> Any:
+        taps = [x if u is None else u.tap() for x, u in zip(leaves, uses, strict=True)]
+
+        def evaluate(examples: Any, per_call: bool = False) -> Any:
+            now = leaves
+            if per_call:
+                local, examples = jax.lax.optimization_barrier(
+                    (
+                        [x for x, u in zip(leaves, uses, strict=True) if u is not None],
+                        examples,
+                    )
+                )
+                rest = iter(local)
+                now = [x if u is None else next(rest) for x, u in zip(leaves, uses, strict=True)]
+            with Scope(sync=False, buffer_max_size=BUFFER_MAX_SIZE) as scope:
+                return with_divided(
+                    with_leaves, uses, plan.group.axes, now, taps, examples, scope=scope
+                )
+
+        return on_device(evaluate, batch)
+
+    rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
+    mapped = jax.shard_map(
+        run,
+        mesh=plan.mesh,
+        in_specs=([x.data_spec for x in places], rows),
+        out_specs=out_specs,
+        axis_names=set(plan.data_axes),
+        check_vma=False,
+    )
+    return mapped([*jax.tree.leaves(parts.params), *extras], batch)
 
 
 def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:

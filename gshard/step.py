@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from gshard.arguments import names_of, shown, whole_number
+from gshard import loss_check
+from gshard.arguments import flag, names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.errors import GShardError
@@ -43,6 +44,7 @@ def make_train_step(
     end_buffer_size: int = END_BUFFER_SIZE,
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
+    check_loss: bool = True,
 ) -> TrainStep:
     """A compiled training step for a state that lies as `plan` says.
 
@@ -95,6 +97,10 @@ def make_train_step(
         the master copies (reading them gathers what is kept whole at `os` and `os_g`). Whatever
         it changes keeps its path, shape, dtype and layout.
       donate: the step takes over the memory of the state it is given.
+      check_loss: the first call warns where a loss is not a mean over examples (a masked mean, a
+        sum), of up to 8 examples of each device, forward only. A `gshard.Weighted` needs no check,
+        and a loss that communicates by itself has none. GSHARD_CHECK_LOSS=0 in the environment
+        of every process turns it off as well.
 
     Raises:
       GShardError: for options that cannot be; at the call, for a batch or state that does not fit.
@@ -121,10 +127,22 @@ def make_train_step(
             f"post_update={shown(post_update)} is not a function. Linen: post_update(state) -> "
             "state; NNX: post_update(model, optimizer), in place."
         )
+    flag("check_loss", check_loss)
     if scaler is not None and not scaler.enable:
         scaler = None
     names, key = names_of("mutable", mutable), typed_key(rng)
-    return TrainStep(loss_fn, plan, names, key, scaler, max_bad_steps, options, post_update, donate)
+    return TrainStep(
+        loss_fn,
+        plan,
+        names,
+        key,
+        scaler,
+        max_bad_steps,
+        options,
+        post_update,
+        donate,
+        check_loss and loss_check.is_on(),
+    )
 
 
 class TrainStep:
@@ -141,11 +159,12 @@ class TrainStep:
         options: Options,
         post_update: Callable[..., Any] | None,
         donate: bool,
+        check_loss: bool,
     ):
         self.plan, self.options = plan, options
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
         self._scaler, self._watch = scaler, Watch(max_bad_steps)
-        self._post_update = post_update
+        self._post_update, self._check_loss = post_update, check_loss
         wanted = plan.abstract_parts()
         self._check = Fit(wanted, "the state is", donated=donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
@@ -170,7 +189,13 @@ class TrainStep:
         """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
-        leaves, metrics, guard = self.jitted(leaves, structure, self._place(batch), self._rng)
+        batch = self._place(batch)
+        if self._check_loss:
+            self._check_loss = False
+            loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
+            k, aux = self.options.micro_batches, self.options.has_aux
+            loss_check.check_mean(loss, parts, batch, self._rng is not None, aux, k, self.plan)
+        leaves, metrics, guard = self.jitted(leaves, structure, batch, self._rng)
         self._check.made(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)

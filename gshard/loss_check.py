@@ -1,0 +1,219 @@
+"""Whether a loss is a mean over examples, which is what averaging over devices relies on.
+
+A forward-only check at the first step. On each device the loss of n of its examples is compared
+with the mean of n losses, each of one of them n times. One compiled loop evaluates all, so that an
+example gives the same bits wherever it is in the batch, also in bfloat16. A sum over examples
+passes that, but not a comparison with the losses of both halves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core as jax_core
+from jax.extend import core
+
+from gshard.collectives import group_index, reduce_scalar
+from gshard.equations import (
+    all_equations,
+    bind,
+    body_of,
+    called,
+    opened,
+    scan_sizes,
+    with_inner,
+)
+from gshard.errors import warn
+from gshard.evaluate import forward
+from gshard.loss import Weighted
+from gshard.plan import Plan
+from gshard.state import Parts, PureLoss
+
+VARIABLE = "GSHARD_CHECK_LOSS"
+_MOST = 8  # examples of a device: few differ more from each other than the means of many do
+_REPLACED = {"random_bits", "debug_callback", "debug_print"}
+# They draw in ways that a constant cannot replace, or are seen from outside.
+_UNKNOWN = {"random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform", "io_callback"}
+
+
+class _NotComparableError(Exception):
+    """The check says nothing of this loss."""
+
+
+def is_on() -> bool:
+    """Whether the environment leaves the check on."""
+    return os.environ.get(VARIABLE, "1") != "0"
+
+
+def check_mean(
+    loss: PureLoss, parts: Parts, batch: Any, has_rng: bool, has_aux: bool, k: int, plan: Plan
+) -> None:
+    """Warns where the loss is not a mean over examples; no verdict where that cannot be told.
+
+    Args:
+      loss: pure, of full parameters and the examples of one device.
+      parts: of the state.
+      batch: global arrays.
+      has_rng: the loss is given a key.
+      has_aux: the loss returns `(loss, aux)`.
+      k: micro-batches.
+      plan: where everything is placed.
+    """
+    devices = plan.group.devices
+    rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
+    count = min(rows // k, _MOST) // 2 * 2
+    parts = dataclasses.replace(parts, opt_state=None, step=None)
+    given = jax.tree.leaves((parts, batch))
+    if devices * k == 1 or not count or any(isinstance(x, jax_core.Tracer) for x in given):
+        return
+    tolerances: list[float] = []
+
+    def value(params: Any, extras: Any, examples: Any) -> Any:
+        # Its draws are replaced: any key will do.
+        out, _ = loss(params, extras, examples, jax.random.key(0) if has_rng else None)
+        out = out[0] if has_aux else out
+        if isinstance(out, Weighted):
+            raise _NotComparableError
+        return jnp.asarray(out)
+
+    def without_draws(*args: Any) -> jax.Array:
+        closed = jax.make_jaxpr(value)(*args)
+        _check_comparable(closed.jaxpr, plan.data_axes)
+        tolerances.append(_tolerance(closed.jaxpr))
+        (out,) = _evaluate(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        return out.astype(jnp.float32)
+
+    def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
+        few = [x[:: rows // count][:count] if jnp.ndim(x) else x for x in jax.tree.leaves(batch)]
+        structure = jax.tree.structure(batch)
+        order = np.arange(count)
+
+        def losses(*picks: Any) -> jax.Array:
+            def one(_: None, pick: jax.Array) -> tuple[None, jax.Array]:
+                examples = [x[pick] if jnp.ndim(x) else x for x in few]
+                return None, evaluate(jax.tree.unflatten(structure, examples), per_call=True)
+
+            return jax.lax.scan(one, None, jnp.stack(picks))[1]
+
+        together, *single = losses(order, *(np.full(count, i) for i in order))
+        single = jnp.stack(single).mean()
+        halves = losses(order[: count // 2], order[count // 2 :]).mean()
+        tolerance = tolerances[-1]
+        scale = jnp.maximum(jnp.maximum(abs(together), abs(single)), abs(halves))
+        off = abs(together - single) / (scale + 1e-2) / tolerance
+        # Of other shapes, which may round otherwise.
+        grows = abs(halves - single) / (scale + tolerance) / 0.05
+        # A mean is not finite where that of one is not; 0 / 0 of an empty mask is left out of it.
+        worst = jnp.where(jnp.isfinite(single), jnp.maximum(off, grows), jnp.inf)
+        worst = jnp.where(jnp.isfinite(together), worst, 0)
+        other = jnp.where(grows > off, halves, single)
+        axes = plan.group.axes
+        most = reduce_scalar(worst, axes, "max")
+        mine = group_index(axes)
+        chosen = reduce_scalar(jnp.where(worst == most, mine, devices), axes, "min")
+        numbers = [jnp.where(mine == chosen, x, 0) for x in (together, other)]
+        return most, *(reduce_scalar(x, axes) for x in numbers)
+
+    try:
+        with warnings.catch_warnings():  # the step itself says what there is to say
+            warnings.simplefilter("ignore")
+            run = jax.jit(partial(forward, without_draws, on_device, jax.P(), plan=plan))
+            traced = run.trace(parts, batch)
+    except Exception:  # no such batch for this loss, or the step will say what is wrong
+        return
+    worst, together, other = jax.device_get(traced.lower().compile()(parts, batch))
+    if worst > 1:
+        warn(
+            f"the loss is not a mean over examples: for {count} examples of one device it is "
+            f"{together:.6g}, and the mean of the losses of its parts is {other:.6g}. gshard "
+            "averages it over devices and micro-batches, so training on "
+            f"{devices} devices with {k} micro-batch{'es' * (k > 1)} does not match single-device "
+            "training. In place of a masked mean, (losses * mask).sum() / mask.sum(), return "
+            "gshard.Weighted((losses * mask).sum(), mask.sum()); give a BatchNorm "
+            "axis_name=plan.data_axes. If the loss is meant so, pass check_loss=False."
+        )
+
+
+def _tolerance(jaxpr: Any) -> float:
+    """The largest relative difference that rounding makes."""
+    made = {v.aval.dtype for eqn in all_equations(jaxpr) for v in eqn.outvars if _is_float(v)}
+    loss = jaxpr.outvars[0].aval.dtype
+    if not jnp.issubdtype(loss, jnp.floating) or jaxpr.outvars[0].aval.shape:
+        raise _NotComparableError
+    smallest = min((dtype.itemsize for dtype in made), default=4)
+    inside = {1: 5e-2, 2: 1e-3}.get(smallest, 1e-4)
+    return max(inside, 2 * float(jnp.finfo(loss).eps))
+
+
+def _is_float(v: Any) -> bool:
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+
+
+def _check_comparable(jaxpr: Any, data_axes: Sequence[str]) -> None:
+    """Refuses a loss that communicates by itself, and draws that cannot be replaced."""
+    for eqn in all_equations(jaxpr):
+        name = eqn.primitive.name
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        if name in _UNKNOWN or (name != "axis_index" and set(axes) & set(data_axes)):
+            raise _NotComparableError
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates a jaxpr with one constant for all random bits, and without what it prints.
+
+    Draws depend on the shape, and so on the number of examples. The constant is small, so that a
+    dropout keeps everything up to a rate of 7/8.
+    """
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        values = [read(v) for v in eqn.invars]
+        env.update(zip(eqn.outvars, _evaluate_equation(eqn, values), strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if not any(inner.primitive.name in _REPLACED for inner in with_inner(eqn)):
+        return bind(eqn, values)
+    if name == "random_bits":
+        (bits,) = (v.aval for v in eqn.outvars)
+        return [jnp.full(bits.shape, int("20" * bits.dtype.itemsize, 16), bits.dtype)]
+    if name in _REPLACED:
+        return []
+    inner = called(eqn)
+    if inner is not None:
+        return _evaluate(*inner, *values)
+    if name == "cond":
+        branches = [partial(_evaluate, *opened(body)) for body in eqn.params["branches"]]
+        return jax.lax.switch(values[0], branches, *values[1:])
+    if name == "scan":
+        body, consts = body_of(eqn)
+        fixed, carried, _ = scan_sizes(eqn)
+
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            out = _evaluate(body, consts, *values[:fixed], *carry, *x)
+            return out[:carried], out[carried:]
+
+        carry, stacked = jax.lax.scan(
+            step,
+            values[fixed : fixed + carried],
+            values[fixed + carried :],
+            length=eqn.params["length"],
+            reverse=eqn.params["reverse"],
+        )
+        return [*carry, *stacked]
+    raise _NotComparableError  # such as a loop that draws until it likes what it drew
