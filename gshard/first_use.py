@@ -38,6 +38,7 @@ def with_divided(
     taps: Sequence[jax.Array],
     *args: Any,
     scope: Scope,
+    prepare: Callable[[Any, list[Any], Callable[..., Any]], list[Any]] | None = None,
 ) -> Any:
     """`fun(whole leaves, *args)`, its leaves made whole at their first use.
 
@@ -51,6 +52,8 @@ def with_divided(
       taps: one per leaf, `use.tap()`; ignored where the use is None.
       *args: further pytrees of arrays, for `fun`.
       scope: when leaves are gathered; a context that is open.
+      prepare: `prepare(jaxpr, inputs, trace)` gives the inputs that the traced `fun` is evaluated
+        with; `trace(*args)` is its jaxpr for other arguments.
     """
     values = [
         leaf if use is None else Divided.alone(use, leaf, tap, scope)
@@ -68,6 +71,12 @@ def with_divided(
     constraints.refuse(closed.jaxpr, axes)
     scope.order = by_first_use(closed.jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
+    if prepare is not None:
+
+        def trace(*args: Any) -> Any:
+            return jax.make_jaxpr(fun)(abstract, *args).jaxpr
+
+        inputs = prepare(closed.jaxpr, inputs, trace)
     out = _evaluate_scope(Places(closed.jaxpr), closed.consts, inputs, scope)
     scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)

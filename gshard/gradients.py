@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -186,12 +185,16 @@ def _on_devices(
     _check_dtypes(parts.params, plan)
 
     def on_device(
-        leaves: list[jax.Array], extras: Any, apart: Any, batch: Any, rng: Any, scale: Any
+        leaves: list[jax.Array], extras: Any, apart: Any, batch: Any, keys: Any, scale: Any
     ) -> Any:
+        rng, step = keys
         apart = jax.tree.map(lambda x: x[0], apart)
         extras = {**extras, **apart}
         targets = accumulating(plan, accumulate)
-        make = partial(MicroBatch, loss, structure, stored, targets, plan, options)
+
+        def make(scale: jax.Array | None) -> MicroBatch:
+            return MicroBatch(loss, structure, stored, targets, plan, options, scale, step)
+
         everywhere = {**layouts, **own_layouts}
         given = (leaves, extras, everywhere, batch, rng, options.micro_batches)
 
@@ -233,10 +236,15 @@ def _on_devices(
         in_storage({name: parts.extras[name] for name in layouts}, layouts, plan),
         apart,
         batch,
-        typed_key(rng),
+        (typed_key(rng), parts.step if _may_be_keys(parts.extras) else None),
         scale,
     )
     return found, pinned(updates, plan) if own_extras is None else updates
+
+
+def _may_be_keys(extras: dict[str, Any]) -> bool:
+    """Whether there are arrays that may be old-style keys; their use tells."""
+    return any(x.dtype == jnp.uint32 and jnp.ndim(x) for x in jax.tree.leaves(extras))
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,10 +114,20 @@ def fold_keys(tree: Any, *numbers: Any) -> Any:
     return jax.tree.map(fold, tree)
 
 
-def refuse_keys(updates: Any) -> None:
-    """Keys that the loss changes would differ from device to device."""
+def fold_raw_key(key: jax.Array, *numbers: Any) -> jax.Array:
+    """An old-style key (uint32), or an array of them, folded with `numbers`."""
+    return jax.random.key_data(fold_keys(jax.random.wrap_key_data(key), *numbers))
+
+
+def fold_scalar_keys(batch: Any, *numbers: Any) -> Any:
+    """The typed keys of a batch that are given to every device; not one key for each example."""
+    return jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), batch)
+
+
+def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
+    """Keys that the loss changes would differ from device to device; `raw`: paths of old ones."""
     paths, leaves, _ = flatten(updates)
-    keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x)]
+    keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
     if keys:
         raise GShardError(
             f"the loss changes the PRNG key {some(keys)}, which would differ from device to "

@@ -11,16 +11,20 @@ import jax.numpy as jnp
 
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
+from gshard.errors import warn
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
-from gshard.loss import LossForm, fold_keys, refuse_keys
+from gshard.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
 from gshard.memory_order import as_it_came
 from gshard.plan import Plan, all_whole
 from gshard.promise import resharding
+from gshard.random_keys import DEVICE, Draws, draws_of
 from gshard.scope import Scope
 from gshard.state import OVERWRITTEN, PureLoss
+from gshard.tree import flatten
 from gshard.use import uses_of
+from gshard.whole_again import make_whole
 
 if TYPE_CHECKING:
     from gshard.gradients import Options
@@ -58,7 +62,9 @@ class MicroBatch:
         plan: Plan,
         options: Options,
         scale: jax.Array | None,
+        step: jax.Array | None = None,
     ):
+        self.step, self.warned, self.raw_keys = step, False, set()
         self.form = LossForm(loss, structure, options.has_aux, options.by_rows)
         self.group = plan.group
         self.axes = plan.group.axes
@@ -80,7 +86,7 @@ class MicroBatch:
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # What is used first waits longest for its gradient.
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
-        refuse_keys(updates)
+        refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
 
@@ -107,6 +113,7 @@ class MicroBatch:
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """The loss as a function of where gradients are taken, and these places."""
         rng, extras = fold_keys((rng, extras), self.device, i)
+        batch = fold_scalar_keys(batch, self.device, i)
         more, structure = jax.tree.flatten(extras)
         of_extras = extra_uses(layouts, self.reshard)
         uses = [*self.uses, *of_extras]
@@ -119,6 +126,11 @@ class MicroBatch:
         points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
             leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
         ]
+
+        def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
+            names = flatten(extras)[0]
+            more = dict(enumerate(names, len(self.uses)))  # by position among the inputs
+            return self._keys(draws_of(jaxpr), more, inputs, lambda b: trace(b, rng), batch, i)
 
         overwritten = {name: tree for name, tree in extras.items() if name == OVERWRITTEN}
 
@@ -137,10 +149,56 @@ class MicroBatch:
                 batch,
                 rng,
                 scope=scope,
+                prepare=prepare,
             )
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
         return at, points, overwritten
+
+    def _keys(
+        self,
+        draws: Draws,
+        extras: dict[int, str],
+        inputs: list[Any],
+        trace: Callable[[Any], Any],
+        batch: Any,
+        i: Any,
+    ) -> list[Any]:
+        """The inputs of the traced loss, old-style keys folded; warns of keys that are not.
+
+        Args:
+          draws: of the loss.
+          extras: paths of the extras, by their position among the inputs.
+          inputs: of the traced loss.
+          trace: of another batch.
+          batch: of one device.
+          i: the number of the micro-batch.
+        """
+        numbers = [x for x in (self.step, self.device, i) if x is not None]
+        for at in draws.raw & extras.keys():
+            self.raw_keys.add(extras[at])
+            inputs[at] = fold_raw_key(make_whole(inputs[at]), *numbers)
+        unsigned = {at for at in extras if jnp.issubdtype(inputs[at].dtype, jnp.unsignedinteger)}
+        first = len(self.uses)
+        folded = {DEVICE, *range(first, len(inputs))} - (unsigned - draws.raw)
+        alike = draws.without(folded)
+        if self.warned or not alike or self.group.devices * self.options.micro_batches == 1:
+            return inputs
+        try:  # what does not grow with the examples is the same on one device
+            twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, batch)
+            if draws_of(trace(twice)).without(folded) == alike:
+                return inputs
+        except Exception:  # a loss of a fixed number of examples
+            pass
+        self.warned = True
+        warn(
+            "the loss draws random numbers (dropout, noise) with a key that is not among its "
+            "arguments: every device and every micro-batch draws the same ones for its own "
+            "examples. Take the key as an argument, f(params, batch, *, rng), and pass it with "
+            "rng=, to make_train_step or to what value_and_grad returned: gshard folds it with "
+            "device and micro-batch. See docs/losses.md."
+        )
+        return inputs
 
 
 def over_micro_batches(

@@ -1,0 +1,216 @@
+"""Every device and micro-batch draws its own random numbers, however the key comes in."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+
+DROP = nn.Dropout(0.5, deterministic=False)
+X = np.ones((32, 16), np.float32)
+PARAMS = {"w": jnp.ones(16)}
+KEY = jax.random.key(7)
+
+
+def mesh(devices=8):
+    return gshard.make_mesh(devices=jax.devices()[:devices])
+
+
+def drawn(params, x, key):
+    """A loss, and as aux the least and the largest code of a mask of one example."""
+    z = DROP.apply({}, jnp.ones_like(x), rngs={"dropout": key})
+    code = jnp.sum((z[0] > 0) * 2.0 ** jnp.arange(16))
+    return jnp.mean(z * params["w"]), {
+        "max": gshard.Reduced(code, "max"),
+        "min": gshard.Reduced(code, "min"),
+    }
+
+
+def masks_differ(aux: Any) -> bool:
+    return float(aux["max"]) != float(aux["min"])
+
+
+class WithKey(TrainState):
+    dropout_rng: Any
+
+
+def with_key(key):
+    return WithKey.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1), dropout_rng=key)
+
+
+def plain():
+    return jax.tree.map(jnp.copy, PARAMS), optax.sgd(0.1)
+
+
+def says(run) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", gshard.GShardWarning)
+        run()
+    assert all("rng=" in str(w.message) and w.filename == __file__ for w in found)
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize(("devices", "k"), [(8, 1), (1, 2)])
+def test_a_typed_key_in_the_batch(devices, k):
+    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", segment_size=4)
+
+    def loss(params, batch):
+        return drawn(params, batch["x"], batch["key"])
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
+    assert masks_differ(step(state, {"x": X, "key": KEY})[1]["aux"])
+
+
+def test_a_key_for_each_example_stays_as_it_is():
+    keys = jax.random.split(KEY, 32)
+
+    def loss(params, batch):
+        z = jax.vmap(lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape))(*batch)
+        return jnp.mean(z * params["w"])
+
+    want = jax.value_and_grad(loss)(PARAMS, (X, keys))
+    state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, (X, keys))
+    np.testing.assert_allclose(found[0], want[0], rtol=1e-6)
+    np.testing.assert_allclose(found[1]["w"], want[1]["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("level", ["dp", "p_g_os"])
+def test_an_old_style_key_in_the_state_is_a_typed_one(level):
+    def loss(params, x, *, dropout_rng):
+        return drawn(params, x, dropout_rng)
+
+    found = []
+    for key in (jax.random.PRNGKey(7), KEY):
+        state, plan = gshard.shard_train_state(with_key(key), mesh(), level, segment_size=1)
+        step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2)
+        seen = []
+        for _ in range(2):
+            state, metrics = step(state, X)
+            assert masks_differ(metrics["aux"])
+            seen.append([float(x) for x in metrics["aux"].values()])
+        assert seen[0] != seen[1]
+        found.append(seen)
+        assert says(lambda: step(state, X)) == []  # noqa: B023
+    assert found[0] == found[1]
+
+
+def test_numbers_that_look_like_a_key():
+    """uint32[2] that no key is made of comes to the loss as it is."""
+
+    def loss(params, x, *, dropout_rng):
+        key = jax.random.fold_in(jax.random.key(0), dropout_rng[0])
+        z = x * jax.random.bernoulli(jax.random.fold_in(key, x[0, 0].astype(int)), 0.5, x.shape)
+        return jnp.mean(z * params["w"]), gshard.Reduced(dropout_rng.astype(jnp.int32), "max")
+
+    pair = with_key(jnp.array([3, 5], jnp.uint32))
+    state, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", segment_size=1)
+    state, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, X)
+    assert metrics["aux"].tolist() == [3, 5]
+
+
+def test_an_old_style_key_that_the_loss_returns():
+    def loss(params, x, *, dropout_rng):
+        value, _ = drawn(params, x, dropout_rng)
+        return value, {"dropout_rng": jax.random.split(dropout_rng)[0]}
+
+    state, plan = gshard.shard_train_state(with_key(jax.random.PRNGKey(0)), mesh(), "dp")
+    step = gshard.make_train_step(loss, plan, mutable="dropout_rng")
+    with pytest.raises(gshard.GShardError, match="changes the PRNG key dropout_rng"):
+        step(state, X)
+
+
+def own_loop(devices=8, k=1, x=X, take=lambda key, x: key):
+    """A step of the user's own, whose loss closes over its key."""
+    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", segment_size=4)
+
+    @jax.jit
+    def step(params, x, key):
+        def loss(params, x):
+            return drawn(params, x, take(key, x))
+
+        value_and_grad = gshard.value_and_grad(loss, plan, has_aux=True, micro_batches=k)
+        return value_and_grad(params, x)
+
+    return says(lambda: step(state.params, gshard.shard_batch(x, plan), KEY))
+
+
+def test_a_closed_over_key_is_named_once():
+    for found in (own_loop(), own_loop(k=2), own_loop(devices=1, k=2), own_loop(x=X[:8])):
+        assert len(found) == 1
+        assert "draws the same" in found[0]
+    assert own_loop(devices=1) == []
+    assert own_loop(take=lambda key, x: jax.random.fold_in(key, jax.lax.axis_index("shard"))) == []
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1), None])
+def test_a_constant_key_in_a_step(key):
+    def loss(params, x):
+        return drawn(params, x, jax.random.key(2) if key is None else key)
+
+    state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
+    step = gshard.make_train_step(loss, plan, has_aux=True)
+    assert len(says(lambda: step(state, X))) == 1
+
+
+def in_a_loop(params, x, key):
+    def layer(x, key):
+        return x * jax.random.bernoulli(key, 0.5, x.shape), None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 2))
+    more = jax.lax.cond(x.sum() > 0, lambda k: jax.random.uniform(k, x.shape), lambda _: x, key)
+    _, more = jax.lax.while_loop(
+        lambda at: at[0] < 2,
+        lambda at: (at[0] + 1, at[1] + jax.random.uniform(jax.random.fold_in(key, at[0]), x.shape)),
+        (0, more),
+    )
+    return jnp.mean((x + more) * params["w"])
+
+
+def test_draws_in_loops_and_branches():
+    state, plan = gshard.shard_train_state(plain(), mesh(), "p_g_os", segment_size=4)
+    given = gshard.value_and_grad(lambda p, x, *, rng: in_a_loop(p, x, rng), plan)
+    closed = gshard.value_and_grad(lambda p, x: in_a_loop(p, x, KEY), plan)
+    batch = gshard.shard_batch(X, plan)
+    assert says(lambda: jax.jit(given)(state.params, batch, rng=KEY)) == []
+    assert len(says(lambda: jax.jit(closed)(state.params, batch))) == 1
+
+
+def test_draws_that_are_the_same_on_one_device():
+    """A fixed projection, and one mask for all examples."""
+
+    def loss(params, x):
+        features = x @ jax.random.normal(KEY, (16, 16))
+        masked = jax.vmap(lambda x: x * jax.random.bernoulli(KEY, 0.5, x.shape))(features)
+        return jnp.square(masked * params["w"]).mean()
+
+    want = loss(PARAMS, X)
+    state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
+    step = gshard.make_train_step(loss, plan)
+    found = []
+    assert says(lambda: found.append(step(state, X)[1]["loss"])) == []
+    np.testing.assert_allclose(found[0], want, rtol=1e-5)
+
+
+class _Net(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+
+def test_keys_that_an_nnx_model_carries():
+    model = _Net()
+    pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", segment_size=1)
+    step = gshard.make_train_step(lambda m, x: jnp.square(m.drop(m.layer(x))).mean(), plan)
+    assert says(lambda: step(*pair, X)) == []
