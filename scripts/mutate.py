@@ -172,8 +172,8 @@ def main(words: list[str] | None = None) -> int:
         "each test exists")  # fmt: skip
     add("--slow", action="store_true", help="also run tests that are marked slow")
     add("--jobs", type=int, default=1, metavar="N", help="mutations at the same time (default: 1)")
-    add("--timeout", type=float, default=900, metavar="SECONDS", help="a mutation whose tests take "
-        "longer counts as killed (default: 900)")  # fmt: skip
+    add("--timeout", type=float, default=600, metavar="SECONDS", help="a mutation whose tests take "
+        "longer counts as killed (default: 600)")  # fmt: skip
     add("--root", type=Path, default=ROOT, metavar="DIR", help="the project (default: this one)")
     given = parser.parse_args(words)
 
