@@ -16,8 +16,8 @@ import time
 import warnings
 from typing import Any
 
-from gshard.errors import GShardError
-from gshard.targets import Target, parse_target
+from gshard._util.errors import GShardError
+from gshard.targets.target import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 

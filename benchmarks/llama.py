@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from examples.models import llama
 from examples.models.by_slices import SLICE
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 
 
 @dataclasses.dataclass(frozen=True)

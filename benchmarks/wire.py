@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama import Sizes
+from gshard._util.errors import GShardError
 from gshard.ahead_of_time.compiled import ask
-from gshard.errors import GShardError
-from gshard.targets import Target, parse_target
+from gshard.targets.target import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from gshard._version import __version__ as __version__
+from gshard._util.errors import ArgumentTypeError as ArgumentTypeError
+from gshard._util.errors import CallOrderError as CallOrderError
+from gshard._util.errors import DonatedStateError as DonatedStateError
+from gshard._util.errors import GShardError as GShardError
+from gshard._util.errors import GShardWarning as GShardWarning
+from gshard._util.errors import NonFiniteError as NonFiniteError
+from gshard._util.errors import UnevenInputsError as UnevenInputsError
+from gshard._util.version import __version__ as __version__
 from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
 from gshard.batch import shard_batch as shard_batch
@@ -12,13 +19,6 @@ from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpoint
 from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
 from gshard.checkpoint.manifest import Damage as Damage
 from gshard.checkpoint.orbax_state import import_orbax as import_orbax
-from gshard.errors import ArgumentTypeError as ArgumentTypeError
-from gshard.errors import CallOrderError as CallOrderError
-from gshard.errors import DonatedStateError as DonatedStateError
-from gshard.errors import GShardError as GShardError
-from gshard.errors import GShardWarning as GShardWarning
-from gshard.errors import NonFiniteError as NonFiniteError
-from gshard.errors import UnevenInputsError as UnevenInputsError
 from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.explain import Explanation as Explanation
 from gshard.explain import explain as explain

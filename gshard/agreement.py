@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from gshard.errors import GShardError, UnevenInputsError, some, warn
+from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard.exchange import refuse_given_up, tell, tell_all
 from gshard.plan import Plan
 from gshard.statement import Statement, rows_of, statement

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from gshard._util.errors import GShardError
 from gshard.audit_report import report, total
-from gshard.errors import GShardError
 from gshard.exceeded import exceeded
 from gshard.hlo import Array, Collective, read_program
 

@@ -15,11 +15,11 @@ import numpy as np
 from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten, no_numbers, subscript
+from gshard._util.validation import shown
 from gshard.agreement import agree
-from gshard.arguments import shown
-from gshard.errors import GShardError
 from gshard.plan import Plan
-from gshard.tree import flatten, no_numbers, subscript
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:

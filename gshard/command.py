@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from gshard._util.errors import did_you_mean
 from gshard.advice.command import main as advise
 from gshard.answer import NO_ANSWER, YES
 from gshard.checkpoint.command import main as verify
 from gshard.doctor.command import main as doctor
-from gshard.errors import did_you_mean
 from gshard.forecast.audit_command import main as audit
 from gshard.forecast.explain_command import main as explain
 from gshard.forecast.plan_command import main as plan

@@ -14,8 +14,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from gshard.equations import all_equations
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.jaxpr import all_equations
 from gshard.mesh import entry_axes
 
 _LIBRARIES = (str(Path(__file__).parent), "site-packages")

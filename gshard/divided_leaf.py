@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gshard.equations import bind
+from gshard._util.jaxpr import bind
 from gshard.layout import DEVICE
 from gshard.leaf_bucket import LeafBucket
 from gshard.scope import Scope

@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import shown
+from gshard._util.errors import GShardError
+from gshard._util.pytree import same_leaves
+from gshard._util.validation import shown
 from gshard.auxiliary import as_sums, over_devices
 from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import reduce_scalar
-from gshard.errors import GShardError
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import with_divided
 from gshard.fit import Fit
@@ -21,7 +22,6 @@ from gshard.loss import check_reduced, is_named, is_numeric
 from gshard.plan import Plan, check_call, check_state
 from gshard.scope import Scope
 from gshard.state import Parts
-from gshard.tree import same_leaves
 from gshard.use import uses_of
 
 

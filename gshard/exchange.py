@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gshard.arguments import whole_number
-from gshard.errors import GShardError, warn
+from gshard._util.errors import GShardError, warn
+from gshard._util.validation import whole_number
 from gshard.plan import Plan
 from gshard.processes import environment
 

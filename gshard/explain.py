@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, GShardWarning
+from gshard._util.errors import GShardError, GShardWarning
+from gshard._util.pytree import flatten, same_leaves
+from gshard._util.validation import shown
 from gshard.explain_report import report
 from gshard.fit import refuse_donated
 from gshard.forecast.choices import Choices
@@ -23,7 +24,6 @@ from gshard.plan import Plan, check_state
 from gshard.plan_table import described
 from gshard.rules import setting_of
 from gshard.state import OVERWRITTEN
-from gshard.tree import flatten, same_leaves
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from gshard.amounts import bytes_of
-from gshard.errors import some
+from gshard._util.errors import some
+from gshard._util.units import bytes_of
 from gshard.forecast.plan_report import table, text_of
 
 if TYPE_CHECKING:

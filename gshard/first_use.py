@@ -20,9 +20,9 @@ import jax
 from jax.extend import core
 
 from gshard import constraints
+from gshard._util.errors import some, warn
+from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
 from gshard.divided_leaf import Divided
-from gshard.equations import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
-from gshard.errors import some, warn
 from gshard.layer_buckets import move_layers_together
 from gshard.places import Places, by_first_use
 from gshard.scope import Scope

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax import core, dtypes
 
-from gshard.errors import DonatedStateError, GShardError, some
+from gshard._util.errors import DonatedStateError, GShardError, some
+from gshard._util.pytree import flatten, same_leaves
 from gshard.layout import DEVICE, HOST
-from gshard.tree import flatten, same_leaves
 
 
 class Fit:

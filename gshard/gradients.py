@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import flag, whole_number
+from gshard._util.errors import GShardError, warn
+from gshard._util.pytree import same_leaves
+from gshard._util.validation import flag, whole_number
 from gshard.batch import check_leaves, check_rows
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
-from gshard.errors import GShardError, warn
 from gshard.extras import extra_layouts, in_storage, pinned
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
@@ -26,7 +27,6 @@ from gshard.plan import Plan, all_whole
 from gshard.promise import accumulation, resharding
 from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
 from gshard.state import OVERWRITTEN, Parts, PureLoss
-from gshard.tree import same_leaves
 from gshard.unreduced import Unreduced
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gshard.errors import NonFiniteError
+from gshard._util.errors import NonFiniteError
 
 LATE = 2  # steps; a run may be this far ahead of what was looked at
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from gshard.equations import JIT, bind, body_of
+from gshard._util.jaxpr import JIT, bind, body_of
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:

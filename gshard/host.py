@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.layout import DEVICE, Layout
 from gshard.state import PARAMETERS, Parts, kind_of

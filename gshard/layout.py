@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.mesh import Group
 from gshard.rules import Choice, Leaf, Rule
 

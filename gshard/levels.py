@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import shown
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import Mesh
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten
 from gshard.layout import HOST, Layout
-from gshard.tree import flatten
 
 if TYPE_CHECKING:
     from gshard.plan import Plan

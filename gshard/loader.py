@@ -11,15 +11,15 @@ from typing import Any
 
 import jax
 
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.pytree import differences
+from gshard._util.validation import flag, shown, whole_number
 from gshard.agreement import agree_on_loader
 from gshard.ahead import in_thread
-from gshard.arguments import flag, shown, whole_number
 from gshard.batch import check_plan, local_places, place, shard_batch
-from gshard.errors import CallOrderError, GShardError
 from gshard.order import Order, own_part
 from gshard.plan import Plan
 from gshard.source import Source
-from gshard.tree import differences
 
 
 class DataLoader:

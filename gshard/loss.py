@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean, some, warn
+from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.pytree import flatten, path_of, same_leaves
+from gshard._util.validation import shown
 from gshard.state import PureLoss
-from gshard.tree import flatten, path_of, same_leaves
 
 
 @jax.tree_util.register_dataclass

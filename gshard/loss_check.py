@@ -21,8 +21,8 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend import core
 
-from gshard.collectives import group_index, reduce_scalar
-from gshard.equations import (
+from gshard._util.errors import warn
+from gshard._util.jaxpr import (
     all_equations,
     bind,
     body_of,
@@ -31,7 +31,7 @@ from gshard.equations import (
     scan_sizes,
     with_inner,
 )
-from gshard.errors import warn
+from gshard.collectives import group_index, reduce_scalar
 from gshard.evaluate import forward
 from gshard.loss import Weighted
 from gshard.plan import Plan

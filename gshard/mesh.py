@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from gshard.arguments import names_of, shown, whole_number
-from gshard.errors import GShardError, did_you_mean, warn
+from gshard._util.errors import GShardError, did_you_mean, warn
+from gshard._util.validation import names_of, shown, whole_number
 from gshard.torus import torus_of
 
 REPLICA = "replica"

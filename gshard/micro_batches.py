@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.errors import warn
+from gshard._util.pytree import flatten
 from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
-from gshard.errors import warn
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
 from gshard.layout import Layout
@@ -22,7 +23,6 @@ from gshard.promise import resharding
 from gshard.random_keys import DEVICE, Draws, draws_of
 from gshard.scope import Scope
 from gshard.state import OVERWRITTEN, PureLoss
-from gshard.tree import flatten
 from gshard.use import uses_of
 from gshard.whole_again import make_whole
 

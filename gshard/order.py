@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from gshard._util.errors import GShardError
 from gshard.batch import places_of
-from gshard.errors import GShardError
 from gshard.plan import Plan
 
 

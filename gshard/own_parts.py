@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.pytree import same_leaves
 from gshard.collectives import own_part, publish_leaves
 from gshard.layout import Layout
-from gshard.tree import same_leaves
 
 if TYPE_CHECKING:
     from gshard.plan import Plan

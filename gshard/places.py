@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
+from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
 
 
 def by_first_use(jaxpr: Any) -> list[int]:

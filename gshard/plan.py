@@ -12,8 +12,9 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, warn
+from gshard._util.errors import GShardError, warn
+from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 from gshard.host import to_host
 from gshard.layout import DEVICE, Layout, lay_out
 from gshard.levels import Level
@@ -22,7 +23,6 @@ from gshard.optimizer import DividedTransformation, GShardState, divide, fetched
 from gshard.plan_table import table
 from gshard.precision import Precision
 from gshard.state import Kind, Parts, kind_of
-from gshard.tree import flatten
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from gshard import arguments
-from gshard.errors import GShardError, did_you_mean, some, warn
+from gshard._util import validation
+from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.pytree import belongs_to, flatten, path_of, refuse_twice
 from gshard.layout import HOST, Layout, lay_out
 from gshard.levels import Level
 from gshard.mesh import Group
@@ -23,7 +24,6 @@ from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
 from gshard.state import FROZEN, OVERWRITTEN, Kind
-from gshard.tree import belongs_to, flatten, path_of, refuse_twice
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 _SHARED = 2**14  # elements
@@ -179,7 +179,7 @@ def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
     if not isinstance(patterns, Mapping):
         return
     for text in patterns:
-        compiled = arguments.pattern(text, argument)
+        compiled = validation.pattern(text, argument)
         if not any(compiled.search(path) for path in paths):
             warn(
                 f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "

@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.pytree import differences, flatten
 from gshard.guarded_update import keep_unless
 from gshard.layout import Layout
 from gshard.plan import Plan
 from gshard.state import Parts
 from gshard.streaming import at_rest, fetched
-from gshard.tree import differences, flatten
 
 
 def after_update(

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard import arguments
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean
+from gshard._util import validation
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import shown
 
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -53,14 +53,14 @@ class Precision:
                 "{'LayerNorm': 'float32'}."
             )
         for text in self.exceptions:
-            arguments.pattern(text, "exceptions")
+            validation.pattern(text, "exceptions")
         checked = {p: _floating(d, f"exceptions[{p!r}]") for p, d in self.exceptions.items()}
         object.__setattr__(self, "exceptions", checked)
 
     def compute(self, path: str) -> Any:
         """The dtype that a parameter is computed with."""
         for text, dtype in self.exceptions.items():
-            if arguments.pattern(text, "exceptions").search(path):
+            if validation.pattern(text, "exceptions").search(path):
                 return dtype
         return self.compute_dtype
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend import core
 
+from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim
 from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import publish_leaves
-from gshard.divisions import PRODUCTS, UNKNOWN, Dim
 from gshard.layout import Layout
 from gshard.traced import Step, Traced
 from gshard.wholes import Wholes

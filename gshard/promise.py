@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from gshard.arguments import shown, whole_number
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown, whole_number
 from gshard.layout import Layout
 from gshard.levels import check_accumulate
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import VIEWS, body_of, called, opened, scan_sizes
+from gshard._util.jaxpr import VIEWS, body_of, called, opened, scan_sizes
 
 DEVICE = -1  # the number of the device, in place of the position of an input
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gshard import arguments
-from gshard.arguments import dimension, shown, whole_number
-from gshard.errors import GShardError
+from gshard._util import validation
+from gshard._util.errors import GShardError
+from gshard._util.validation import dimension, shown, whole_number
 
 WHOLE = "whole"
 
@@ -127,7 +127,7 @@ def by_path(pattern: str, dim: int | str) -> Rule:
       pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
       dim: the dimension to divide (negative counts from the end), or `"whole"`.
     """
-    compiled = arguments.pattern(pattern, "rule")
+    compiled = validation.pattern(pattern, "rule")
     return by_predicate(
         lambda leaf: bool(leaf.shape and compiled.search(leaf.path)), dim, f"rule {pattern!r}"
     )

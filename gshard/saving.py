@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gshard.arguments import shown
+from gshard._util.errors import GShardError, some
+from gshard._util.validation import shown
 from gshard.checkpoint.directory import fsync
 from gshard.checkpoint.errors import DamagedCheckpointError
 from gshard.checkpoint.manifest import damages, write_all
-from gshard.errors import GShardError, some
 
 # In the directory that is named there may be other things, which are left alone.
 NAME = "gshard_state"

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.arguments import flag, shown, whole_number
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import flag, shown, whole_number
 
 _COUNTS = {"incr_count": "good", "decr_count": "bad"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gshard import arguments
-from gshard.arguments import dimension, shown
-from gshard.errors import GShardError
+from gshard._util import validation
+from gshard._util.errors import GShardError
+from gshard._util.validation import dimension, shown
 from gshard.state import SCAN_NAMES
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
@@ -46,5 +46,5 @@ def scan_dim_of(
 
 
 def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
-    matches = (p for p in scan_axes if arguments.pattern(p, "scan_axes").search(path))
+    matches = (p for p in scan_axes if validation.pattern(p, "scan_axes").search(path))
     return next(matches, None)

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from gshard._util.errors import GShardError
+from gshard._util.pytree import same_leaves
 from gshard.collectives import agree
-from gshard.errors import GShardError
 from gshard.extras import pinned
 from gshard.gradients import Gradients, Options
 from gshard.plan import Plan
 from gshard.reduction import accumulating, reduce, reduced_specs
-from gshard.tree import same_leaves
 from gshard.unreduced import Unreduced
 
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten, same_leaves
+from gshard._util.validation import flag, shown
 from gshard.advice.auto import choose_plan
-from gshard.arguments import flag, shown
-from gshard.errors import GShardError
 from gshard.layout import Layout
 from gshard.levels import Level, is_auto, parse_level
 from gshard.mesh import data_group
@@ -24,7 +25,6 @@ from gshard.precision import as_precision
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.scan_dims import ScanAxes
 from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
-from gshard.tree import flatten, same_leaves
 
 
 def shard_train_state(

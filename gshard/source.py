@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.pytree import differences, flatten, no_numbers, subscript
+from gshard._util.validation import shown
 from gshard.statement import structure_words
 from gshard.transform import Transform
-from gshard.tree import differences, flatten, no_numbers, subscript
 
 
 class Source:

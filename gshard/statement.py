@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gshard.errors import GShardError
-from gshard.tree import flatten
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten
 
 HASHED = 1 << 20
 """Bytes of each array, of every row some, that tell whether two processes give the same data."""

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 
 from gshard import loss_check
-from gshard.arguments import flag, names_of, shown, whole_number
+from gshard._util.errors import GShardError
+from gshard._util.validation import flag, names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.errors import GShardError
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
 from gshard.guard import Guard, Watch

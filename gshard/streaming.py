@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from gshard.equations import JIT, bind, body_of
+from gshard._util.jaxpr import JIT, bind, body_of
+from gshard._util.pytree import flatten, same_leaves
 from gshard.host_groups import Group, groups_of, variables
 from gshard.layout import Layout
-from gshard.tree import flatten, same_leaves
 
 if TYPE_CHECKING:
     from gshard.plan import Plan

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.exchange import tell_processes
 
 T = TypeVar("T")

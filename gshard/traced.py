@@ -10,7 +10,7 @@ import jax
 from jax import core as jax_core
 from jax.extend import core
 
-from gshard.equations import bind, called, with_inner
+from gshard._util.jaxpr import bind, called, with_inner
 
 # Where the user says how something lies, XLA has to see it.
 _PLACED = ("sharding_constraint", "shard_map", "reshard")

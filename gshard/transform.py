@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 
 
 class Transform:

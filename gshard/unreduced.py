@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import shown
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 from gshard.auxiliary import added
-from gshard.errors import GShardError
-from gshard.tree import flatten
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from gshard.errors import GShardError, some, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard.layout import Layout
 from gshard.mesh import Group, entry_axes
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import flag, names_of, shown
+from gshard._util.errors import GShardError
+from gshard._util.validation import flag, names_of, shown
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.errors import GShardError
 from gshard.gradients import Options, check_options, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
 from gshard.separate_calls import end_reduction

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard.errors import GShardError
-from gshard.tree import same_leaves
+from gshard._util.errors import GShardError
+from gshard._util.pytree import same_leaves
 
 if TYPE_CHECKING:
     from gshard.plan import Plan

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from gshard._util.jaxpr import with_inner
 from gshard.divided_leaf import Divided
-from gshard.equations import with_inner
 from gshard.scope import Scope
 
 # Their backward pass uses operands as they are.

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gshard.divisions import PRODUCTS, Dim, back, flow, join
-from gshard.equations import opened
+from gshard._util.jaxpr import opened
+from gshard._util.jaxpr_dataflow import PRODUCTS, Dim, back, flow, join
 from gshard.traced import Step, Traced
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ find_python() {
 
 # Everything that decides what must be installed.
 fingerprint() {
-    cksum pyproject.toml gshard/_version.py
+    cksum pyproject.toml gshard/_util/version.py
     "$dir/bin/python" -c 'import os, sys; print(sys.version, os.path.realpath(sys.prefix))'
 }
 

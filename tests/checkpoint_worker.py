@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 import gshard
+from gshard._util.pytree import flatten
 from gshard.host import to_host
-from gshard.tree import flatten
 
 KEEP, ROWS, ARMED_AFTER = 2, 8, 3  # ARMED_AFTER: saves, so that there is an old step to delete
 SHAPES = {"first": (7, 300), "second": (300, 301), "scale": ()}

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 import gshard
 from gshard.footprint.footprint import trace_step
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 from tests.compiled_memory import memory_on_gpu
 
 LAYERS, EXPERTS, WIDTH = 32, 3, 512

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 import gshard
 from gshard.hlo.text import read_module
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 
 LAYERS, WIDTH, ROWS = 8, 4096, 512
 

@@ -20,7 +20,7 @@ import gshard
 from gshard.gradients import Options, gradients
 from gshard.hlo.text import read_module
 from gshard.optimizer import update_and_publish
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 

@@ -18,7 +18,7 @@ from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config, read_config
 from gshard.forecast.plan import abstract_mesh
 from gshard.mesh import data_group
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 
 H100 = parse_target("h100:2x8")
 WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard._util.errors import GShardError
 from gshard.audit import audit
-from gshard.errors import GShardError
 from gshard.promise import Movement, Promise
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
+from gshard._util.device import chip_of, memory_of
 from gshard.advice.auto import SHARE, choose_plan
-from gshard.targets.device import chip_of, memory_of
 
 MESH = {"devices": jax.devices()[:4]}
 

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.tree import flatten
+from gshard._util.pytree import flatten
 from tests import checkpoint_worker
 from tests.soak_checkpoints import Life, live
 from tests.tiers import quick

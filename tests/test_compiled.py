@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from gshard._util.errors import GShardError
 from gshard.ahead_of_time.compiled import compile_for
 from gshard.ahead_of_time.failure import reason
-from gshard.errors import GShardError
 from tests.ahead_of_time import ROOT, python_for
 
 CPU = {"model": "tests.compiled_models:stack", "target": "cpu:4", "level": "os"}

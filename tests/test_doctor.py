@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from gshard.cgroup import cgroup_limits
+from gshard._util.cgroup import cgroup_limits
 from gshard.command import main
 from gshard.doctor import devices, probes
 from gshard.doctor.apart import ask, telling

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.errors import DonatedStateError, GShardError
+from gshard._util.errors import DonatedStateError, GShardError
 from gshard.levels import LEVELS
 
 pytestmark = [

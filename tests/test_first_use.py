@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard.equations import all_equations
+from gshard._util.jaxpr import all_equations
 from gshard.hlo import read_program
 from tests.tiers import quick
 

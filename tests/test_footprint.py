@@ -21,7 +21,7 @@ from gshard.footprint.footprint import footprint, trace_step
 from gshard.footprint.fusion import absorbs
 from gshard.footprint.opening import program_of
 from gshard.footprint.widened import with_widened
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 

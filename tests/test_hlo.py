@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.hlo import KINDS, Program, read_program
 from gshard.hlo.groups import read_groups
 from gshard.hlo.text import read_arrays, read_module

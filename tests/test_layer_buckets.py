@@ -11,8 +11,8 @@ import optax
 import pytest
 
 import gshard
+from gshard._util.jaxpr import all_equations
 from gshard.buckets import layers
-from gshard.equations import all_equations
 from gshard.hlo import read_program
 from tests.tiers import quick
 

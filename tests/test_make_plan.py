@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.amounts import bytes_of, count_of
+from gshard._util.units import bytes_of, count_of
 from gshard.command import main
 from gshard.forecast.config import read_config
 from gshard.forecast.paper import DEGREES, SIZES, rounded, table_1

@@ -18,7 +18,7 @@ from optax import contrib
 
 import gshard
 from gshard import host_groups, planning, products
-from gshard.equations import all_equations
+from gshard._util.jaxpr import all_equations
 from tests import reference
 from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model

@@ -12,9 +12,10 @@ import pytest
 from optax import contrib
 
 import gshard
-from gshard import divisions, products
-from gshard.divisions import UNKNOWN, flow
-from gshard.equations import all_equations
+from gshard import products
+from gshard._util import jaxpr_dataflow
+from gshard._util.jaxpr import all_equations
+from gshard._util.jaxpr_dataflow import UNKNOWN, flow
 from gshard.host_groups import variables
 
 N = 4
@@ -289,7 +290,7 @@ def test_every_function_of_matrices_is_known():
     solve = jax.make_jaxpr(jnp.linalg.solve)(x, x).jaxpr
     names = {e.primitive.name for jaxpr in (ragged, solve) for e in all_equations(jaxpr)}
     named = {name for name in names if "dot" in name or "solve" in name}
-    assert public - {"lu_pivots_to_permutation"} | named <= divisions.PRODUCTS
+    assert public - {"lu_pivots_to_permutation"} | named <= jaxpr_dataflow.PRODUCTS
 
 
 def test_inner_products_are_summed_not_gathered():

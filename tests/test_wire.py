@@ -19,8 +19,8 @@ from benchmarks import wire
 from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import divided, promised
 from examples.models.by_slices import cross_entropy
-from gshard.errors import GShardError
-from gshard.targets import parse_target
+from gshard._util.errors import GShardError
+from gshard.targets.target import parse_target
 from tests.ahead_of_time import python_for
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 import gshard
 from gshard.footprint.footprint import trace_step
-from gshard.targets import parse_target
+from gshard.targets.target import parse_target
 from tests.compiled_memory import memory_on_gpu
 
 WORDS, WIDTH, ROWS, LENGTH = 8192, 64, 32, 32

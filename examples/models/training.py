@@ -12,7 +12,7 @@ import optax
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard.errors import did_you_mean
+from gshard._util.errors import did_you_mean
 
 STACK = "layers"  # the parameters of all layers, one on another
 

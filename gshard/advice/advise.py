@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gshard._util.errors import GShardError
 from gshard.advice.cost import Cost, cost
 from gshard.advice.options import Option, copies_of, options_of
-from gshard.errors import GShardError
 from gshard.footprint.footprint import Footprint
 from gshard.forecast.config import Config
 from gshard.forecast.level_forecast import LevelForecast, of_level

@@ -9,14 +9,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard.amounts import bytes_of
-from gshard.errors import GShardError, warn
+from gshard._util.chips import CHIPS, Chip
+from gshard._util.device import chip_of, memory_of
+from gshard._util.errors import GShardError, warn
+from gshard._util.units import bytes_of
 from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.levels import LEVELS, Level
 from gshard.plan import Plan
-from gshard.targets.chips import CHIPS, Chip
-from gshard.targets.device import chip_of, memory_of
 
 # Of a device's memory for the state and gradients. What activations take is not known without a
 # loss; `gshard advise` knows it.

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
+from gshard._util.units import bytes_of, seconds_of
 from gshard.advice.advise import Verdict, best_of_each
 from gshard.advice.cost import COMPUTE_SHARE, MEMORY_SHARE
-from gshard.amounts import bytes_of, seconds_of
 from gshard.forecast.config import Config
 from gshard.forecast.plan_report import table, text_of
 

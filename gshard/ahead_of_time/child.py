@@ -24,15 +24,15 @@ from typing import Any
 import jax
 
 import gshard
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten
+from gshard._util.versions import versions
 from gshard.ahead_of_time.buffers import Buffers, read_buffers
 from gshard.ahead_of_time.traffic import traffic
 from gshard.audit import memory_of, rows_of
-from gshard.errors import GShardError
 from gshard.forecast.choices import Choices
 from gshard.forecast.setup import batch_of, divided, load_setup, step_of
-from gshard.targets import Target, parse_target
-from gshard.tree import flatten
-from gshard.versions import versions
+from gshard.targets.target import Target, parse_target
 
 Say = Callable[[str], None]
 _TOO_LARGE = re.compile(

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
+from gshard._util.errors import GShardError
 from gshard.ahead_of_time.failure import reason
-from gshard.errors import GShardError
 from gshard.processes.guardian import Guardian, kill_group, kill_rest
-from gshard.targets import Target, parse_target
+from gshard.targets.target import Target, parse_target
 
 Report = Callable[[str, float], None]
 _LINES = 400  # of stderr, enough for a stack trace of C++ below the message

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from gshard.amounts import bytes_of
+from gshard._util.units import bytes_of
 from gshard.audit_report import total
 from gshard.forecast.plan_report import table, text_of
 

@@ -13,7 +13,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
 
-from gshard.arguments import flag, shown, whole_number
+from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.validation import flag, shown, whole_number
 from gshard.checkpoint.description import Description, as_metadata, packed_data_state
 from gshard.checkpoint.directory import as_directory, steps_in
 from gshard.checkpoint.errors import SaveFailedError
@@ -24,7 +25,6 @@ from gshard.checkpoint.reader import checked, existing, steps_everywhere, undama
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
-from gshard.errors import CallOrderError, GShardError, warn
 from gshard.host import plan_of
 from gshard.plan import Plan
 from gshard.processes.leaving import PREEMPTED

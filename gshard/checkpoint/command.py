@@ -11,12 +11,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from gshard._util.errors import GShardError
 from gshard.answer import NO, NO_ANSWER, YES, print_answer
 from gshard.checkpoint.description import Description
 from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
 from gshard.checkpoint.manifest import Damage, size_of
 from gshard.checkpoint.reader import checked, existing
-from gshard.errors import GShardError
 
 _EXAMPLE = """example:
   gshard verify checkpoints

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard._version import __version__
-from gshard.arguments import shown
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
+from gshard._util.version import __version__
 from gshard.checkpoint.directory import DESCRIPTION, write_durably
 from gshard.checkpoint.matching import LeafInfo
-from gshard.errors import GShardError
 from gshard.plan import Plan
 
 DATA = "data_state"

@@ -14,8 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from gshard.arguments import shown
-from gshard.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.validation import shown
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from gshard._util.errors import GShardError
 from gshard.checkpoint.manifest import Damage
-from gshard.errors import GShardError
 
 _SHOWN = 5  # damages of a step that a message lists
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.arguments import shown, whole_number
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown, whole_number
 
 
 @dataclass(frozen=True)

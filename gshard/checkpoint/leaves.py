@@ -13,15 +13,15 @@ import numpy as np
 from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard._util.errors import GShardError
+from gshard._util.pytree import flatten, refuse_twice
 from gshard.checkpoint.matching import LeafInfo, check_fit, differing, one_to_one, source_of
-from gshard.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.host import plan_of
 from gshard.layout import Layout
 from gshard.plan import Plan, check_state
 from gshard.shard import place
 from gshard.state import Parts
-from gshard.tree import flatten, refuse_twice
 from gshard.unreduced import Unreduced
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from gshard._util.errors import some
 from gshard.checkpoint.directory import MANIFEST, fsync, write_durably
-from gshard.errors import some
 
 PARTS = "manifests"
 _BLOCK = 2**22  # bytes that are read at once

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.layout import Layout
 from gshard.state import FROZEN
 

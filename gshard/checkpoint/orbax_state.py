@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.arguments import flag, shown
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten
+from gshard._util.validation import flag, shown
 from gshard.checkpoint.directory import MANIFEST
 from gshard.checkpoint.leaves import layouts_of, parts_of, split_like, with_parts
 from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.storage import ARRAYS, how_to_read, unreadable
-from gshard.errors import GShardError, some
 from gshard.optimizer import GShardState
-from gshard.tree import flatten
 
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 

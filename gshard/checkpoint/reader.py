@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from gshard.arguments import whole_number
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.validation import whole_number
 from gshard.checkpoint.description import (
     DATA,
     Description,
@@ -19,7 +20,6 @@ from gshard.checkpoint.description import (
 from gshard.checkpoint.directory import DESCRIPTION, steps_in
 from gshard.checkpoint.errors import DamagedCheckpointError, report
 from gshard.checkpoint.manifest import Damage, Report, damages
-from gshard.errors import GShardError, some, warn
 from gshard.exchange import tell_processes
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gshard._util.errors import GShardError
 from gshard.checkpoint.manifest import Range
-from gshard.errors import GShardError
 
 ARRAYS = "arrays"  # Orbax's folder within a step
 

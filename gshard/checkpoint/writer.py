@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint import directory as folders
 from gshard.checkpoint import storage
 from gshard.checkpoint.description import DATA, Description, data_state_name
@@ -20,7 +21,6 @@ from gshard.checkpoint.keep import Keep
 from gshard.checkpoint.manifest import PARTS
 from gshard.checkpoint.matching import check_same_run
 from gshard.checkpoint.saving import Saving
-from gshard.errors import GShardError, some, warn
 from gshard.exchange import tell_processes
 from gshard.together import FailedError, together
 

@@ -9,9 +9,9 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from gshard._util.errors import GShardError
 from gshard.doctor.check import Check
 from gshard.doctor.network import SECONDS
-from gshard.errors import GShardError
 from gshard.processes import environment
 from gshard.processes.address import Address, address, is_loopback, listening
 from gshard.processes.environment import Place

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from gshard.cgroup import cgroup_limits, contents
+from gshard._util.cgroup import cgroup_limits, contents
 from gshard.doctor.check import GIB, Check, size
 
 _LITTLE_MEMORY = GIB

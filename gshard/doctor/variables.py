@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from gshard.arguments import shown
+from gshard._util.validation import shown
 from gshard.doctor.check import Check
 from gshard.processes import environment
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from gshard._version import __version__
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
+from gshard._util.version import __version__
 from gshard.exported.new_file import NewFile, file_path, row_major
 from gshard.exported.tensor_format import Tensor, header, in_file_order, refuse_strange
 from gshard.exported.weights import Weight, weights_of

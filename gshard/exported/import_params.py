@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from gshard.arguments import flag
-from gshard.errors import GShardError, did_you_mean, some
+from gshard._util.errors import GShardError, did_you_mean, some
+from gshard._util.validation import flag
 from gshard.exported.new_file import file_path
 from gshard.exported.tensor_format import DTYPES
 from gshard.exported.tensor_reader import Stored, tensors_of

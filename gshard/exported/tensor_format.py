@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 
 # In the order in which the library lays tensors out: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {

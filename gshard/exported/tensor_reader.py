@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.exported.tensor_format import DTYPES, places
 
 

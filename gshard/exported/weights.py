@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten, same_leaves
 from gshard.exported.tensor_format import METADATA
 from gshard.fit import refuse_donated
 from gshard.layout import Layout
 from gshard.plan import Plan
 from gshard.state import Parts
-from gshard.tree import flatten, same_leaves
 
 
 class Weight(NamedTuple):

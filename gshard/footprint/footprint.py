@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 from gshard.footprint.combine import Kernel
 from gshard.footprint.dialect import NEW_CPU
 from gshard.footprint.liveness import peak_of

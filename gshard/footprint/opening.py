@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from gshard.equations import CHECKPOINTS, called, opened, scan_sizes
+from gshard._util.jaxpr import CHECKPOINTS, called, opened, scan_sizes
 from gshard.footprint.cudnn import padded_kernel
 from gshard.footprint.global_view import factors_in, factors_of, local_value, out_factors
 from gshard.footprint.program import FREE, Op, Program, Value

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.arguments import MOST, flag, whole_number
+from gshard._util.validation import MOST, flag, whole_number
 from gshard.levels import check_accumulate
 
 

@@ -6,7 +6,7 @@ import argparse
 import tomllib
 from typing import Any
 
-from gshard.errors import did_you_mean
+from gshard._util.errors import did_you_mean
 from gshard.forecast.config import Config, read_config
 
 _MEANINGS = {

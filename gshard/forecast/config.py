@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gshard.arguments import MOST, shown, whole_number
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import MOST, shown, whole_number
 from gshard.forecast.choices import Choices
 from gshard.levels import LEVELS, parse_levels
 from gshard.targets.target import Target, parse_target

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gshard.amounts import bytes_of
+from gshard._util.units import bytes_of
 from gshard.answer import YES
 from gshard.explain import Explanation, explain
 from gshard.forecast.command_line import config_parser, named_config

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from gshard.arguments import MOST, shown, whole_number
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import MOST, shown, whole_number
 from gshard.footprint.footprint import PLATFORMS
 from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config

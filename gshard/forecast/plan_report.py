@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gshard.amounts import bytes_of, count_of
+from gshard._util.units import bytes_of, count_of
 
 if TYPE_CHECKING:
     from gshard.forecast.plan import Forecast

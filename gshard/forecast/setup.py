@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import shown
 from gshard.forecast.choices import Choices
 from gshard.plan import Plan
 from gshard.shard import shard_train_state

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.forecast.config import Config
 from gshard.mesh import make_mesh, virtual_devices
 

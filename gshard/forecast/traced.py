@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.footprint.footprint import Footprint, footprint, trace_step
 from gshard.forecast.choices import Choices
 from gshard.forecast.setup import Setup, batch_of, divided, step_of

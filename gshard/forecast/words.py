@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import jax
 from rich.console import Console
 
+from gshard._util.errors import GShardError, GShardWarning
 from gshard.answer import NO_ANSWER, print_answer
-from gshard.errors import GShardError, GShardWarning
 from gshard.forecast.config import Config
 
 Asked = TypeVar("Asked", Config, Config | None)

@@ -11,7 +11,7 @@ import math
 import re
 from functools import cached_property
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
 _BRACKETS_AND_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')

@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from gshard.arguments import whole_number
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import whole_number
 from gshard.processes import accelerators
 from gshard.processes.address import Address, address, found_at, is_loopback
 from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT

@@ -6,7 +6,7 @@ import sys
 import time
 from signal import SIGTERM, Signals
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.launch.arguments import Request, parser, request
 from gshard.launch.job import Outcome, run
 from gshard.launch.report import report

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.launch.arguments import Request
 from gshard.launch.log import Log
 from gshard.launch.worker import Worker

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 
 
 class Log:

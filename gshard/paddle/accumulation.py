@@ -16,9 +16,9 @@ import numpy as np
 from flax import nnx
 from jax import core
 
-from gshard.arguments import shown
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.validation import shown
 from gshard.batch import shard_batch
-from gshard.errors import GShardError, some, warn
 from gshard.fit import refuse_donated
 from gshard.paddle import phases
 from gshard.paddle.losses import Joined, Scaled

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 from gshard.paddle.named import check, check_optimizer, differences, write
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer

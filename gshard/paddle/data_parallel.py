@@ -11,8 +11,8 @@ import jax
 import optax
 from flax import nnx
 
-from gshard.arguments import flag, shown, whole_number
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import flag, shown, whole_number
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.groups import mesh_of
 from gshard.paddle.models import as_module, refuse_wrapped

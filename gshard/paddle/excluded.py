@@ -8,10 +8,10 @@ from typing import Any
 
 from flax import nnx
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 from gshard.rules import Leaf
-from gshard.tree import flatten
 
 
 def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from gshard.arguments import flag, shown, whole_number
+from gshard._util.errors import GShardError, warn
+from gshard._util.validation import flag, shown, whole_number
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.errors import GShardError, warn
 from gshard.levels import Level, parse_level
 from gshard.mesh import data_group
 from gshard.paddle.accumulation import Accumulation

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gshard.arguments import names_of
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import names_of
 from gshard.mesh import data_group, devices_of, make_mesh
 
 

@@ -9,8 +9,8 @@ from flax import linen as nn
 from flax import nnx
 from flax.nnx.bridge import variables as bridged
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 from gshard.paddle.wrapped import Wrapped, refuse_hidden
 
 

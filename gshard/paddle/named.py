@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, some, warn
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.pytree import flatten, refuse_twice
+from gshard._util.validation import shown
 from gshard.host import to_host
 from gshard.layout import Layout
-from gshard.tree import flatten, refuse_twice
 
 Named = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.gradients import Options, unreduced_gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import Weighted

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 from jax.extend import core
 
-from gshard.equations import called
-from gshard.errors import GShardError, some, warn
-from gshard.tree import flatten
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.jaxpr import called
+from gshard._util.pytree import flatten
 
 
 def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:

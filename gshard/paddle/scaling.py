@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.arguments import shown
-from gshard.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.validation import shown
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.losses import Scaled
 from gshard.paddle.wrapped import kept

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 from gshard.mesh import data_group, make_mesh
 from gshard.paddle.named import Named, check_optimizer, named, set_model, whole_values, write
 from gshard.paddle.wrapped import Wrapped

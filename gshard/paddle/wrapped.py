@@ -15,9 +15,9 @@ import jax
 from flax import nnx
 from jax import core
 
-from gshard.arguments import shown
+from gshard._util.errors import GShardError, MissingAttributeError, some
+from gshard._util.validation import shown
 from gshard.batch import shard_batch
-from gshard.errors import GShardError, MissingAttributeError, some
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.backward import Backward
 from gshard.paddle.named import Named, named, set_model, whole_values

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from gshard.arguments import shown
-from gshard.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.validation import shown
 from gshard.paddle.named import Named, check_optimizer, named, whole_values, write
 from gshard.paddle.wrapped import Keeping, kept
 from gshard.state import Parts

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gshard.amounts import bytes_of
+from gshard._util.units import bytes_of
 from gshard.page.fills import FILLS, Fill
 from gshard.page.markup import Markup, el
 

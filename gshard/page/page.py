@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gshard._version import __version__
-from gshard.amounts import bytes_of, count_of
+from gshard._util.units import bytes_of, count_of
+from gshard._util.version import __version__
 from gshard.forecast.plan import Forecast, LevelForecast
 from gshard.page.bars import Bar, bars
 from gshard.page.fills import definitions, legend

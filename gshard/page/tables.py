@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.amounts import bytes_of
+from gshard._util.units import bytes_of
 from gshard.page.markup import Markup, el
 
 _BYTES = ("needs", "has", "host")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gshard.amounts import bytes_of
+from gshard._util.units import bytes_of
 from gshard.page.bars import LETTER, NARROW, WIDE, label, picture
 from gshard.page.fills import FILLS
 from gshard.page.markup import Markup, el

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-from gshard.arguments import shown, whole_number
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown, whole_number
 
 # The first that is set says what this process sees; the first that exists tells the others.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"

@@ -7,8 +7,8 @@ import ipaddress
 import socket
 from typing import NamedTuple
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 
 LOOPBACK = "127.0.0.1"
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-from gshard.errors import CallOrderError, GShardError, some
+from gshard._util.errors import CallOrderError, GShardError, some
 from gshard.processes.address import Address, listening
 
 _LONGEST = 1024  # bytes of a line; whoever sends more is a stranger

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 
 COORDINATOR = "GSHARD_COORDINATOR"
 NUM_PROCESSES = "GSHARD_NUM_PROCESSES"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import jax
 
-from gshard.arguments import dimension, shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import dimension, shown
 
 
 def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]

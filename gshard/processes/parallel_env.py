@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from gshard.arguments import shown, whole_number
-from gshard.errors import CallOrderError, GShardError, did_you_mean
+from gshard._util.errors import CallOrderError, GShardError, did_you_mean
+from gshard._util.validation import shown, whole_number
 from gshard.processes import environment, world
 from gshard.processes.address import LOOPBACK, address
 from gshard.processes.arrival import meet

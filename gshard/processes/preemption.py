@@ -15,8 +15,8 @@ from typing import TypeVar
 import jax
 from jax.experimental import multihost_utils
 
-from gshard.arguments import shown
-from gshard.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.validation import shown
 from gshard.processes.leaving import PREEMPTED
 
 Batch = TypeVar("Batch")

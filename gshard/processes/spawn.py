@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from gshard.arguments import flag, shown, whole_number
-from gshard.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
+from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
+from gshard._util.validation import flag, shown, whole_number
 from gshard.processes import accelerators, environment
 from gshard.processes.address import Kept
 from gshard.processes.child import run

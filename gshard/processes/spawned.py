@@ -16,7 +16,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 from gshard.processes.address import Kept
 from gshard.processes.child import Failure, Result
 from gshard.processes.ending import FAILED_GRACE, TICK, end, send, settle

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gshard.errors import some
+from gshard._util.errors import some
 from gshard.processes.leaving import LOST_PEER, PREEMPTED
 
 TAIL = 20  # lines

@@ -9,10 +9,10 @@ import jax
 import optax
 from jax.extend import core
 
-from gshard.equations import all_equations, body_of, called, scan_sizes
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
+from gshard._util.jaxpr import all_equations, body_of, called, scan_sizes
+from gshard._util.pytree import flatten
 from gshard.pytorch.own_state import parameter_of
-from gshard.tree import flatten
 
 _RANDOM = ("random_", "threefry")
 _Of = frozenset[int]

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gshard._util.pytree import flatten
 from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.gradients import Options
 from gshard.host import to_host
@@ -26,7 +27,6 @@ from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.separate_calls import end_reduction
 from gshard.shard import place, shard_train_state
-from gshard.tree import flatten
 from gshard.unreduced import Unreduced
 
 

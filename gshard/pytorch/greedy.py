@@ -15,7 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten
 from gshard.gradients import Options
 from gshard.mesh import data_group
 from gshard.pytorch.coupled import refuse_coupled
@@ -28,7 +29,6 @@ from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.separate_calls import end_reduction
 from gshard.shard import shard_train_state
-from gshard.tree import flatten
 from gshard.unreduced import Unreduced
 
 

@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from gshard.arguments import flag, shown
+from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
+from gshard._util.pytree import flatten
+from gshard._util.validation import flag, shown
 from gshard.batch import local_places
-from gshard.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer
-from gshard.tree import flatten
 
 _MANY = 1000  # batches that a device has waited for the others
 

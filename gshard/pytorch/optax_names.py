@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from gshard.arguments import shown
-from gshard.errors import did_you_mean
+from gshard._util.errors import did_you_mean
+from gshard._util.validation import shown
 
 _NAMES = {
     "betas": ("b1", "b2"),

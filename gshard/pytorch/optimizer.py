@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard.amounts import bytes_of
-from gshard.arguments import flag, shown, whole_number
-from gshard.errors import (
+from gshard._util.errors import (
     ArgumentTypeError,
     GShardError,
     MissingAttributeError,
     did_you_mean,
     warn,
 )
+from gshard._util.pytree import flatten
+from gshard._util.units import bytes_of
+from gshard._util.validation import flag, shown, whole_number
 from gshard.paddle.groups import mesh_of
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
@@ -26,7 +27,6 @@ from gshard.pytorch.param_group import ParamGroup, factory_of
 from gshard.pytorch.parameters import options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.step import Step
-from gshard.tree import flatten
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
 _INSTEAD = {  # of attributes that PyTorch's optimizers have

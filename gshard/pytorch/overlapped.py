@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gshard.errors import CallOrderError
+from gshard._util.errors import CallOrderError
 from gshard.pytorch.even import Even
 
 

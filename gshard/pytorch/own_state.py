@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.tree import belongs_to, flatten
+from gshard._util.pytree import belongs_to, flatten
 
 
 def parameter_of(tree: Any, params: Any) -> list[int | None]:

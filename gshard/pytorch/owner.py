@@ -10,9 +10,9 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from gshard._util.pytree import flatten
 from gshard.pytorch.own_state import keep_of, parameter_of
 from gshard.pytorch.param_group import ParamGroup
-from gshard.tree import flatten
 
 
 class Owner:

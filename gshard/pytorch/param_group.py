@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from gshard.arguments import shown
-from gshard.errors import ArgumentTypeError, GShardError
+from gshard._util.errors import ArgumentTypeError, GShardError
+from gshard._util.validation import shown
 from gshard.pytorch.coupled import dependence
 from gshard.pytorch.optax_names import in_optax
 

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 
-from gshard.arguments import shown
-from gshard.errors import ArgumentTypeError, GShardError, some
+from gshard._util.errors import ArgumentTypeError, GShardError, some
+from gshard._util.validation import shown
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.data_parallel import DataParallel
 from gshard.paddle.wrapped import Wrapped, follow, keepers, kept

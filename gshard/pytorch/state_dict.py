@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 from gshard.paddle.named import misfit
-from gshard.tree import flatten
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax import core
 
-from gshard.arguments import shown
-from gshard.errors import ArgumentTypeError, CallOrderError, GShardError, some
+from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, some
+from gshard._util.pytree import differences, flatten
+from gshard._util.validation import shown
 from gshard.pytorch.parameters import Tree
-from gshard.tree import differences, flatten
 from gshard.unreduced import Unreduced
 
 

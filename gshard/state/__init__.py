@@ -17,8 +17,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
-from gshard.arguments import shown
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
+from gshard._util.validation import shown
 from gshard.state.frozen import FROZEN as FROZEN
 from gshard.state.linen_state import PARAMETERS as PARAMETERS
 from gshard.state.linen_state import Linen

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gshard import arguments
-from gshard.arguments import shown
-from gshard.errors import GShardError, did_you_mean, some, warn
+from gshard._util import validation
+from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.pytree import differences, flatten, path_of, refuse_twice
+from gshard._util.validation import shown
 from gshard.rules import Leaf
-from gshard.tree import differences, flatten, path_of, refuse_twice
 
 FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
 
@@ -187,7 +187,7 @@ def _chosen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
 def _matching(paths: list[str], patterns: Sequence[str]) -> set[str]:
     found: set[str] = set()
     for text in patterns:
-        compiled = arguments.pattern(text, "frozen")
+        compiled = validation.pattern(text, "frozen")
         matches = {path for path in paths if compiled.search(path)}
         if not matches:
             warn(

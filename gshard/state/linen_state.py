@@ -16,8 +16,9 @@ from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.train_state import TrainState
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import path_of
+from gshard._util.validation import shown
 from gshard.state.frozen import (
     FROZEN,
     frozen_paths,
@@ -36,7 +37,6 @@ from gshard.state.overwritten import (
     updated,
 )
 from gshard.state.parts import Parts, PureLoss
-from gshard.tree import path_of
 
 
 @dataclass(frozen=True)

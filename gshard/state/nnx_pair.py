@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from gshard.arguments import shown
-from gshard.errors import GShardError, some, warn
-from gshard.passthrough import sources
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.passthrough import sources
+from gshard._util.pytree import flatten, path_of, refuse_twice
+from gshard._util.validation import shown
 from gshard.state.parts import Parts, PureLoss
-from gshard.tree import flatten, path_of, refuse_twice
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from gshard.errors import GShardError, some
-from gshard.tree import flatten
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten
 
 OVERWRITTEN = "overwritten parameters"  # their place among the extras; no field can have this name
 

@@ -1,6 +1,6 @@
 """Machines that a step can be planned and compiled for, whether they are there or not."""
 
-from gshard.targets.chips import CHIPS as CHIPS
-from gshard.targets.chips import Chip as Chip
+from gshard._util.chips import CHIPS as CHIPS
+from gshard._util.chips import Chip as Chip
 from gshard.targets.target import Target as Target
 from gshard.targets.target import parse_target as parse_target

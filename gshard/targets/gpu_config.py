@@ -7,7 +7,7 @@ xla/backends/gpu/target_config/specs/*.txtpb.
 
 from __future__ import annotations
 
-from gshard.targets.chips import Chip
+from gshard._util.chips import Chip
 
 _HOPPER = {"major": 9, "cores": 132, "fpus": 128, "cache": 52428800, "clock": 1.98}
 _MULTIPROCESSORS = {  # and the chips' L2 cache in bytes, and clock in GHz

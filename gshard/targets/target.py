@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from gshard.errors import GShardError, did_you_mean
-from gshard.targets.chips import CHIPS, Chip
+from gshard._util.chips import CHIPS, Chip
+from gshard._util.errors import GShardError, did_you_mean
 from gshard.targets.gpu_config import GPUS, gpu_config
 
 # A larger slice of v5e or v6e has a description, and its compilation aborts the process.

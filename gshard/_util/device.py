@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from gshard.cgroup import cgroup_limits
-from gshard.targets.chips import CHIPS, Chip
+from gshard._util.cgroup import cgroup_limits
+from gshard._util.chips import CHIPS, Chip
 
 # `device_kind` of TPUs in JAX; that of a GPU is its title.
 _TPU_KINDS = {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from gshard.equations import body_of, called, opened, scan_sizes
+from gshard._util.jaxpr import body_of, called, opened, scan_sizes
 
 UNKNOWN = -1
 Dim = int | None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.errors import GShardError, some
+from gshard._util.errors import GShardError, some
 
 
 def path_of(keys: tuple[Any, ...]) -> str:

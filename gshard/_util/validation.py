@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard.errors import GShardError
+from gshard._util.errors import GShardError
 
 
 def shown(value: Any) -> str:

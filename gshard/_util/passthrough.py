@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.equations import body_of, scan_sizes
+from gshard._util.jaxpr import body_of, scan_sizes
 
 _IDENTITIES = {"copy", "copy_p", "optimization_barrier", "transpose"}
 
