@@ -68,10 +68,10 @@ from gshard.rules import by_predicate as by_predicate
 from gshard.rules import by_shape as by_shape
 from gshard.saving import load as load
 from gshard.saving import save as save
-from gshard.scaler import GradScaler as GradScaler
-from gshard.scaler import ScalerState as ScalerState
 from gshard.shard import shard_train_state as shard_train_state
 from gshard.step import make_train_step as make_train_step
+from gshard.train_state.loss_scale import GradScaler as GradScaler
+from gshard.train_state.loss_scale import ScalerState as ScalerState
 from gshard.unreduced import Unreduced as Unreduced
 from gshard.user_loop import reduce_gradients as reduce_gradients
 from gshard.user_loop import value_and_grad as value_and_grad

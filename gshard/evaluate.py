@@ -21,7 +21,7 @@ from gshard.fit import Fit
 from gshard.loss import check_reduced, is_named, is_numeric
 from gshard.plan import Plan, check_call, check_state
 from gshard.scope import Scope
-from gshard.state import Parts
+from gshard.train_state import Parts
 from gshard.use import uses_of
 
 

@@ -23,7 +23,7 @@ from gshard.live import Measured, measure
 from gshard.plan import Plan, check_state
 from gshard.plan_table import described
 from gshard.rules import setting_of
-from gshard.state import OVERWRITTEN
+from gshard.train_state import OVERWRITTEN
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
 

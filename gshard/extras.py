@@ -14,8 +14,8 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard.collectives import gather
 from gshard.plan import Plan, all_whole
 from gshard.precision import is_floating
-from gshard.state import FROZEN
 from gshard.streaming import fetched
+from gshard.train_state import FROZEN
 from gshard.use import Use, uses_of
 
 PURPOSE = "extras"  # what their gathers are counted as

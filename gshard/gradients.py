@@ -26,7 +26,7 @@ from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
 from gshard.plan import Plan, all_whole
 from gshard.promise import accumulation, resharding
 from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
-from gshard.state import OVERWRITTEN, Parts, PureLoss
+from gshard.train_state import OVERWRITTEN, Parts, PureLoss
 from gshard.unreduced import Unreduced
 
 

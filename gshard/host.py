@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import GShardError
 from gshard.fit import refuse_donated
 from gshard.layout import DEVICE, Layout
-from gshard.state import PARAMETERS, Parts, kind_of
+from gshard.train_state import PARAMETERS, Parts, kind_of
 
 
 def full_params(state: Any) -> Any:

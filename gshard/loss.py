@@ -13,7 +13,7 @@ import numpy as np
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, path_of, same_leaves
 from gshard._util.validation import shown
-from gshard.state import PureLoss
+from gshard.train_state import PureLoss
 
 
 @jax.tree_util.register_dataclass

@@ -35,7 +35,7 @@ from gshard.collectives import group_index, reduce_scalar
 from gshard.evaluate import forward
 from gshard.loss import Weighted
 from gshard.plan import Plan
-from gshard.state import Parts, PureLoss
+from gshard.train_state import Parts, PureLoss
 
 VARIABLE = "GSHARD_CHECK_LOSS"
 _MOST = 8  # examples of a device: few differ more from each other than the means of many do

@@ -22,7 +22,7 @@ from gshard.plan import Plan, all_whole
 from gshard.promise import resharding
 from gshard.random_keys import DEVICE, Draws, draws_of
 from gshard.scope import Scope
-from gshard.state import OVERWRITTEN, PureLoss
+from gshard.train_state import OVERWRITTEN, PureLoss
 from gshard.use import uses_of
 from gshard.whole_again import make_whole
 

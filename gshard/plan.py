@@ -22,7 +22,7 @@ from gshard.mesh import Group
 from gshard.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.plan_table import table
 from gshard.precision import Precision
-from gshard.state import Kind, Parts, kind_of
+from gshard.train_state import Kind, Parts, kind_of
 
 
 @dataclass(frozen=True, eq=False)

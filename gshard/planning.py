@@ -23,7 +23,7 @@ from gshard.plan import Plan, all_whole
 from gshard.precision import Precision, is_floating
 from gshard.rules import Rule
 from gshard.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
-from gshard.state import FROZEN, OVERWRITTEN, Kind
+from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 _SHARED = 2**14  # elements

@@ -16,8 +16,8 @@ from gshard._util.pytree import differences, flatten
 from gshard.guarded_update import keep_unless
 from gshard.layout import Layout
 from gshard.plan import Plan
-from gshard.state import Parts
 from gshard.streaming import at_rest, fetched
+from gshard.train_state import Parts
 
 
 def after_update(

@@ -8,7 +8,7 @@ from typing import Any
 from gshard._util import validation
 from gshard._util.errors import GShardError
 from gshard._util.validation import dimension, shown
-from gshard.state import SCAN_NAMES
+from gshard.train_state import SCAN_NAMES
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 

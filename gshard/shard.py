@@ -24,7 +24,7 @@ from gshard.planning import planned, warn_of_unused
 from gshard.precision import as_precision
 from gshard.rules import as_rules, by_shape, first_of
 from gshard.scan_dims import ScanAxes
-from gshard.state import Parts, abstract, abstract_like, as_state, is_init, kind_of
+from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 
 
 def shard_train_state(

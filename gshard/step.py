@@ -15,15 +15,15 @@ from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
-from gshard.guard import Guard, Watch
 from gshard.guarded_update import keep_unless
 from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import GShardState, update_and_publish
 from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.post_update import after_update
 from gshard.promise import Promise, promise
-from gshard.scaler import GradScaler
-from gshard.state import Parts
+from gshard.train_state import Parts
+from gshard.train_state.loss_scale import GradScaler
+from gshard.train_state.nonfinite import Guard, Watch
 
 
 def make_train_step(

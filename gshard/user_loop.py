@@ -15,7 +15,7 @@ from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.gradients import Options, check_options, gradients, unreduced_gradients
 from gshard.plan import Plan, check_call
 from gshard.separate_calls import end_reduction
-from gshard.state import OVERWRITTEN
+from gshard.train_state import OVERWRITTEN
 from gshard.unreduced import Unreduced
 
 

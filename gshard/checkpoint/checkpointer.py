@@ -28,8 +28,8 @@ from gshard.checkpoint.writer import Contents, Writer
 from gshard.host import plan_of
 from gshard.plan import Plan
 from gshard.processes.leaving import PREEMPTED
-from gshard.state import Parts
 from gshard.together import together
+from gshard.train_state import Parts
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,7 +21,7 @@ from gshard.host import plan_of
 from gshard.layout import Layout
 from gshard.plan import Plan, check_state
 from gshard.shard import place
-from gshard.state import Parts
+from gshard.train_state import Parts
 from gshard.unreduced import Unreduced
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]

@@ -8,7 +8,7 @@ from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard.layout import Layout
-from gshard.state import FROZEN
+from gshard.train_state import FROZEN
 
 PARAMS, MASTER = "params/", "opt_state/master/"
 _FROZEN = f"extras/{FROZEN}/"

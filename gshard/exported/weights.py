@@ -19,7 +19,7 @@ from gshard.exported.tensor_format import METADATA
 from gshard.fit import refuse_donated
 from gshard.layout import Layout
 from gshard.plan import Plan
-from gshard.state import Parts
+from gshard.train_state import Parts
 
 
 class Weight(NamedTuple):

@@ -20,8 +20,8 @@ from gshard._util.validation import shown
 from gshard.forecast.choices import Choices
 from gshard.plan import Plan
 from gshard.shard import shard_train_state
-from gshard.state import abstract, abstract_like, as_state, is_init, kind_of
 from gshard.step import TrainStep, make_train_step
+from gshard.train_state import abstract, abstract_like, as_state, is_init, kind_of
 
 
 @dataclass(frozen=True)

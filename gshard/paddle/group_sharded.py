@@ -22,8 +22,8 @@ from gshard.paddle.scaling import Scaler
 from gshard.paddle.wrapped import Wrapped, wrapped
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.planning import advising
-from gshard.scaler import GradScaler
 from gshard.shard import shard_train_state
+from gshard.train_state.loss_scale import GradScaler
 
 SEGMENT_SIZE = 2**20
 

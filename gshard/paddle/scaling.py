@@ -13,7 +13,7 @@ from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.losses import Scaled
 from gshard.paddle.wrapped import kept
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
-from gshard.scaler import GradScaler, ScalerState
+from gshard.train_state.loss_scale import GradScaler, ScalerState
 
 
 class Scaler:

@@ -12,7 +12,7 @@ from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.paddle.named import Named, check_optimizer, named, whole_values, write
 from gshard.paddle.wrapped import Keeping, kept
-from gshard.state import Parts
+from gshard.train_state import Parts
 
 LEARNING_RATE = "learning_rate"
 

@@ -19,7 +19,15 @@ from flax.training.train_state import TrainState
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import path_of
 from gshard._util.validation import shown
-from gshard.state.frozen import (
+from gshard.train_state.components import Parts, PureLoss
+from gshard.train_state.fp8 import (
+    OVERWRITTEN,
+    check_overwritten,
+    overwritten,
+    together,
+    updated,
+)
+from gshard.train_state.frozen import (
     FROZEN,
     frozen_paths,
     no_change,
@@ -29,14 +37,6 @@ from gshard.state.frozen import (
     trained_opt_state,
     without_frozen,
 )
-from gshard.state.overwritten import (
-    OVERWRITTEN,
-    check_overwritten,
-    overwritten,
-    together,
-    updated,
-)
-from gshard.state.parts import Parts, PureLoss
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.passthrough import sources
 from gshard._util.pytree import flatten, path_of, refuse_twice
 from gshard._util.validation import shown
-from gshard.state.parts import Parts, PureLoss
+from gshard.train_state.components import Parts, PureLoss
 
 
 @dataclass(frozen=True)

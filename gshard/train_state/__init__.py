@@ -19,15 +19,15 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.state.frozen import FROZEN as FROZEN
-from gshard.state.linen_state import PARAMETERS as PARAMETERS
-from gshard.state.linen_state import Linen
-from gshard.state.nnx_pair import Nnx
-from gshard.state.overwritten import OVERWRITTEN as OVERWRITTEN
-from gshard.state.overwritten import updated
-from gshard.state.parts import SCAN_NAMES as SCAN_NAMES
-from gshard.state.parts import Parts as Parts
-from gshard.state.parts import PureLoss as PureLoss
+from gshard.train_state.components import SCAN_NAMES as SCAN_NAMES
+from gshard.train_state.components import Parts as Parts
+from gshard.train_state.components import PureLoss as PureLoss
+from gshard.train_state.fp8 import OVERWRITTEN as OVERWRITTEN
+from gshard.train_state.fp8 import updated
+from gshard.train_state.frozen import FROZEN as FROZEN
+from gshard.train_state.linen import PARAMETERS as PARAMETERS
+from gshard.train_state.linen import Linen
+from gshard.train_state.nnx import Nnx
 
 Kind = Linen | Nnx
 
