@@ -20,7 +20,7 @@ import jax
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard.exchange import refuse_given_up, tell, tell_all
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 from gshard.statement import Statement, rows_of, statement
 
 LOOKS = 8

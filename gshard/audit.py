@@ -18,8 +18,8 @@ from gshard.exceeded import exceeded
 from gshard.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
-    from gshard.promise import Promise
+    from gshard.sharding.budget import Promise
+    from gshard.sharding.plan import Plan
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A collective that somebody wrote: its primitive ends the name.

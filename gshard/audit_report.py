@@ -14,7 +14,7 @@ from gshard._util.units import bytes_of
 
 if TYPE_CHECKING:
     from gshard.audit import Audit, Row
-    from gshard.promise import Movement, Promise
+    from gshard.sharding.budget import Movement, Promise
 
 _WIDTH = 160
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gshard.collectives import reduce_scalar
 from gshard.loss import Reduced, Weighted, is_named
-from gshard.precision import is_floating
+from gshard.sharding.precision import is_floating
 
 _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 

@@ -19,7 +19,7 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, no_numbers, subscript
 from gshard._util.validation import shown
 from gshard.agreement import agree
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:

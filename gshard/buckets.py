@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation

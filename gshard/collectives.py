@@ -28,8 +28,8 @@ from gshard.buckets import (
     to_rows,
     turns,
 )
-from gshard.layout import Layout
-from gshard.mesh import Group, Hop
+from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import Group, Hop
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import all_equations
-from gshard.mesh import entry_axes
+from gshard.sharding.mesh import entry_axes
 
 _LIBRARIES = (str(Path(__file__).parent), "site-packages")
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from gshard._util.jaxpr import bind
-from gshard.layout import DEVICE
 from gshard.leaf_bucket import LeafBucket
 from gshard.scope import Scope
+from gshard.sharding.layout import DEVICE
 from gshard.streaming import fetched
 from gshard.use import Use
 

@@ -17,10 +17,10 @@ from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import reduce_scalar
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import with_divided
-from gshard.fit import Fit
 from gshard.loss import check_reduced, is_named, is_numeric
-from gshard.plan import Plan, check_call, check_state
 from gshard.scope import Scope
+from gshard.sharding.plan import Plan, check_call, check_state
+from gshard.sharding.validate import Fit
 from gshard.train_state import Parts
 from gshard.use import uses_of
 

@@ -9,7 +9,7 @@ from gshard.audit_report import total
 
 if TYPE_CHECKING:
     from gshard.audit import Row
-    from gshard.promise import Promise
+    from gshard.sharding.budget import Promise
 
 _OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
 

@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import whole_number
-from gshard.plan import Plan
 from gshard.processes import environment
+from gshard.sharding.plan import Plan
 
 LIMIT = 300
 """Seconds that a process waits for the others; they may be saving or evaluating."""

@@ -13,16 +13,16 @@ from gshard._util.errors import GShardError, GShardWarning
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
 from gshard.explain_report import report
-from gshard.fit import refuse_donated
 from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
-from gshard.host import plan_of
-from gshard.layout import Layout
-from gshard.levels import LEVELS
 from gshard.live import Measured, measure
-from gshard.plan import Plan, check_state
-from gshard.plan_table import described
-from gshard.rules import setting_of
+from gshard.sharding.host_arrays import plan_of
+from gshard.sharding.layout import Layout
+from gshard.sharding.level import LEVELS
+from gshard.sharding.plan import Plan, check_state
+from gshard.sharding.plan_table import described
+from gshard.sharding.rules import setting_of
+from gshard.sharding.validate import refuse_donated
 from gshard.train_state import OVERWRITTEN
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made

@@ -12,8 +12,8 @@ import jax
 
 from gshard._util.pytree import flatten, same_leaves
 from gshard.collectives import gather
-from gshard.plan import Plan, all_whole
-from gshard.precision import is_floating
+from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.precision import is_floating
 from gshard.streaming import fetched
 from gshard.train_state import FROZEN
 from gshard.use import Use, uses_of

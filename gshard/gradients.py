@@ -23,9 +23,9 @@ from gshard.collectives import agree, largest, reduce_scalar
 from gshard.extras import extra_layouts, in_storage, pinned
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
-from gshard.plan import Plan, all_whole
-from gshard.promise import accumulation, resharding
 from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
+from gshard.sharding.budget import accumulation, resharding
+from gshard.sharding.plan import Plan, all_whole
 from gshard.train_state import OVERWRITTEN, Parts, PureLoss
 from gshard.unreduced import Unreduced
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 GROUP_SIZE = 2**24  # bytes on one device
 

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
-from gshard.layout import HOST, Layout
+from gshard.sharding.layout import HOST, Layout
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
 

@@ -18,7 +18,7 @@ from gshard.agreement import agree_on_loader
 from gshard.ahead import in_thread
 from gshard.batch import check_plan, local_places, place, shard_batch
 from gshard.order import Order, own_part
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 from gshard.source import Source
 
 

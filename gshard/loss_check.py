@@ -34,7 +34,7 @@ from gshard._util.jaxpr import (
 from gshard.collectives import group_index, reduce_scalar
 from gshard.evaluate import forward
 from gshard.loss import Weighted
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 from gshard.train_state import Parts, PureLoss
 
 VARIABLE = "GSHARD_CHECK_LOSS"

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from gshard.mesh import Group
+from gshard.sharding.mesh import Group
 
 # On TPU a narrow matrix rests transposed, and is padded in any other order; on CPU no second order
 # was seen. It is left out where it is not needed: `jax.export` refuses programs that have it.

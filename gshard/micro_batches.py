@@ -15,13 +15,13 @@ from gshard.auxiliary import added, as_sums, nothing
 from gshard.collectives import group_index
 from gshard.extras import all_gathered, apart, extra_uses
 from gshard.first_use import with_divided
-from gshard.layout import Layout
 from gshard.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
 from gshard.memory_order import as_it_came
-from gshard.plan import Plan, all_whole
-from gshard.promise import resharding
 from gshard.random_keys import DEVICE, Draws, draws_of
 from gshard.scope import Scope
+from gshard.sharding.budget import resharding
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan, all_whole
 from gshard.train_state import OVERWRITTEN, PureLoss
 from gshard.use import uses_of
 from gshard.whole_again import make_whole

@@ -27,7 +27,7 @@ from gshard.unreduced import refuse_unreduced
 from gshard.user_update import user_update
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 class GShardState(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError
 from gshard.batch import places_of
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 
 class Order:

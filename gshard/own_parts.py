@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from gshard._util.pytree import same_leaves
 from gshard.collectives import own_part, publish_leaves
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[list[jax.Array], Any]:

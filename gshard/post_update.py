@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten
 from gshard.guarded_update import keep_unless
-from gshard.layout import Layout
-from gshard.plan import Plan
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 from gshard.streaming import at_rest, fetched
 from gshard.train_state import Parts
 

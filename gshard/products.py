@@ -18,12 +18,12 @@ from jax.extend import core
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim
 from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import publish_leaves
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 from gshard.traced import Step, Traced
 from gshard.wholes import Wholes
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 def with_whole_products(

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from gshard.auxiliary import over_devices
 from gshard.collectives import on_user_axes, reduce_in_turns, reduce_scalar, scatter_leaves
-from gshard.layout import Layout
-from gshard.plan import Plan
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 
 if TYPE_CHECKING:
     from gshard.gradients import Options

@@ -12,8 +12,8 @@ from gshard._util.pytree import same_leaves
 from gshard.collectives import agree
 from gshard.extras import pinned
 from gshard.gradients import Gradients, Options
-from gshard.plan import Plan
 from gshard.reduction import accumulating, reduce, reduced_specs
+from gshard.sharding.plan import Plan
 from gshard.unreduced import Unreduced
 
 

@@ -15,15 +15,15 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import flag, shown
 from gshard.advice.auto import choose_plan
-from gshard.layout import Layout
-from gshard.levels import Level, is_auto, parse_level
-from gshard.mesh import data_group
 from gshard.optimizer import DividedTransformation
-from gshard.plan import Plan
-from gshard.planning import planned, warn_of_unused
-from gshard.precision import as_precision
-from gshard.rules import as_rules, by_shape, first_of
-from gshard.scan_dims import ScanAxes
+from gshard.sharding.layout import Layout
+from gshard.sharding.level import Level, is_auto, parse_level
+from gshard.sharding.make_plan import planned, warn_of_unused
+from gshard.sharding.mesh import data_group
+from gshard.sharding.plan import Plan
+from gshard.sharding.precision import as_precision
+from gshard.sharding.rules import as_rules, by_shape, first_of
+from gshard.sharding.scan_dims import ScanAxes
 from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 
 

@@ -13,14 +13,14 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import flag, names_of, shown, whole_number
 from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.fit import Fit
 from gshard.gradients import Options, check_options, gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import fold_keys, typed_key
 from gshard.optimizer import GShardState, update_and_publish
-from gshard.plan import Plan, check_call, check_optimizer, check_state
 from gshard.post_update import after_update
-from gshard.promise import Promise, promise
+from gshard.sharding.budget import Promise, promise
+from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
+from gshard.sharding.validate import Fit
 from gshard.train_state import Parts
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch

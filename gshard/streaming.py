@@ -18,10 +18,10 @@ from jax.extend import core
 from gshard._util.jaxpr import JIT, bind, body_of
 from gshard._util.pytree import flatten, same_leaves
 from gshard.host_groups import Group, groups_of, variables
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.buckets import layers
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 
 @dataclass(frozen=True)

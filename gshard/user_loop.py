@@ -13,8 +13,8 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import flag, names_of, shown
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.gradients import Options, check_options, gradients, unreduced_gradients
-from gshard.plan import Plan, check_call
 from gshard.separate_calls import end_reduction
+from gshard.sharding.plan import Plan, check_call
 from gshard.train_state import OVERWRITTEN
 from gshard.unreduced import Unreduced
 

@@ -14,7 +14,7 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 def user_update(

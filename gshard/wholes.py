@@ -11,7 +11,7 @@ from gshard._util.jaxpr_dataflow import PRODUCTS, Dim, back, flow, join
 from gshard.traced import Step, Traced
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 class Wholes:

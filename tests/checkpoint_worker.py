@@ -27,7 +27,7 @@ import optax
 
 import gshard
 from gshard._util.pytree import flatten
-from gshard.host import to_host
+from gshard.sharding.host_arrays import to_host
 
 KEEP, ROWS, ARMED_AFTER = 2, 8, 3  # ARMED_AFTER: saves, so that there is an old step to delete
 SHAPES = {"first": (7, 300), "second": (300, 301), "scale": ()}

@@ -17,7 +17,7 @@ from gshard.command import main
 from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config, read_config
 from gshard.forecast.plan import abstract_mesh
-from gshard.mesh import data_group
+from gshard.sharding.mesh import data_group
 from gshard.targets.target import parse_target
 
 H100 = parse_target("h100:2x8")

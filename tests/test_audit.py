@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard._util.errors import GShardError
 from gshard.audit import audit
-from gshard.promise import Movement, Promise
+from gshard.sharding.budget import Movement, Promise
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
 WHOLE, BOTH = P(), P(("a", "b"))

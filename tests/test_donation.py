@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard import fit
+from gshard.sharding import validate
 from tests.tiers import quick
 from tests.zoo import ZOO, feature_rows
 
@@ -255,8 +255,8 @@ def test_every_byte_is_aliased_nnx(level):
 
 def test_what_the_step_returned_is_not_looked_at_again_leaf_by_leaf(monkeypatch):
     seen: list[Any] = []
-    fault = fit._fault
-    monkeypatch.setattr(fit, "_fault", lambda x, wanted: seen.append(x) or fault(x, wanted))
+    fault = validate._fault
+    monkeypatch.setattr(validate, "_fault", lambda x, wanted: seen.append(x) or fault(x, wanted))
     params = {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}
     state, plan = gshard.shard_train_state(
         (params, optax.adam(0.1)), gshard.make_mesh(), "p_g_os", segment_size=8

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard._util.errors import DonatedStateError, GShardError
-from gshard.levels import LEVELS
+from gshard.sharding.level import LEVELS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),

@@ -20,7 +20,7 @@ from examples.models.by_slices import attend
 from gshard.command import main
 from gshard.forecast.config import read_config
 from gshard.forecast.setup import load_setup
-from gshard.levels import LEVELS
+from gshard.sharding.level import LEVELS
 from tests.reference import assert_same_leaves, assert_same_values, flat
 from tests.tiers import quick
 

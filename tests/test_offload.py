@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import gshard
-from gshard import host_groups, planning, products
+from gshard import host_groups, products
 from gshard._util.jaxpr import all_equations
+from gshard.sharding import make_plan
 from tests import reference
 from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model
@@ -295,7 +296,7 @@ def test_offload_is_a_yes_or_a_no(offload):
 
 
 def test_devices_without_such_memory_are_refused(monkeypatch):
-    monkeypatch.setattr(planning, "HOST", "moon")  # no device has it
+    monkeypatch.setattr(make_plan, "HOST", "moon")  # no device has it
     with pytest.raises(gshard.GShardError, match="reach memory of the kind 'moon'"):
         divided("small", "os", optax.adam(1e-3), True)
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import gshard
 from gshard import collectives
-from gshard.layout import Layout
-from gshard.mesh import data_group
+from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import data_group
 from tests.random_states import (
     DTYPES,
     LEVELS,

@@ -23,8 +23,8 @@ from gshard.audit_report import report as audit_report
 from gshard.command import main
 from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.setup import load_setup
-from gshard.levels import LEVELS
 from gshard.page.tables import shown_value
+from gshard.sharding.level import LEVELS
 from tests import setups
 from tests.terminal import on_terminal
 

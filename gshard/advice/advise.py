@@ -16,7 +16,7 @@ from gshard.forecast.level_forecast import LevelForecast, of_level
 from gshard.forecast.plan import abstract_mesh
 from gshard.forecast.setup import Setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.forecast.traced import footprint_of
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 from gshard.targets.target import Target
 
 

@@ -15,8 +15,8 @@ from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
 from gshard.forecast.choices import Choices
 from gshard.forecast.level_forecast import LevelForecast, of_level
-from gshard.levels import LEVELS, Level
-from gshard.plan import Plan
+from gshard.sharding.level import LEVELS, Level
+from gshard.sharding.plan import Plan
 
 # Of a device's memory for the state and gradients. What activations take is not known without a
 # loss; `gshard advise` knows it.

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gshard.mesh import Group
+from gshard.sharding.mesh import Group
 from gshard.targets.target import Target
 
 # Shares of a chip's peak that programs reach: products of large matrices 60 to 70 % on GPUs and

@@ -10,7 +10,7 @@ from typing import Any
 
 from gshard.forecast.choices import Choices
 from gshard.forecast.config import Config
-from gshard.levels import LEVELS, Level
+from gshard.sharding.level import LEVELS, Level
 from gshard.targets.target import Target
 
 

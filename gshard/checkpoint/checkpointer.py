@@ -25,9 +25,9 @@ from gshard.checkpoint.reader import checked, existing, steps_everywhere, undama
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
-from gshard.host import plan_of
-from gshard.plan import Plan
 from gshard.processes.leaving import PREEMPTED
+from gshard.sharding.host_arrays import plan_of
+from gshard.sharding.plan import Plan
 from gshard.together import together
 from gshard.train_state import Parts
 

@@ -19,7 +19,7 @@ from gshard._util.validation import shown
 from gshard._util.version import __version__
 from gshard.checkpoint.directory import DESCRIPTION, write_durably
 from gshard.checkpoint.matching import LeafInfo
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 DATA = "data_state"
 FORMAT = 1

@@ -16,11 +16,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, refuse_twice
 from gshard.checkpoint.matching import LeafInfo, check_fit, differing, one_to_one, source_of
-from gshard.fit import refuse_donated
-from gshard.host import plan_of
-from gshard.layout import Layout
-from gshard.plan import Plan, check_state
 from gshard.shard import place
+from gshard.sharding.host_arrays import plan_of
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan, check_state
+from gshard.sharding.validate import refuse_donated
 from gshard.train_state import Parts
 from gshard.unreduced import Unreduced
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 from gshard.train_state import FROZEN
 
 PARAMS, MASTER = "params/", "opt_state/master/"

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import gshard
-from gshard.levels import LEVELS
+from gshard.sharding.level import LEVELS
 
 _STEPS = 2
 

@@ -15,7 +15,7 @@ from gshard._util.version import __version__
 from gshard.exported.new_file import NewFile, file_path, row_major
 from gshard.exported.tensor_format import Tensor, header, in_file_order, refuse_strange
 from gshard.exported.weights import Weight, weights_of
-from gshard.host import plan_of, stored_on_host, to_host
+from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
 from gshard.together import together
 
 FORMAT = "1"  # of the names and of what is in the metadata

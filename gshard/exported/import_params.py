@@ -18,9 +18,9 @@ from gshard.exported.new_file import file_path
 from gshard.exported.tensor_format import DTYPES
 from gshard.exported.tensor_reader import Stored, tensors_of
 from gshard.exported.weights import Weight, replaced, weights_of
-from gshard.host import plan_of
-from gshard.layout import Layout
-from gshard.plan import Plan
+from gshard.sharding.host_arrays import plan_of
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 from gshard.together import together
 
 Ends: TypeAlias = tuple[

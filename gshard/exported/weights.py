@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, same_leaves
 from gshard.exported.tensor_format import METADATA
-from gshard.fit import refuse_donated
-from gshard.layout import Layout
-from gshard.plan import Plan
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+from gshard.sharding.validate import refuse_donated
 from gshard.train_state import Parts
 
 

@@ -24,7 +24,7 @@ from gshard.footprint.liveness import peak_of
 from gshard.footprint.opening import program_of
 from gshard.footprint.program import Program
 from gshard.footprint.traffic import Exchange, exchanges_of, flops_of, traffic_of
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 from gshard.step import TrainStep
 
 PLATFORMS = ("cpu", "gpu", "tpu")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gshard._util.validation import MOST, flag, whole_number
-from gshard.levels import check_accumulate
+from gshard.sharding.level import check_accumulate
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, shown, whole_number
 from gshard.forecast.choices import Choices
-from gshard.levels import LEVELS, parse_levels
+from gshard.sharding.level import LEVELS, parse_levels
 from gshard.targets.target import Target, parse_target
 
 

@@ -17,7 +17,7 @@ from gshard.forecast.config import Config
 from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here
 from gshard.forecast.words import in_words, status
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 _EXAMPLE = """examples:
   gshard explain my_project.toml --levels os_g

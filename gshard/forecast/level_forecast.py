@@ -10,8 +10,8 @@ import jax
 
 from gshard.footprint.footprint import Buffer
 from gshard.forecast.choices import Choices
-from gshard.plan import Plan
-from gshard.promise import Promise, promise
+from gshard.sharding.budget import Promise, promise
+from gshard.sharding.plan import Plan
 
 # How gradients may accumulate and parameters be kept: arguments of `make_train_step` by name.
 FLAVOURS: dict[str, dict[str, Any]] = {

@@ -21,9 +21,9 @@ from gshard.forecast.plan_report import report
 from gshard.forecast.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.forecast.traced import footprint_of
 from gshard.forecast.words import status
-from gshard.levels import LEVELS, parse_levels
-from gshard.mesh import REPLICA, SHARD
-from gshard.plan import Plan
+from gshard.sharding.level import LEVELS, parse_levels
+from gshard.sharding.mesh import REPLICA, SHARD
+from gshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)

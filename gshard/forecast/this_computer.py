@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError
 from gshard.forecast.config import Config
-from gshard.mesh import make_mesh, virtual_devices
+from gshard.sharding.mesh import make_mesh, virtual_devices
 
 MOST_VIRTUAL = 64  # every one is a thread, and the whole program is compiled for all of them
 _CGROUP = Path("/sys/fs/cgroup")

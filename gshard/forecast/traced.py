@@ -9,7 +9,7 @@ from gshard._util.errors import GShardError
 from gshard.footprint.footprint import Footprint, footprint, trace_step
 from gshard.forecast.choices import Choices
 from gshard.forecast.setup import Setup, batch_of, divided, step_of
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 
 def footprint_of(

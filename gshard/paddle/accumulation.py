@@ -19,13 +19,13 @@ from jax import core
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
 from gshard.batch import shard_batch
-from gshard.fit import refuse_donated
 from gshard.paddle import phases
 from gshard.paddle.losses import Joined, Scaled
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Phases
 from gshard.paddle.reached import check_closure, unreached
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
+from gshard.sharding.validate import refuse_donated
 from gshard.unreduced import Unreduced
 
 MANY = 8  # loss functions, each of which is compiled

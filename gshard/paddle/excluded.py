@@ -11,7 +11,7 @@ from flax import nnx
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.rules import Leaf
+from gshard.sharding.rules import Leaf
 
 
 def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:

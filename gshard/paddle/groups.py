@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import names_of
-from gshard.mesh import data_group, devices_of, make_mesh
+from gshard.sharding.mesh import data_group, devices_of, make_mesh
 
 
 def mesh_of(

@@ -13,8 +13,8 @@ from flax import nnx
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import flatten, refuse_twice
 from gshard._util.validation import shown
-from gshard.host import to_host
-from gshard.layout import Layout
+from gshard.sharding.host_arrays import to_host
+from gshard.sharding.layout import Layout
 
 Named = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 

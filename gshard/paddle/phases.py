@@ -16,8 +16,8 @@ from gshard._util.errors import GShardError
 from gshard.gradients import Options, unreduced_gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import Weighted
-from gshard.plan import Plan
 from gshard.separate_calls import end_extras
+from gshard.sharding.plan import Plan
 from gshard.unreduced import Unreduced
 from gshard.user_loop import reduce_gradients, value_and_grad
 

@@ -9,11 +9,11 @@ from flax import nnx
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.mesh import data_group, make_mesh
 from gshard.paddle.named import Named, check_optimizer, named, set_model, whole_values, write
 from gshard.paddle.wrapped import Wrapped
 from gshard.paddle.wrapped_optimizer import WrappedOptimizer
-from gshard.plan import all_whole
+from gshard.sharding.mesh import data_group, make_mesh
+from gshard.sharding.plan import all_whole
 
 
 def state_dict(target: Any) -> dict[str, Any]:

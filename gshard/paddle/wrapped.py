@@ -23,7 +23,7 @@ from gshard.paddle.backward import Backward
 from gshard.paddle.named import Named, named, set_model, whole_values
 from gshard.paddle.on_model import OnModel
 from gshard.paddle.phases import Inputs
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 

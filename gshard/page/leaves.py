@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import jax
 
-from gshard.layout import Layout
 from gshard.page.fills import legend
 from gshard.page.markup import Markup, el
 from gshard.page.tables import amount, table
 from gshard.page.treemap import Tile, treemap
-from gshard.plan import Plan
-from gshard.plan_table import described
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+from gshard.sharding.plan_table import described
 
 _TILES, _ROWS = 150, 40  # how many leaves are drawn, and listed; the rest is one entry
 _SMALL = 0.0005  # of all bytes: the smallest area that can be seen

@@ -9,12 +9,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gshard.forecast.plan import Forecast
-from gshard.layout import Layout
 from gshard.page.fills import FILLS, legend
 from gshard.page.markup import Markup, el, joined
 from gshard.page.tables import scrolling
-from gshard.plan import Plan
-from gshard.promise import accumulation
+from gshard.sharding.budget import accumulation
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 
 # How many are shown: all up to the first number, else so many at the beginning and at the end.
 _COLUMNS, _ROWS = (8, 4, 2), (4, 2, 1)

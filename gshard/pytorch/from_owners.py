@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard.collectives import from_owners, rows_of_all
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 
 class FromOwners:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard.gradients import Options
-from gshard.mesh import data_group
 from gshard.pytorch.coupled import refuse_coupled
 from gshard.pytorch.from_owners import FromOwners, by_device
 from gshard.pytorch.grouped import Labels
@@ -29,6 +28,7 @@ from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.separate_calls import end_reduction
 from gshard.shard import shard_train_state
+from gshard.sharding.mesh import data_group
 from gshard.unreduced import Unreduced
 
 

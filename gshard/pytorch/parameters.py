@@ -16,7 +16,7 @@ from gshard._util.validation import shown
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.data_parallel import DataParallel
 from gshard.paddle.wrapped import Wrapped, follow, keepers, kept
-from gshard.plan import Plan
+from gshard.sharding.plan import Plan
 
 _HINT = (
     "Pass an nnx.Module, a gshard.DataParallel or its parameters(), a tree or an iterable of "

@@ -18,7 +18,7 @@ from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import differences, flatten, path_of, refuse_twice
 from gshard._util.validation import shown
-from gshard.rules import Leaf
+from gshard.sharding.rules import Leaf
 
 FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
 

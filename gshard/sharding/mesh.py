@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import names_of, shown, whole_number
-from gshard.torus import torus_of
+from gshard.sharding.torus import torus_of
 
 REPLICA = "replica"
 SHARD = "shard"

@@ -15,7 +15,7 @@ from jax import core, dtypes
 
 from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import flatten, same_leaves
-from gshard.layout import DEVICE, HOST
+from gshard.sharding.layout import DEVICE, HOST
 
 
 class Fit:

@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.host import to_host
-from gshard.layout import DEVICE, Layout, lay_out
-from gshard.levels import Level
-from gshard.mesh import Group
 from gshard.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
-from gshard.plan_table import table
-from gshard.precision import Precision
+from gshard.sharding.host_arrays import to_host
+from gshard.sharding.layout import DEVICE, Layout, lay_out
+from gshard.sharding.level import Level
+from gshard.sharding.mesh import Group
+from gshard.sharding.plan_table import table
+from gshard.sharding.precision import Precision
 from gshard.train_state import Kind, Parts, kind_of
 
 

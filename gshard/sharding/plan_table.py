@@ -10,10 +10,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gshard.layout import Layout
+from gshard.sharding.layout import Layout
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 def table(plan: Plan) -> str:

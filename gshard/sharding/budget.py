@@ -16,11 +16,11 @@ import numpy as np
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown, whole_number
-from gshard.layout import Layout
-from gshard.levels import check_accumulate
+from gshard.sharding.layout import Layout
+from gshard.sharding.level import check_accumulate
 
 if TYPE_CHECKING:
-    from gshard.plan import Plan
+    from gshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)

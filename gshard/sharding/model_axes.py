@@ -14,8 +14,8 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError, some, warn
-from gshard.layout import Layout
-from gshard.mesh import Group, entry_axes
+from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import Group, entry_axes
 
 Names = tuple[tuple[str, ...], ...]  # for every dimension the axes it lies over
 

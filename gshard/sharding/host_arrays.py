@@ -10,8 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard._util.errors import GShardError
-from gshard.fit import refuse_donated
-from gshard.layout import DEVICE, Layout
+from gshard.sharding.layout import DEVICE, Layout
+from gshard.sharding.validate import refuse_donated
 from gshard.train_state import PARAMETERS, Parts, kind_of
 
 

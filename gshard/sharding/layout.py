@@ -14,8 +14,8 @@ import numpy as np
 from jax import lax
 
 from gshard._util.errors import GShardError
-from gshard.mesh import Group
-from gshard.rules import Choice, Leaf, Rule
+from gshard.sharding.mesh import Group
+from gshard.sharding.rules import Choice, Leaf, Rule
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
 

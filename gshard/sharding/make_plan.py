@@ -16,15 +16,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import belongs_to, flatten, path_of, refuse_twice
-from gshard.layout import HOST, Layout, lay_out
-from gshard.levels import Level
-from gshard.mesh import Group
-from gshard.plan import Plan, all_whole
-from gshard.precision import Precision, is_floating
-from gshard.rules import Rule
-from gshard.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
+from gshard.sharding.layout import HOST, Layout, lay_out
+from gshard.sharding.level import Level
+from gshard.sharding.mesh import Group
+from gshard.sharding.model_axes import user_names, warn_of_data_axes, warn_of_idle_axes
+from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.precision import Precision, is_floating
+from gshard.sharding.rules import Rule
+from gshard.sharding.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
-from gshard.user_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 
 _SHARED = 2**14  # elements
 _advice = ContextVar(
