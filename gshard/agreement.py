@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
-from gshard.exchange import refuse_given_up, tell, tell_all
+from gshard.distributed.agree import refuse_given_up, tell, tell_all
 from gshard.sharding.plan import Plan
 from gshard.statement import Statement, rows_of, statement
 

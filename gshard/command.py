@@ -9,11 +9,11 @@ from gshard._util.errors import did_you_mean
 from gshard.advice.command import main as advise
 from gshard.answer import NO_ANSWER, YES
 from gshard.checkpoint.command import main as verify
+from gshard.distributed.launch.cli import main as launch
 from gshard.doctor.command import main as doctor
 from gshard.forecast.audit_command import main as audit
 from gshard.forecast.explain_command import main as explain
 from gshard.forecast.plan_command import main as plan
-from gshard.launch.command import main as launch
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),

@@ -170,7 +170,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     import jax
     import numpy as np
 
-    from gshard import agreement, exchange
+    from gshard import agreement
+    from gshard.distributed import agree
 
     found: dict[str, Any] = {}
     mesh, every = gshard.make_mesh(), jax.devices()
@@ -211,7 +212,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     found["before"] = np.array(give(plan, [rows(8, 100 * rank)]))
     total = jax.jit(lambda x: x.sum(), out_shardings=plan.sharding())
     os.environ["GSHARD_AGREEMENT_TIMEOUT"] = "4"
-    exchange.PATIENCE, exchange.SOON = 2.0, 0.5
+    agree.PATIENCE, agree.SOON = 2.0, 0.5
 
     def leave() -> None:
         np.savez(file, **found)

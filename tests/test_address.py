@@ -7,7 +7,14 @@ import socket
 import pytest
 
 import gshard
-from gshard.processes.address import Address, Kept, PortTakenError, address, is_loopback, listening
+from gshard.distributed.address import (
+    Address,
+    Kept,
+    PortTakenError,
+    address,
+    is_loopback,
+    listening,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 import gshard
-from gshard.processes.address import Kept
-from gshard.processes.arrival import meet
+from gshard.distributed.address import Kept
+from gshard.distributed.rendezvous import meet
 
 
 class Call:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import gshard
-from gshard.launch.arguments import request
+from gshard.distributed.launch.options import request
 from tests.hosts import NoHostsError, two_hosts, until
 
 ROOT = Path(__file__).parents[1]

@@ -18,6 +18,7 @@ import pytest
 import gshard
 from gshard._util.cgroup import cgroup_limits
 from gshard.command import main
+from gshard.distributed.address import LOOPBACK, Address
 from gshard.doctor import devices, probes
 from gshard.doctor.apart import ask, telling
 from gshard.doctor.cluster import cluster, reached
@@ -27,7 +28,6 @@ from gshard.doctor.machine import machine
 from gshard.doctor.network import network
 from gshard.doctor.variables import variables
 from gshard.doctor.versions import package, versions
-from gshard.processes.address import LOOPBACK, Address
 from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gshard.processes import ending
+from gshard.distributed.launch import ending
 
 
 class Busy:

@@ -17,12 +17,19 @@ import pytest
 
 import gshard
 from gshard.command import main
-from gshard.launch.arguments import request
-from gshard.launch.log import Log
-from gshard.launch.worker import Worker
-from gshard.processes import output
-from gshard.processes.output import Lines, Stream
-from gshard.processes.verdict import End, Readable, first_cause, in_words, meaning, silent_ranks
+from gshard.distributed.launch import output
+from gshard.distributed.launch.exit_status import (
+    End,
+    Readable,
+    first_cause,
+    in_words,
+    meaning,
+    silent_ranks,
+)
+from gshard.distributed.launch.log import Log
+from gshard.distributed.launch.options import request
+from gshard.distributed.launch.output import Lines, Stream
+from gshard.distributed.launch.worker import Worker
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
 WORKER = ROOT / "tests" / "job_worker.py"

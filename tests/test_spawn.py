@@ -258,7 +258,9 @@ def test_gpus_as_paddle_checks_them(monkeypatch, visible, options, kind, said):
 
 
 def test_a_spawned_process_does_not_spawn(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("gshard.processes.spawn"), "_IS_STARTED", True)
+    monkeypatch.setattr(
+        importlib.import_module("gshard.distributed.launch.spawn"), "_IS_STARTED", True
+    )
     with pytest.raises(gshard.CallOrderError, match="__main__"):
         gshard.spawn(functions.waits, (0.0,), nprocs=1)
 
@@ -294,7 +296,7 @@ def test_two_local_steps_of_three_in_spawned_processes():
 
 def test_as_many_processes_as_cores_by_default(monkeypatch):
     """Paddle's D7: on CPU."""
-    from gshard.processes.spawn import _count
+    from gshard.distributed.launch.spawn import _count
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert _count(-1, None, 2) == os.cpu_count()

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from gshard._util.errors import GShardError
 from gshard.ahead_of_time.failure import reason
-from gshard.processes.guardian import Guardian, kill_group, kill_rest
+from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 from gshard.targets.target import Target, parse_target
 
 Report = Callable[[str, float], None]

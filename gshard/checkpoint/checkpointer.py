@@ -25,10 +25,10 @@ from gshard.checkpoint.reader import checked, existing, steps_everywhere, undama
 from gshard.checkpoint.reader import data_state as read_data_state
 from gshard.checkpoint.storage import read
 from gshard.checkpoint.writer import Contents, Writer
-from gshard.processes.leaving import PREEMPTED
+from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.together import together
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
-from gshard.together import together
 from gshard.train_state import Parts
 
 P = ParamSpec("P")

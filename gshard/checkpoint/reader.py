@@ -20,7 +20,7 @@ from gshard.checkpoint.description import (
 from gshard.checkpoint.directory import DESCRIPTION, steps_in
 from gshard.checkpoint.errors import DamagedCheckpointError, report
 from gshard.checkpoint.manifest import Damage, Report, damages
-from gshard.exchange import tell_processes
+from gshard.distributed.agree import tell_processes
 
 
 def existing(directory: Path, step: Any, steps: Sequence[int]) -> int:

@@ -10,16 +10,16 @@ import sys
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from gshard.processes import environment
-from gshard.processes.guardian import Guardian, kill_group
-from gshard.processes.verdict import Readable, in_words
+from gshard.distributed import env_vars
+from gshard.distributed.launch.exit_status import Readable, in_words
+from gshard.distributed.launch.guardian import Guardian, kill_group
 
 _RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gshard.doctor import probes; "
 _RUN += "probes.main(*sys.argv[2:])"
 # This process's place in a job is not that of a process that checks alone.
 _NOT_PASSED = (
-    environment.COORDINATOR, environment.NUM_PROCESSES, environment.PROCESS_ID,
-    environment.LOCAL_PROCESS_ID, environment.PORT_IS_KEPT, environment.RESTARTS,
+    env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID,
+    env_vars.LOCAL_PROCESS_ID, env_vars.PORT_IS_KEPT, env_vars.RESTARTS,
 )  # fmt: skip
 _CODES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _GLOG = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ \S+\] ")

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from gshard._util.errors import GShardError
+from gshard.distributed import env_vars
+from gshard.distributed.address import Address, address, is_loopback, listening
+from gshard.distributed.env_vars import Place
+from gshard.distributed.initialize import complete
 from gshard.doctor.check import Check
 from gshard.doctor.network import SECONDS
-from gshard.processes import environment
-from gshard.processes.address import Address, address, is_loopback, listening
-from gshard.processes.environment import Place
-from gshard.processes.parallel_env import complete
 
 # whose, rank, processes
 _CLUSTERS = (
@@ -42,7 +42,7 @@ def cluster(held: ExitStack) -> list[Check]:
     said = f"rank {place.process_id} of {place.num_processes}, by GSHARD_* variables"
     found = [Check("job", "ok", said)]
     if place.num_processes > 1:
-        at = address(place.coordinator, environment.COORDINATOR)
+        at = address(place.coordinator, env_vars.COORDINATOR)
         found.append(_own_port(at, held) if place.process_id == 0 else reached(at))
     return found
 
@@ -88,11 +88,11 @@ def _unknown(host: str, error: OSError) -> Check:
 
 def _own_port(at: Address, held: ExitStack) -> Check:
     """Process 0: whether it can listen where the others will look for it."""
-    kept = bool(os.environ.get(environment.PORT_IS_KEPT))
+    kept = bool(os.environ.get(env_vars.PORT_IS_KEPT))
     try:
         held.enter_context(listening(at, kept=kept))
     except GShardError as error:
-        mend = f"{environment.COORDINATOR}: an address of this machine, and a port that is free"
+        mend = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
         return Check("coordinator", "fail", str(error), mend)
     alone = " (loopback: processes of this machine alone)" if is_loopback(at.host) else ""
     return Check("coordinator", "ok", f"this process can listen at {at}{alone}")

@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from gshard.distributed import env_vars
 from gshard.doctor.apart import Answer, ask
 from gshard.doctor.check import Check, size
 from gshard.doctor.hardware import Hardware, to_install, visible
-from gshard.processes import environment
 
 TOLERANCE = 1e-5
 _VIRTUAL = 4  # CPU devices for the numbers, where there is one device
@@ -78,7 +78,7 @@ def unused(kind: str, used: int, here: Hardware, told: Mapping[str, str], log: s
         return Check("unused device", "warn", f"{said}: JAX_PLATFORMS={platforms}",
                      "unset JAX_PLATFORMS")  # fmt: skip
     if name := visible(told) if kind != "tpu" else "":
-        if environment.LOCAL_PROCESS_ID in told or "SLURM_LOCALID" in told:
+        if env_vars.LOCAL_PROCESS_ID in told or "SLURM_LOCALID" in told:
             return Check("devices of this process", "ok", f"{said}: {name}={told[name]}")
         return Check("unused device", "warn", f"{said}: {name}={told[name]}", f"unset {name}")
     if kind == "nvidia" and used:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 import jax
 
 from gshard._util.validation import shown
+from gshard.distributed import env_vars
 from gshard.doctor.check import Check
-from gshard.processes import environment
 
 FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_OURS = [name for name in vars(environment).values() if str(name).startswith("GSHARD_")]
+_OURS = [name for name in vars(env_vars).values() if str(name).startswith("GSHARD_")]
 # Of JAX, beside its settings.
 _OF_JAX = {
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES",

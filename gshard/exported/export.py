@@ -12,11 +12,11 @@ import jax
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard._util.version import __version__
+from gshard.distributed.together import together
 from gshard.exported.new_file import NewFile, file_path, row_major
 from gshard.exported.tensor_format import Tensor, header, in_file_order, refuse_strange
 from gshard.exported.weights import Weight, weights_of
 from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
-from gshard.together import together
 
 FORMAT = "1"  # of the names and of what is in the metadata
 

@@ -14,6 +14,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gshard._util.errors import GShardError, did_you_mean, some
 from gshard._util.validation import flag
+from gshard.distributed.together import together
 from gshard.exported.new_file import file_path
 from gshard.exported.tensor_format import DTYPES
 from gshard.exported.tensor_reader import Stored, tensors_of
@@ -21,7 +22,6 @@ from gshard.exported.weights import Weight, replaced, weights_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.together import together
 
 Ends: TypeAlias = tuple[
     tuple[int, int], ...

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TextIO
 
-from gshard.processes.verdict import TAIL, Readable
+from gshard.distributed.launch.exit_status import TAIL, Readable
 
 _JUDGED = 200  # lines; a stack of C++ is among them
 _LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces

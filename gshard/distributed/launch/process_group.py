@@ -17,13 +17,13 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard.processes.address import Kept
-from gshard.processes.child import Failure, Result
-from gshard.processes.ending import FAILED_GRACE, TICK, end, send, settle
-from gshard.processes.guardian import Guardian, kill_rest
-from gshard.processes.leaving import PREEMPTED
-from gshard.processes.output import Lines, Stream
-from gshard.processes.verdict import End, first_cause, in_words, meaning
+from gshard.distributed.address import Kept
+from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.launch.child import Failure, Result
+from gshard.distributed.launch.ending import FAILED_GRACE, TICK, end, send, settle
+from gshard.distributed.launch.exit_status import End, first_cause, in_words, meaning
+from gshard.distributed.launch.guardian import Guardian, kill_rest
+from gshard.distributed.launch.output import Lines, Stream
 
 _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 

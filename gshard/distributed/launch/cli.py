@@ -7,12 +7,12 @@ import time
 from signal import SIGTERM, Signals
 
 from gshard._util.errors import GShardError
-from gshard.launch.arguments import Request, parser, request
-from gshard.launch.job import Outcome, run
-from gshard.launch.report import report
-from gshard.launch.signals import heard
-from gshard.processes.leaving import PREEMPTED
-from gshard.processes.verdict import first_cause
+from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.launch.exit_status import first_cause
+from gshard.distributed.launch.job import Outcome, run
+from gshard.distributed.launch.options import Request, parser, request
+from gshard.distributed.launch.report import report
+from gshard.distributed.launch.signals import heard
 
 _BEFORE_RESTART = 1.0  # seconds
 

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.processes.leaving import PREEMPTED
+from gshard.distributed.exit import PREEMPTED
 
 Batch = TypeVar("Batch")
 

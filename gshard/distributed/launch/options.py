@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import whole_number
-from gshard.processes import accelerators
-from gshard.processes.address import Address, address, found_at, is_loopback
-from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.distributed.address import Address, address, found_at, is_loopback
+from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
+from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
 
 _EXAMPLES = """examples:
   gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100
@@ -141,13 +141,13 @@ def _checked(given: argparse.Namespace) -> Request:
             f"--devices {given.devices} names GPUs, and --virtual_devices "
             f"{given.virtual_devices} asks for CPU devices: choose one of the two."
         )
-    devices = accelerators.chosen("--devices", given.devices)
+    devices = chosen_gpus("--devices", given.devices)
     processes = given.nproc_per_node
     if processes is None:
         on_cpu = given.virtual_devices is not None
-        processes = 1 if on_cpu else max(1, len(devices or accelerators.visible()))
+        processes = 1 if on_cpu else max(1, len(devices or visible_gpus()))
     whole_number("--nproc_per_node", processes, 1)
-    variables = accelerators.shares(processes, devices, given.virtual_devices, "--")
+    variables = device_shares(processes, devices, given.virtual_devices, "--")
     return Request(
         target=given.script,
         module=given.module,

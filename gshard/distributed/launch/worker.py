@@ -9,8 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gshard.launch.log import Log
-from gshard.processes.output import Lines, Stream
+from gshard.distributed.launch.log import Log
+from gshard.distributed.launch.output import Lines, Stream
 
 _RUN = Path(__file__).with_name("script.py")
 

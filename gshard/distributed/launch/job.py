@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gshard._util.errors import GShardError
-from gshard.launch.arguments import Request
-from gshard.launch.log import Log
-from gshard.launch.worker import Worker
-from gshard.processes import environment
-from gshard.processes.address import LOOPBACK, Address, Kept
-from gshard.processes.ending import FAILED_GRACE, TICK, end, send, settle
-from gshard.processes.guardian import Guardian, kill_group, kill_rest
-from gshard.processes.verdict import End
+from gshard.distributed import env_vars
+from gshard.distributed.address import LOOPBACK, Address, Kept
+from gshard.distributed.launch.ending import FAILED_GRACE, TICK, end, send, settle
+from gshard.distributed.launch.exit_status import End
+from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
+from gshard.distributed.launch.log import Log
+from gshard.distributed.launch.options import Request
+from gshard.distributed.launch.worker import Worker
 
 
 class Outcome(NamedTuple):
@@ -106,7 +106,7 @@ class _Job:
 
     def _start(self, local: int) -> None:
         request, rank = self._request, self._request.rank(local)
-        told = environment.variables(
+        told = env_vars.variables(
             self._kept.address if self._kept else request.master or Address(LOOPBACK, 1),
             request.world_size,
             rank,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from gshard.launch.job import Outcome
-from gshard.processes.verdict import End, first_cause, in_words, meaning
+from gshard.distributed.launch.exit_status import End, first_cause, in_words, meaning
+from gshard.distributed.launch.job import Outcome
 
 _WIDTH = 96
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import whole_number
-from gshard.processes import environment
+from gshard.distributed import env_vars
 from gshard.sharding.plan import Plan
 
 LIMIT = 300
@@ -114,10 +114,10 @@ def _unpacked(found: dict[int, bytes]) -> tuple[dict[int, str], int]:
 
 
 def _limit() -> float:
-    given = environment.number(environment.AGREEMENT_TIMEOUT)
+    given = env_vars.number(env_vars.AGREEMENT_TIMEOUT)
     if given is None:
         return LIMIT
-    return whole_number(environment.AGREEMENT_TIMEOUT, given, 1, " of seconds")
+    return whole_number(env_vars.AGREEMENT_TIMEOUT, given, 1, " of seconds")
 
 
 def _same(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.processes.leaving import LOST_PEER, at_exit_with
+from gshard.distributed.exit import LOST_PEER, at_exit_with
 
 
 class Result(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gshard._util.errors import some
-from gshard.processes.leaving import LOST_PEER, PREEMPTED
+from gshard.distributed.exit import LOST_PEER, PREEMPTED
 
 TAIL = 20  # lines
 

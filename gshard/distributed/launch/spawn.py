@@ -13,12 +13,13 @@ from typing import Any
 
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import flag, shown, whole_number
-from gshard.processes import accelerators, environment
-from gshard.processes.address import Kept
-from gshard.processes.child import run
-from gshard.processes.guardian import Guardian
-from gshard.processes.parallel_env import HEARTBEAT_TIMEOUT, START_TIMEOUT
-from gshard.processes.spawned import Spawned
+from gshard.distributed import env_vars
+from gshard.distributed.address import Kept
+from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
+from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.distributed.launch.child import run
+from gshard.distributed.launch.guardian import Guardian
+from gshard.distributed.launch.process_group import Spawned
 
 _ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
 _OPTIONS = {
@@ -29,7 +30,7 @@ _OPTIONS = {
     "start_timeout": START_TIMEOUT,
 }
 # As this process began, whatever another thread spawns meanwhile.
-_IS_STARTED = bool(os.environ.get(environment.PROCESS_ID))
+_IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
 _NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
 
@@ -77,14 +78,14 @@ def spawn(
     call = _call(func, args)
     chosen = _options(options)
     virtual = chosen["virtual_devices"]
-    devices = accelerators.chosen("devices", chosen["devices"])
+    devices = chosen_gpus("devices", chosen["devices"])
     if virtual is not None and devices is not None:
         raise GShardError(
             f"spawn(devices={shown(chosen['devices'])}, virtual_devices={virtual}): GPUs or CPU "
             "devices, one of the two."
         )
     count = _count(nprocs, devices, virtual)
-    own = accelerators.shares(count, devices, virtual)
+    own = device_shares(count, devices, virtual)
     timeouts = {name: chosen[name] for name in ("heartbeat_timeout", "start_timeout")}
     with _STARTING:
         spawned = _start(call, own, timeouts, daemon)
@@ -107,7 +108,7 @@ def _start(
     started = []
     try:
         for rank, variables in enumerate(own):
-            told = environment.variables(
+            told = env_vars.variables(
                 kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
             )
             (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
@@ -198,7 +199,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 def _count(nprocs: Any, devices: list[str] | None, virtual: int | None) -> int:
     if isinstance(nprocs, int) and nprocs == -1:
-        if virtual is None and (gpus := devices or accelerators.visible()):
+        if virtual is None and (gpus := devices or visible_gpus()):
             return len(gpus)
         return os.cpu_count() or 1
     return whole_number("nprocs", nprocs, 1, " (-1: one for each GPU, or CPU core)")

@@ -10,11 +10,11 @@ import jax
 
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import shown, whole_number
-from gshard.processes import environment, world
-from gshard.processes.address import LOOPBACK, address
-from gshard.processes.arrival import meet
-from gshard.processes.environment import Place
-from gshard.processes.leaving import leave_when_it_fails
+from gshard.distributed import env_vars, world
+from gshard.distributed.address import LOOPBACK, address
+from gshard.distributed.env_vars import Place
+from gshard.distributed.exit import leave_when_it_fails
+from gshard.distributed.rendezvous import meet
 
 HEARTBEAT_TIMEOUT, START_TIMEOUT = 10, 300  # seconds
 
@@ -69,10 +69,10 @@ def init_parallel_env(
         _seconds(
             "heartbeat_timeout",
             heartbeat_timeout,
-            environment.HEARTBEAT_TIMEOUT,
+            env_vars.HEARTBEAT_TIMEOUT,
             HEARTBEAT_TIMEOUT,
         ),
-        _seconds("start_timeout", start_timeout, environment.START_TIMEOUT, START_TIMEOUT),
+        _seconds("start_timeout", start_timeout, env_vars.START_TIMEOUT, START_TIMEOUT),
     )
     _check_secure(secure)
     place = complete(asked)
@@ -99,11 +99,11 @@ def init_parallel_env(
 def complete(asked: Place) -> Place:
     """Arguments, then variables. All None: nothing says anything."""
     told = {name: value for name, value in asked._asdict().items() if value is not None}
-    place = environment.place()._replace(**told)
+    place = env_vars.place()._replace(**told)
     if place == (None, None, None):
         return place
     # Who is told what by whom, for messages.
-    variables = (environment.COORDINATOR, environment.NUM_PROCESSES, environment.PROCESS_ID)
+    variables = (env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID)
     source = {n: n if n in told else v for n, v in zip(Place._fields, variables, strict=True)}
     for name, value in list(place._asdict().items())[1:]:
         if value is None:
@@ -141,7 +141,7 @@ def _check_again(asked: Place) -> None:
 
 def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
     if value is None:
-        name, value = variable, environment.number(variable)
+        name, value = variable, env_vars.number(variable)
     return default if value is None else whole_number(name, value, 1, " of seconds")
 
 
@@ -183,7 +183,7 @@ def _join(
             f"init_parallel_env: JAX has already started in process {rank}. {_NEED}"
         )
     _reach_directly(at.host)
-    kept = environment.number(environment.PORT_IS_KEPT) is not None
+    kept = env_vars.number(env_vars.PORT_IS_KEPT) is not None
     meet(bind if rank == 0 else at, count, rank, start, kept)
     _initialize(
         coordinator_address=str(at),

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError
-from gshard.exchange import tell_processes
+from gshard.distributed.agree import tell_processes
 
 T = TypeVar("T")
 

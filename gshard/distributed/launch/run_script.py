@@ -54,7 +54,7 @@ def _write_lines() -> None:
 
 
 def _leave_with(code: int) -> None:
-    leaving = sys.modules.get("gshard.processes.leaving")
+    leaving = sys.modules.get("gshard.distributed.exit")
     if leaving is not None:
         leaving.at_exit_with(code)
 

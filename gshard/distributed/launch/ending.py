@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 
-from gshard.processes.guardian import kill_group
+from gshard.distributed.launch.guardian import kill_group
 
 TICK = 0.05  # seconds that one look at the processes waits for news of them
 FAILED_GRACE = 3.0  # seconds that the others have when one has failed

@@ -20,7 +20,7 @@ class TooFewDevicesError(GShardError, RuntimeError):
     """Fewer devices than processes that need one each."""
 
 
-def visible() -> list[str]:
+def visible_gpus() -> list[str]:
     """Names of the GPUs that this process sees, as its variables or the driver give them."""
     for name in _VISIBLE:
         if (given := os.environ.get(name)) is not None:
@@ -32,7 +32,7 @@ def visible() -> list[str]:
     return [str(i) for i in range(len(lines))]
 
 
-def chosen(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
+def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
     """Devices that a user names, or None where none are named.
 
     Raises:
@@ -43,7 +43,7 @@ def chosen(argument: str, devices: str | Sequence[int | str] | None) -> list[str
     names = devices.split(",") if isinstance(devices, str) else devices
     if not isinstance(names, (list, tuple, range)):
         raise GShardError(f"{argument}={shown(devices)} must list devices, such as '0,1'.")
-    found, here = [str(name).strip() for name in names], visible()
+    found, here = [str(name).strip() for name in names], visible_gpus()
     for name in found:
         if name not in here:
             have = f"This process sees {', '.join(here)}." if here else "This process sees no GPU."
@@ -56,7 +56,7 @@ def chosen(argument: str, devices: str | Sequence[int | str] | None) -> list[str
     return found
 
 
-def shares(
+def device_shares(
     processes: int, devices: list[str] | None, virtual_devices: int | None, prefix: str = ""
 ) -> list[dict[str, str]]:
     """The variables by which each of several processes of one machine has its own devices.
@@ -78,7 +78,7 @@ def shares(
 
 def _gpus(argument: str, devices: list[str] | None, processes: int) -> list[dict[str, str]]:
     if devices is None:
-        devices = visible()
+        devices = visible_gpus()
         if not devices:
             return [{} for _ in range(processes)]
         if len(devices) < processes:

@@ -14,7 +14,7 @@ import sys
 import time
 
 from gshard._util.errors import CallOrderError, GShardError, some
-from gshard.processes.address import Address, listening
+from gshard.distributed.address import Address, listening
 
 _LONGEST = 1024  # bytes of a line; whoever sends more is a stranger
 _RETRY, _PATIENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
