@@ -12,13 +12,15 @@ from gshard._util.errors import UnevenInputsError as UnevenInputsError
 from gshard._util.version import __version__ as __version__
 from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
-from gshard.batch import shard_batch as shard_batch
 from gshard.checkpoint.checkpointer import Checkpointer as Checkpointer
 from gshard.checkpoint.checkpointer import Restored as Restored
 from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
 from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
 from gshard.checkpoint.manifest import Damage as Damage
 from gshard.checkpoint.orbax_state import import_orbax as import_orbax
+from gshard.data.batch import shard_batch as shard_batch
+from gshard.data.loader import DataLoader as DataLoader
+from gshard.data.loader import global_batches as global_batches
 from gshard.distributed.exit import PREEMPTED as PREEMPTED
 from gshard.distributed.initialize import init_parallel_env as init_parallel_env
 from gshard.distributed.launch.process_group import ProcessFailedError as ProcessFailedError
@@ -39,8 +41,6 @@ from gshard.forecast.level_forecast import LevelForecast as LevelForecast
 from gshard.forecast.plan import Forecast as Forecast
 from gshard.forecast.plan import make_plan as make_plan
 from gshard.forecast.setup import Setup as Setup
-from gshard.loader import DataLoader as DataLoader
-from gshard.loader import global_batches as global_batches
 from gshard.loss import Reduced as Reduced
 from gshard.loss import Weighted as Weighted
 from gshard.optimizer import GShardState as GShardState

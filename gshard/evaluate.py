@@ -12,9 +12,9 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.auxiliary import as_sums, over_devices
-from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE
 from gshard.collectives import reduce_scalar
+from gshard.data.batch import check_rows, shard_batch
 from gshard.extras import extra_layouts, extra_uses, in_storage
 from gshard.first_use import with_divided
 from gshard.loss import check_reduced, is_named, is_numeric

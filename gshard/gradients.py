@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, whole_number
-from gshard.batch import check_leaves, check_rows
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.collectives import agree, largest, reduce_scalar
+from gshard.data.batch import check_leaves, check_rows
 from gshard.extras import extra_layouts, in_storage, pinned
 from gshard.loss import typed_key
 from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight

@@ -11,8 +11,8 @@ import jax
 from gshard import loss_check
 from gshard._util.errors import GShardError
 from gshard._util.validation import flag, names_of, shown, whole_number
-from gshard.batch import check_rows, shard_batch
 from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.data.batch import check_rows, shard_batch
 from gshard.gradients import Options, check_options, gradients
 from gshard.guarded_update import keep_unless
 from gshard.loss import fold_keys, typed_key

@@ -170,7 +170,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     import jax
     import numpy as np
 
-    from gshard import agreement
+    from gshard.data import consistency
     from gshard.distributed import agree
 
     found: dict[str, Any] = {}
@@ -178,11 +178,11 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     for name, batches in cases(rank).items():
         found[name] = np.array(give(plan_for(mesh), batches))
     counted: list[Any] = []
-    tell = agreement.tell
-    agreement.tell = lambda *args: counted.append(args) or tell(*args)
+    tell = consistency.tell
+    consistency.tell = lambda *args: counted.append(args) or tell(*args)
     give(plan_for(mesh), cases(rank)["two_kinds"] * 5)
     found["exchanges"] = np.array(len(counted))
-    agreement.tell = tell
+    consistency.tell = tell
     found |= {name: np.array(x) for name, x in loaders(plan_for(mesh), rank).items()}
 
     uneven = gshard.make_mesh(devices=every[:3])

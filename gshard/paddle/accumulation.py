@@ -18,7 +18,7 @@ from jax import core
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
-from gshard.batch import shard_batch
+from gshard.data.batch import shard_batch
 from gshard.paddle import phases
 from gshard.paddle.losses import Joined, Scaled
 from gshard.paddle.on_model import OnModel

@@ -17,7 +17,7 @@ from jax import core
 
 from gshard._util.errors import GShardError, MissingAttributeError, some
 from gshard._util.validation import shown
-from gshard.batch import shard_batch
+from gshard.data.batch import shard_batch
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.backward import Backward
 from gshard.paddle.named import Named, named, set_model, whole_values

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
-from gshard.batch import local_places
+from gshard.data.batch import local_places
 from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.wrapped import Wrapped, kept
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer

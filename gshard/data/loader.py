@@ -14,12 +14,12 @@ import jax
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.pytree import differences
 from gshard._util.validation import flag, shown, whole_number
-from gshard.agreement import agree_on_loader
-from gshard.ahead import in_thread
-from gshard.batch import check_plan, local_places, place, shard_batch
-from gshard.order import Order, own_part
+from gshard.data.batch import check_plan, local_places, place, shard_batch
+from gshard.data.consistency import agree_on_loader
+from gshard.data.order import Order, own_part
+from gshard.data.prefetch import in_thread
+from gshard.data.source import Source
 from gshard.sharding.plan import Plan
-from gshard.source import Source
 
 
 class DataLoader:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, no_numbers, subscript
 from gshard._util.validation import shown
-from gshard.agreement import agree
+from gshard.data.consistency import agree
 from gshard.sharding.plan import Plan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard.batch import places_of
+from gshard.data.batch import places_of
 from gshard.sharding.plan import Plan
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
+from gshard.data.statement import Statement, rows_of, statement
 from gshard.distributed.agree import refuse_given_up, tell, tell_all
 from gshard.sharding.plan import Plan
-from gshard.statement import Statement, rows_of, statement
 
 LOOKS = 8
 """Calls in which it is looked for data, until there is some: zeros and the like are none."""

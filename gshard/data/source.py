@@ -12,8 +12,8 @@ import numpy as np
 from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten, no_numbers, subscript
 from gshard._util.validation import shown
-from gshard.statement import structure_words
-from gshard.transform import Transform
+from gshard.data.statement import structure_words
+from gshard.data.transform import Transform
 
 
 class Source:

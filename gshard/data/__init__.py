@@ -1,0 +1,1 @@
+"""Global batches, the data loader, and checks that processes agree about them."""
