@@ -23,9 +23,9 @@ import gshard
 from benchmarks.machine import write_cells
 from benchmarks.processes import in_processes, is_first
 from benchmarks.timing import Ratio, in_turn, ratio
-from gshard.collectives import publish_leaves, reduce_leaves, scatter_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group
+from gshard.train.comm.collectives import publish_leaves, reduce_leaves, scatter_leaves
 
 KINDS = ("reduce-scatter", "all-gather", "all-reduce")
 EVERYTHING = 2**40  # elements of a bucket that is never full

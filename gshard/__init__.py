@@ -32,7 +32,6 @@ from gshard.distributed.rendezvous import NotArrivedError as NotArrivedError
 from gshard.distributed.world import barrier as barrier
 from gshard.distributed.world import get_rank as get_rank
 from gshard.distributed.world import get_world_size as get_world_size
-from gshard.evaluate import make_eval_step as make_eval_step
 from gshard.explain import Explanation as Explanation
 from gshard.explain import explain as explain
 from gshard.exported.export import export as export
@@ -41,9 +40,6 @@ from gshard.forecast.level_forecast import LevelForecast as LevelForecast
 from gshard.forecast.plan import Forecast as Forecast
 from gshard.forecast.plan import make_plan as make_plan
 from gshard.forecast.setup import Setup as Setup
-from gshard.loss import Reduced as Reduced
-from gshard.loss import Weighted as Weighted
-from gshard.optimizer import GShardState as GShardState
 from gshard.paddle.checkpoint import load_group_sharded_model as load_group_sharded_model
 from gshard.paddle.checkpoint import save_group_sharded_model as save_group_sharded_model
 from gshard.paddle.data_parallel import DataParallel as DataParallel
@@ -55,7 +51,6 @@ from gshard.pytorch.join import Join as Join
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 from gshard.saving import load as load
 from gshard.saving import save as save
-from gshard.shard import shard_train_state as shard_train_state
 from gshard.sharding.budget import Promise as Promise
 from gshard.sharding.budget import promise as promise
 from gshard.sharding.group import new_group as new_group
@@ -69,9 +64,14 @@ from gshard.sharding.rules import Leaf as Leaf
 from gshard.sharding.rules import by_path as by_path
 from gshard.sharding.rules import by_predicate as by_predicate
 from gshard.sharding.rules import by_shape as by_shape
-from gshard.step import make_train_step as make_train_step
+from gshard.train.eval_step import make_eval_step as make_eval_step
+from gshard.train.local_gradients import Unreduced as Unreduced
+from gshard.train.loss import Reduced as Reduced
+from gshard.train.loss import Weighted as Weighted
+from gshard.train.optim.optimizer import GShardState as GShardState
+from gshard.train.shard_train_state import shard_train_state as shard_train_state
+from gshard.train.train_step import make_train_step as make_train_step
+from gshard.train.value_and_grad import reduce_gradients as reduce_gradients
+from gshard.train.value_and_grad import value_and_grad as value_and_grad
 from gshard.train_state.loss_scale import GradScaler as GradScaler
 from gshard.train_state.loss_scale import ScalerState as ScalerState
-from gshard.unreduced import Unreduced as Unreduced
-from gshard.user_loop import reduce_gradients as reduce_gradients
-from gshard.user_loop import value_and_grad as value_and_grad

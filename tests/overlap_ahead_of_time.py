@@ -17,10 +17,10 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.gradients import Options, gradients
 from gshard.hlo.text import read_module
-from gshard.optimizer import update_and_publish
 from gshard.targets.target import parse_target
+from gshard.train.gradients import Options, gradients
+from gshard.train.optim.optimizer import update_and_publish
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from gshard._util.device import chip_of, memory_of
-from gshard.advice.auto import SHARE, choose_plan
+from gshard.train.auto_level import SHARE, choose_plan
 
 MESH = {"devices": jax.devices()[:4]}
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gshard import buckets, collectives, make_mesh
+from gshard import make_mesh
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group
+from gshard.train.comm import buckets, collectives
 
 MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]
 SHAPES = [(16, 3), (5, 24), (13,), (7, 9, 2), (40, 40), (8,)]

@@ -12,8 +12,8 @@ import pytest
 
 import gshard
 from gshard._util.jaxpr import all_equations
-from gshard.buckets import layers
 from gshard.hlo import read_program
+from gshard.train.comm.buckets import layers
 from tests.tiers import quick
 
 WIDTH, LAYERS, ROWS = 12, 3, 16

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from benchmarks.groups import free_address
-from gshard import loss_check
+from gshard.train import loss_check
 from tests.processes import run_together, variables
 
 EXAMPLES = 48

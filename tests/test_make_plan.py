@@ -21,7 +21,7 @@ from gshard.forecast.config import read_config
 from gshard.forecast.paper import DEGREES, SIZES, rounded, table_1
 from gshard.forecast.plan_command import exit_code
 from gshard.forecast.setup import load_setup
-from gshard.shard import shard_train_state
+from gshard.train.shard_train_state import shard_train_state
 from tests import setups
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")

@@ -9,14 +9,14 @@ import optax
 import pytest
 
 import gshard
-from gshard import memory_order
+from gshard.train.comm import memory_layout
 from tests.ahead_of_time import found_by
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Devices of the CPU are told what those of a GPU are."""
-    monkeypatch.setattr(memory_order, "_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(memory_layout, "_PLATFORMS", ("cpu",))
 
 
 def pinned(step, *args):

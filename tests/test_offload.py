@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 
 import gshard
-from gshard import host_groups, products
 from gshard._util.jaxpr import all_equations
 from gshard.sharding import make_plan
+from gshard.train.optim import host_groups, matrix_products
 from tests import reference
 from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model
@@ -256,7 +256,7 @@ def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
     """Neither coefficients that all share nor the order of buckets ties them together."""
     make, wait = PRODUCTS[case]
     monkeypatch.setattr(host_groups, "GROUP_SIZE", 1)
-    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 64)
+    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 64)
     start = {f"w{i}": np.ones((10, 10), np.float32) for i in range(4)}
     state, plan = gshard.shard_train_state(
         (start, make()), mesh(), "os_g", segment_size=16, offload=True

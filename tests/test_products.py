@@ -12,11 +12,11 @@ import pytest
 from optax import contrib
 
 import gshard
-from gshard import products
 from gshard._util import jaxpr_dataflow
 from gshard._util.jaxpr import all_equations
 from gshard._util.jaxpr_dataflow import UNKNOWN, flow
-from gshard.host_groups import variables
+from gshard.train.optim import matrix_products
+from gshard.train.optim.host_groups import variables
 
 N = 4
 AG = "all-gather"
@@ -167,7 +167,7 @@ def test_an_elementwise_optimizer_moves_nothing(level):
 
 
 def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypatch):
-    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 200)
+    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 200)
     found, right, audit, plan = updated(OPTIMIZERS["every other"](), "p_g_os")
     assert_close(found, right)
     matrices = [x for x in jax.tree.leaves(plan.grads) if len(x.shape) == 2]
@@ -185,7 +185,7 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
     shapes = {f"w{i}": (32, 64) for i in range(8)}
     temporaries = []
     for size in (32 * 64, 8 * 32 * 64):
-        monkeypatch.setattr(products, "BUFFER_MAX_SIZE", size)
+        monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", size)
         tx = OPTIMIZERS["by hand"]()
         tx = optax.chain(tx, optax.clip_by_global_norm(0.1)) if clip else tx
         _, _, audit, _ = updated(tx, "p_g_os", steps=0, params=arrays(0, shapes))
@@ -195,7 +195,7 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
 
 def test_what_follows_the_last_product_is_divided(monkeypatch):
     """A clip of the result waits for a number of all of them; no whole matrix may wait with it."""
-    monkeypatch.setattr(products, "BUFFER_MAX_SIZE", 200)
+    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 200)
     tx = optax.chain(OPTIMIZERS["by hand"](), optax.clip_by_global_norm(0.1))
     params = {k: x for k, x in arrays(0).items() if x.ndim == 2}
     found, right, audit, plan = updated(tx, "p_g_os", 1, params)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.shard import lower_init
+from gshard.train.shard_train_state import lower_init
 from tests.tiers import quick
 
 D, LAYERS, ROWS = 32, 8, 64

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard import collectives
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group
+from gshard.train.comm import collectives
 from tests.random_states import (
     DTYPES,
     LEVELS,

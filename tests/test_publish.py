@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import gshard
-from gshard import collectives
 from gshard.audit import memory_of
 from gshard.hlo import read_program
+from gshard.train.comm import collectives
 from tests.ahead_of_time import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")

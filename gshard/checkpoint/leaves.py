@@ -16,13 +16,13 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, refuse_twice
 from gshard.checkpoint.matching import LeafInfo, check_fit, differing, one_to_one, source_of
-from gshard.shard import place
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_donated
+from gshard.train.local_gradients import Unreduced
+from gshard.train.shard_train_state import place
 from gshard.train_state import Parts
-from gshard.unreduced import Unreduced
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 

@@ -17,7 +17,7 @@ from gshard.checkpoint.directory import MANIFEST
 from gshard.checkpoint.leaves import layouts_of, parts_of, split_like, with_parts
 from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.storage import ARRAYS, how_to_read, unreadable
-from gshard.optimizer import GShardState
+from gshard.train.optim.optimizer import GShardState
 
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 

@@ -25,7 +25,7 @@ from gshard.footprint.opening import program_of
 from gshard.footprint.program import Program
 from gshard.footprint.traffic import Exchange, exchanges_of, flops_of, traffic_of
 from gshard.sharding.plan import Plan
-from gshard.step import TrainStep
+from gshard.train.train_step import TrainStep
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _LARGEST = 40  # of the buffers at the peak, as many are told

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import shown
 from gshard.forecast.choices import Choices
-from gshard.shard import shard_train_state
 from gshard.sharding.plan import Plan
-from gshard.step import TrainStep, make_train_step
+from gshard.train.shard_train_state import shard_train_state
+from gshard.train.train_step import TrainStep, make_train_step
 from gshard.train_state import abstract, abstract_like, as_state, is_init, kind_of
 
 

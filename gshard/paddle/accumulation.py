@@ -26,7 +26,7 @@ from gshard.paddle.phases import Phases
 from gshard.paddle.reached import check_closure, unreached
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
-from gshard.unreduced import Unreduced
+from gshard.train.local_gradients import Unreduced
 
 MANY = 8  # loss functions, each of which is compiled
 

@@ -17,7 +17,7 @@ from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.groups import mesh_of
 from gshard.paddle.models import as_module, refuse_wrapped
 from gshard.paddle.wrapped import Wrapped, owners, wrapped
-from gshard.shard import shard_train_state
+from gshard.train.shard_train_state import shard_train_state
 
 _MB = 2**20
 

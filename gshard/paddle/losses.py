@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from gshard.loss import Weighted
+from gshard.train.loss import Weighted
 
 
 @dataclass(frozen=True)

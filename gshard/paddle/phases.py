@@ -13,13 +13,13 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.errors import GShardError
-from gshard.gradients import Options, unreduced_gradients
-from gshard.guarded_update import keep_unless
-from gshard.loss import Weighted
-from gshard.separate_calls import end_extras
 from gshard.sharding.plan import Plan
-from gshard.unreduced import Unreduced
-from gshard.user_loop import reduce_gradients, value_and_grad
+from gshard.train.gradients import Options, unreduced_gradients
+from gshard.train.local_gradients import Unreduced
+from gshard.train.loss import Weighted
+from gshard.train.optim.guarded_update import keep_unless
+from gshard.train.separate_calls import end_extras
+from gshard.train.value_and_grad import reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 

@@ -16,18 +16,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gshard._util.pytree import flatten
-from gshard.buckets import BUFFER_MAX_SIZE
-from gshard.gradients import Options
-from gshard.optimizer import GShardState, update_and_publish
 from gshard.pytorch.grouped import Labels, group_states, grouped
 from gshard.pytorch.own_state import keep_of, parameter_of, with_zeros
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
-from gshard.separate_calls import end_reduction
-from gshard.shard import place, shard_train_state
 from gshard.sharding.host_arrays import to_host
-from gshard.unreduced import Unreduced
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE
+from gshard.train.gradients import Options
+from gshard.train.local_gradients import Unreduced
+from gshard.train.optim.optimizer import GShardState, update_and_publish
+from gshard.train.separate_calls import end_reduction
+from gshard.train.shard_train_state import place, shard_train_state
 
 
 class Even:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gshard.collectives import from_owners, rows_of_all
 from gshard.sharding.plan import Plan
+from gshard.train.comm.collectives import from_owners, rows_of_all
 
 
 class FromOwners:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
-from gshard.gradients import Options
 from gshard.pytorch.coupled import refuse_coupled
 from gshard.pytorch.from_owners import FromOwners, by_device
 from gshard.pytorch.grouped import Labels
@@ -26,10 +25,11 @@ from gshard.pytorch.owner import Owner
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
-from gshard.separate_calls import end_reduction
-from gshard.shard import shard_train_state
 from gshard.sharding.mesh import data_group
-from gshard.unreduced import Unreduced
+from gshard.train.gradients import Options
+from gshard.train.local_gradients import Unreduced
+from gshard.train.separate_calls import end_reduction
+from gshard.train.shard_train_state import shard_train_state
 
 
 def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:

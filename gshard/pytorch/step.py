@@ -13,7 +13,7 @@ from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, 
 from gshard._util.pytree import differences, flatten
 from gshard._util.validation import shown
 from gshard.pytorch.parameters import Tree
-from gshard.unreduced import Unreduced
+from gshard.train.local_gradients import Unreduced
 
 
 class Step:

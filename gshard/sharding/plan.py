@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.sharding.host_arrays import to_host
 from gshard.sharding.layout import DEVICE, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.plan_table import table
 from gshard.sharding.precision import Precision
+from gshard.train.optim.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.train_state import Kind, Parts, kind_of
 
 

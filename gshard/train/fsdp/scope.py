@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from gshard.leaf_bucket import LeafBucket
+    from gshard.train.fsdp.gather_bucket import LeafBucket
 
 
 class Scope:

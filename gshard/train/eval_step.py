@@ -11,18 +11,18 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
-from gshard.auxiliary import as_sums, over_devices
-from gshard.buckets import BUFFER_MAX_SIZE
-from gshard.collectives import reduce_scalar
 from gshard.data.batch import check_rows, shard_batch
-from gshard.extras import extra_layouts, extra_uses, in_storage
-from gshard.first_use import with_divided
-from gshard.loss import check_reduced, is_named, is_numeric
-from gshard.scope import Scope
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import Fit
+from gshard.train.aux_metrics import as_sums, over_devices
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE
+from gshard.train.comm.collectives import reduce_scalar
+from gshard.train.fsdp.gather_spec import uses_of
+from gshard.train.fsdp.interpreter import with_divided
+from gshard.train.fsdp.scope import Scope
+from gshard.train.loss import check_reduced, is_named, is_numeric
+from gshard.train.non_trainable import extra_layouts, extra_uses, in_storage
 from gshard.train_state import Parts
-from gshard.use import uses_of
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:

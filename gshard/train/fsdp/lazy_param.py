@@ -9,11 +9,11 @@ from typing import Any
 import jax
 
 from gshard._util.jaxpr import bind
-from gshard.leaf_bucket import LeafBucket
-from gshard.scope import Scope
 from gshard.sharding.layout import DEVICE
-from gshard.streaming import fetched
-from gshard.use import Use
+from gshard.train.fsdp.gather_bucket import LeafBucket
+from gshard.train.fsdp.gather_spec import Use
+from gshard.train.fsdp.scope import Scope
+from gshard.train.optim.offload import fetched
 
 
 class Divided:

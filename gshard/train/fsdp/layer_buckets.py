@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from gshard.buckets import buckets
-from gshard.divided_leaf import Divided, move_together
-from gshard.places import Places
+from gshard.train.comm.buckets import buckets
+from gshard.train.fsdp.lazy_param import Divided, move_together
+from gshard.train.fsdp.use_analysis import Places
 
 
 def move_layers_together(places: Places, args: Sequence[Any], buffer_max_size: int) -> None:

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import flag, names_of, shown
-from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.gradients import Options, check_options, gradients, unreduced_gradients
-from gshard.separate_calls import end_reduction
 from gshard.sharding.plan import Plan, check_call
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.gradients import Options, check_options, gradients, unreduced_gradients
+from gshard.train.local_gradients import Unreduced
+from gshard.train.separate_calls import end_reduction
 from gshard.train_state import OVERWRITTEN
-from gshard.unreduced import Unreduced
 
 
 def value_and_grad(

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.collectives import reduce_scalar
-from gshard.loss import Reduced, Weighted, is_named
 from gshard.sharding.precision import is_floating
+from gshard.train.comm.collectives import reduce_scalar
+from gshard.train.loss import Reduced, Weighted, is_named
 
 _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from gshard._util.pytree import flatten, same_leaves
-from gshard.collectives import gather
 from gshard.sharding.plan import Plan, all_whole
 from gshard.sharding.precision import is_floating
-from gshard.streaming import fetched
+from gshard.train.comm.collectives import gather
+from gshard.train.fsdp.gather_spec import Use, uses_of
+from gshard.train.optim.offload import fetched
 from gshard.train_state import FROZEN
-from gshard.use import Use, uses_of
 
 PURPOSE = "extras"  # what their gathers are counted as
 

@@ -17,17 +17,17 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, whole_number
-from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.collectives import agree, largest, reduce_scalar
 from gshard.data.batch import check_leaves, check_rows
-from gshard.extras import extra_layouts, in_storage, pinned
-from gshard.loss import typed_key
-from gshard.micro_batches import MicroBatch, over_micro_batches, total_weight
-from gshard.reduction import accumulating, held_apart, reduce, reduced_specs
 from gshard.sharding.budget import accumulation, resharding
 from gshard.sharding.plan import Plan, all_whole
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.comm.collectives import agree, largest, reduce_scalar
+from gshard.train.comm.reduce import accumulating, held_apart, reduce, reduced_specs
+from gshard.train.local_gradients import Unreduced
+from gshard.train.loss import typed_key
+from gshard.train.microbatch import MicroBatch, over_micro_batches, total_weight
+from gshard.train.non_trainable import extra_layouts, in_storage, pinned
 from gshard.train_state import OVERWRITTEN, Parts, PureLoss
-from gshard.unreduced import Unreduced
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from jax.extend import core
 
 from gshard._util.jaxpr import JIT, bind, body_of
 from gshard._util.pytree import flatten, same_leaves
-from gshard.host_groups import Group, groups_of, variables
 from gshard.sharding.layout import Layout
+from gshard.train.optim.host_groups import Group, groups_of, variables
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan

@@ -16,15 +16,15 @@ import optax
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
-from gshard.buckets import BUFFER_MAX_SIZE
-from gshard.guarded_update import guarded, keep_unless
-from gshard.own_parts import cut, held, own_parts, publish
-from gshard.products import with_whole_products
-from gshard.streaming import at_rest, fetched, sizes_at_once, streamed
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE
+from gshard.train.local_gradients import refuse_unreduced
+from gshard.train.optim.guarded_update import guarded, keep_unless
+from gshard.train.optim.matrix_products import with_whole_products
+from gshard.train.optim.offload import at_rest, fetched, sizes_at_once, streamed
+from gshard.train.optim.param_shards import cut, held, own_parts, publish
+from gshard.train.optim.user_update import user_update
 from gshard.train_state.loss_scale import ScalerState
 from gshard.train_state.nonfinite import Guard
-from gshard.unreduced import refuse_unreduced
-from gshard.user_update import user_update
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from gshard.auxiliary import over_devices
-from gshard.collectives import on_user_axes, reduce_in_turns, reduce_scalar, scatter_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
+from gshard.train.aux_metrics import over_devices
+from gshard.train.comm.collectives import (
+    on_user_axes,
+    reduce_in_turns,
+    reduce_scalar,
+    scatter_leaves,
+)
 
 if TYPE_CHECKING:
-    from gshard.gradients import Options
+    from gshard.train.gradients import Options
 
 
 def accumulating(plan: Plan, accumulate: str) -> list[Layout]:

@@ -11,23 +11,23 @@ import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
-from gshard.auxiliary import added, as_sums, nothing
-from gshard.collectives import group_index
-from gshard.extras import all_gathered, apart, extra_uses
-from gshard.first_use import with_divided
-from gshard.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
-from gshard.memory_order import as_it_came
-from gshard.random_keys import DEVICE, Draws, draws_of
-from gshard.scope import Scope
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, all_whole
+from gshard.train.aux_metrics import added, as_sums, nothing
+from gshard.train.comm.collectives import group_index
+from gshard.train.comm.memory_layout import as_it_came
+from gshard.train.fsdp.gather_spec import uses_of
+from gshard.train.fsdp.interpreter import with_divided
+from gshard.train.fsdp.regather import make_whole
+from gshard.train.fsdp.scope import Scope
+from gshard.train.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
+from gshard.train.non_trainable import all_gathered, apart, extra_uses
+from gshard.train.random_keys import DEVICE, Draws, draws_of
 from gshard.train_state import OVERWRITTEN, PureLoss
-from gshard.use import uses_of
-from gshard.whole_again import make_whole
 
 if TYPE_CHECKING:
-    from gshard.gradients import Options
+    from gshard.train.gradients import Options
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.buckets import (
+from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import Group, Hop
+from gshard.train.comm.buckets import (
     BUFFER_MAX_SIZE,
     LAYER,
     buckets,
@@ -28,8 +30,6 @@ from gshard.buckets import (
     to_rows,
     turns,
 )
-from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import Group, Hop
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:

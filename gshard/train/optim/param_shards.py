@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.pytree import same_leaves
-from gshard.collectives import own_part, publish_leaves
 from gshard.sharding.layout import Layout
+from gshard.train.comm.collectives import own_part, publish_leaves
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan

@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from gshard.collectives import (
+from gshard.train.comm.collectives import (
     gather,
     gather_across,
     gather_bucket,
@@ -16,10 +16,10 @@ from gshard.collectives import (
     scatter,
     scatter_bucket,
 )
-from gshard.memory_order import as_it_came
-from gshard.scope import Scope
-from gshard.streaming import fetched
-from gshard.use import Use
+from gshard.train.comm.memory_layout import as_it_came
+from gshard.train.fsdp.gather_spec import Use
+from gshard.train.fsdp.scope import Scope
+from gshard.train.optim.offload import fetched
 
 
 class LeafBucket:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.buckets import layers
 from gshard.sharding.layout import Layout
+from gshard.train.comm.buckets import layers
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ import jax
 from jax.extend import core
 
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim
-from gshard.buckets import BUFFER_MAX_SIZE
-from gshard.collectives import publish_leaves
 from gshard.sharding.layout import Layout
-from gshard.traced import Step, Traced
-from gshard.wholes import Wholes
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE
+from gshard.train.comm.collectives import publish_leaves
+from gshard.train.optim.traced import Step, Traced
+from gshard.train.optim.wholes import Wholes
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan

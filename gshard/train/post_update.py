@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten
-from gshard.guarded_update import keep_unless
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.streaming import at_rest, fetched
+from gshard.train.optim.guarded_update import keep_unless
+from gshard.train.optim.offload import at_rest, fetched
 from gshard.train_state import Parts
 
 

@@ -9,12 +9,12 @@ import jax
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
-from gshard.collectives import agree
-from gshard.extras import pinned
-from gshard.gradients import Gradients, Options
-from gshard.reduction import accumulating, reduce, reduced_specs
 from gshard.sharding.plan import Plan
-from gshard.unreduced import Unreduced
+from gshard.train.comm.collectives import agree
+from gshard.train.comm.reduce import accumulating, reduce, reduced_specs
+from gshard.train.gradients import Gradients, Options
+from gshard.train.local_gradients import Unreduced
+from gshard.train.non_trainable import pinned
 
 
 def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:

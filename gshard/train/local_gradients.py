@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.auxiliary import added
+from gshard.train.aux_metrics import added
 
 
 @jax.tree_util.register_dataclass

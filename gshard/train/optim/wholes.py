@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gshard._util.jaxpr import opened
 from gshard._util.jaxpr_dataflow import PRODUCTS, Dim, back, flow, join
-from gshard.traced import Step, Traced
+from gshard.train.optim.traced import Step, Traced
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan

@@ -8,19 +8,19 @@ from typing import Any
 
 import jax
 
-from gshard import loss_check
 from gshard._util.errors import GShardError
 from gshard._util.validation import flag, names_of, shown, whole_number
-from gshard.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.data.batch import check_rows, shard_batch
-from gshard.gradients import Options, check_options, gradients
-from gshard.guarded_update import keep_unless
-from gshard.loss import fold_keys, typed_key
-from gshard.optimizer import GShardState, update_and_publish
-from gshard.post_update import after_update
 from gshard.sharding.budget import Promise, promise
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
+from gshard.train import loss_check
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.gradients import Options, check_options, gradients
+from gshard.train.loss import fold_keys, typed_key
+from gshard.train.optim.guarded_update import keep_unless
+from gshard.train.optim.optimizer import GShardState, update_and_publish
+from gshard.train.post_update import after_update
 from gshard.train_state import Parts
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch

@@ -31,10 +31,10 @@ from gshard._util.jaxpr import (
     scan_sizes,
     with_inner,
 )
-from gshard.collectives import group_index, reduce_scalar
-from gshard.evaluate import forward
-from gshard.loss import Weighted
 from gshard.sharding.plan import Plan
+from gshard.train.comm.collectives import group_index, reduce_scalar
+from gshard.train.eval_step import forward
+from gshard.train.loss import Weighted
 from gshard.train_state import Parts, PureLoss
 
 VARIABLE = "GSHARD_CHECK_LOSS"

@@ -14,8 +14,6 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import flag, shown
-from gshard.advice.auto import choose_plan
-from gshard.optimizer import DividedTransformation
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level, is_auto, parse_level
 from gshard.sharding.make_plan import planned, warn_of_unused
@@ -24,6 +22,8 @@ from gshard.sharding.plan import Plan
 from gshard.sharding.precision import as_precision
 from gshard.sharding.rules import as_rules, by_shape, first_of
 from gshard.sharding.scan_dims import ScanAxes
+from gshard.train.auto_level import choose_plan
+from gshard.train.optim.optimizer import DividedTransformation
 from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 
 

@@ -1,0 +1,1 @@
+"""Every collective of the core, buckets, and the reduction of gradients."""

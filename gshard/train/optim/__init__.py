@@ -1,0 +1,1 @@
+"""The user's optax optimizer on shards: updates, offload, matrix products."""
