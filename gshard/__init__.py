@@ -14,10 +14,12 @@ from gshard.audit import Audit as Audit
 from gshard.audit import audit as audit
 from gshard.checkpoint.checkpointer import Checkpointer as Checkpointer
 from gshard.checkpoint.checkpointer import Restored as Restored
+from gshard.checkpoint.checksums import Damage as Damage
 from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
 from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
-from gshard.checkpoint.manifest import Damage as Damage
-from gshard.checkpoint.orbax_state import import_orbax as import_orbax
+from gshard.checkpoint.orbax_import import import_orbax as import_orbax
+from gshard.checkpoint.safetensors.load import import_params as import_params
+from gshard.checkpoint.safetensors.save import export as export
 from gshard.data.batch import shard_batch as shard_batch
 from gshard.data.loader import DataLoader as DataLoader
 from gshard.data.loader import global_batches as global_batches
@@ -34,8 +36,6 @@ from gshard.distributed.world import get_rank as get_rank
 from gshard.distributed.world import get_world_size as get_world_size
 from gshard.explain import Explanation as Explanation
 from gshard.explain import explain as explain
-from gshard.exported.export import export as export
-from gshard.exported.import_params import import_params as import_params
 from gshard.forecast.level_forecast import LevelForecast as LevelForecast
 from gshard.forecast.plan import Forecast as Forecast
 from gshard.forecast.plan import make_plan as make_plan

@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
+from gshard.checkpoint.checksums import damages, write_all
 from gshard.checkpoint.directory import fsync
 from gshard.checkpoint.errors import DamagedCheckpointError
-from gshard.checkpoint.manifest import damages, write_all
 
 # In the directory that is named there may be other things, which are left alone.
 NAME = "gshard_state"

@@ -677,7 +677,7 @@ def test_a_planted_pickle_is_not_opened(written, run):
 
 
 def test_a_manifest_cannot_name_what_is_outside(written):
-    from gshard.checkpoint.manifest import _sealed, damages
+    from gshard.checkpoint.checksums import _sealed, damages
 
     (written / "secret").write_text("x")
     for name in ("../secret", str(written / "secret"), "a/../../secret"):
@@ -735,16 +735,16 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path, run):
 
 def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, monkeypatch):
     """As beside a training that keeps the newest alone."""
-    from gshard.checkpoint import reader
+    from gshard.checkpoint import restore
 
-    checkpointer, compare = gshard.Checkpointer(written), reader.damages
+    checkpointer, compare = gshard.Checkpointer(written), restore.damages
 
     def deleting(step, *rest):
         if step.name == "20":
             shutil.rmtree(step)
         return compare(step, *rest)
 
-    monkeypatch.setattr(reader, "damages", deleting)
+    monkeypatch.setattr(restore, "damages", deleting)
     assert checkpointer.restore(like=run.state).step == 10  # and no warning
     shutil.copytree(written / "10", written / "20")
     for act in (lambda: checkpointer.restore(20, like=run.state), lambda: checkpointer.verify(20)):

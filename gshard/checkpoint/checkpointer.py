@@ -15,16 +15,16 @@ import jax
 
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import flag, shown, whole_number
-from gshard.checkpoint.description import Description, as_metadata, packed_data_state
+from gshard.checkpoint.arrays import arrays_of, parts_of, split_like, with_parts
+from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.directory import as_directory, steps_in
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.keep import Keep
-from gshard.checkpoint.leaves import arrays_of, parts_of, split_like, with_parts
-from gshard.checkpoint.manifest import Damage
-from gshard.checkpoint.reader import checked, existing, steps_everywhere, undamaged
-from gshard.checkpoint.reader import data_state as read_data_state
-from gshard.checkpoint.storage import read
-from gshard.checkpoint.writer import Contents, Writer
+from gshard.checkpoint.metadata import Description, as_metadata, packed_data_state
+from gshard.checkpoint.orbax_io import read
+from gshard.checkpoint.restore import checked, existing, steps_everywhere, undamaged
+from gshard.checkpoint.restore import data_state as read_data_state
+from gshard.checkpoint.save import Contents, Writer
 from gshard.distributed.exit import PREEMPTED
 from gshard.distributed.together import together
 from gshard.sharding.host_arrays import plan_of

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from gshard._util.errors import GShardError
 from gshard.answer import NO, NO_ANSWER, YES, print_answer
-from gshard.checkpoint.description import Description
+from gshard.checkpoint.checksums import Damage, size_of
 from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
-from gshard.checkpoint.manifest import Damage, size_of
-from gshard.checkpoint.reader import checked, existing
+from gshard.checkpoint.metadata import Description
+from gshard.checkpoint.restore import checked, existing
 
 _EXAMPLE = """example:
   gshard verify checkpoints

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gshard._util.errors import GShardError
-from gshard.checkpoint.manifest import Damage
+from gshard.checkpoint.checksums import Damage
 
 _SHOWN = 5  # damages of a step that a message lists
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection
 from errno import ENOENT
 from pathlib import Path
 
-from gshard.checkpoint import directory, storage
-from gshard.checkpoint.description import data_state_name
-from gshard.checkpoint.manifest import part_name, write_part, write_whole
+from gshard.checkpoint import directory, orbax_io
+from gshard.checkpoint.checksums import part_name, write_part, write_whole
+from gshard.checkpoint.metadata import data_state_name
 
 _TICK = 0.02  # seconds between looks for the parts of others
 _AT_EXIT = 60.0  # seconds that the first waits for them when its program is over
@@ -112,7 +112,7 @@ class Saving:
             self._part_over.set()
             if self._process > 0 or not self._parts_are_there():
                 return
-            storage.finish(self.folder)
+            orbax_io.finish(self.folder)
             write_whole(self.folder, self._processes)
             directory.commit(self.folder)
         except Exception as error:  # raised where somebody waits
@@ -128,9 +128,9 @@ class Saving:
 
     def _write_part(self) -> None:
         self._finish()
-        files = storage.files_of(self.folder, self._process)
+        files = orbax_io.files_of(self.folder, self._process)
         # Without any its devices hold copies alone, which others have written.
-        ranges = storage.ranges_of(self.folder, self._process, self._leaves) if files else {}
+        ranges = orbax_io.ranges_of(self.folder, self._process, self._leaves) if files else {}
         if (self.folder / data_state_name(self._process)).exists():
             files.append(data_state_name(self._process))
         write_part(self.folder, self._process, files, ranges)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gshard.exported.new_file import NewFile, file_path
+from gshard.checkpoint.safetensors.new_file import NewFile, file_path
 from gshard.forecast.config import Config
 from gshard.forecast.plan import Forecast
 from gshard.page.page import page

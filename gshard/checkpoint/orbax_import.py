@@ -13,10 +13,10 @@ import numpy as np
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
+from gshard.checkpoint.arrays import layouts_of, parts_of, split_like, with_parts
 from gshard.checkpoint.directory import MANIFEST
-from gshard.checkpoint.leaves import layouts_of, parts_of, split_like, with_parts
 from gshard.checkpoint.matching import LeafInfo
-from gshard.checkpoint.storage import ARRAYS, how_to_read, unreadable
+from gshard.checkpoint.orbax_io import ARRAYS, how_to_read, unreadable
 from gshard.train.optim.optimizer import GShardState
 
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree

@@ -11,15 +11,15 @@ import jax
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import whole_number
-from gshard.checkpoint.description import (
+from gshard.checkpoint.checksums import Damage, Report, damages
+from gshard.checkpoint.directory import DESCRIPTION, steps_in
+from gshard.checkpoint.errors import DamagedCheckpointError, report
+from gshard.checkpoint.metadata import (
     DATA,
     Description,
     data_state_name,
     unpacked_data_state,
 )
-from gshard.checkpoint.directory import DESCRIPTION, steps_in
-from gshard.checkpoint.errors import DamagedCheckpointError, report
-from gshard.checkpoint.manifest import Damage, Report, damages
 from gshard.distributed.agree import tell_processes
 
 

@@ -14,11 +14,11 @@ from jax.sharding import SingleDeviceSharding
 
 from gshard._util.errors import GShardError, did_you_mean, some
 from gshard._util.validation import flag
+from gshard.checkpoint.safetensors.format import DTYPES
+from gshard.checkpoint.safetensors.new_file import file_path
+from gshard.checkpoint.safetensors.tensor_reader import Stored, tensors_of
+from gshard.checkpoint.safetensors.weights import Weight, replaced, weights_of
 from gshard.distributed.together import together
-from gshard.exported.new_file import file_path
-from gshard.exported.tensor_format import DTYPES
-from gshard.exported.tensor_reader import Stored, tensors_of
-from gshard.exported.weights import Weight, replaced, weights_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan

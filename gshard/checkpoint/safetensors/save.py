@@ -12,10 +12,10 @@ import jax
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard._util.version import __version__
+from gshard.checkpoint.safetensors.format import Tensor, header, in_file_order, refuse_strange
+from gshard.checkpoint.safetensors.new_file import NewFile, file_path, row_major
+from gshard.checkpoint.safetensors.weights import Weight, weights_of
 from gshard.distributed.together import together
-from gshard.exported.new_file import NewFile, file_path, row_major
-from gshard.exported.tensor_format import Tensor, header, in_file_order, refuse_strange
-from gshard.exported.weights import Weight, weights_of
 from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
 
 FORMAT = "1"  # of the names and of what is in the metadata

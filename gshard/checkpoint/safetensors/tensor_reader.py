@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard.exported.tensor_format import DTYPES, places
+from gshard.checkpoint.safetensors.format import DTYPES, places
 
 
 class Stored(NamedTuple):

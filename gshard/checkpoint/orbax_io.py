@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard.checkpoint.manifest import Range
+from gshard.checkpoint.checksums import Range
 
 ARRAYS = "arrays"  # Orbax's folder within a step
 

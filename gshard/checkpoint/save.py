@@ -14,12 +14,12 @@ import jax
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint import directory as folders
-from gshard.checkpoint import storage
-from gshard.checkpoint.description import DATA, Description, data_state_name
+from gshard.checkpoint import orbax_io
+from gshard.checkpoint.checksums import PARTS
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.keep import Keep
-from gshard.checkpoint.manifest import PARTS
 from gshard.checkpoint.matching import check_same_run
+from gshard.checkpoint.metadata import DATA, Description, data_state_name
 from gshard.checkpoint.saving import Saving
 from gshard.distributed.agree import tell_processes
 from gshard.distributed.together import FailedError, together
@@ -141,7 +141,7 @@ class Writer:
 
         def compare() -> None:
             read = {path: x for path, x in contents.arrays.items() if path in paths}
-            found = storage.differing(folder, read)
+            found = orbax_io.differing(folder, read)
             if found:
                 raise GShardError(
                     f"save: {folder} holds another state under this number: {some(found)} "
@@ -261,7 +261,7 @@ class Writer:
             warn(f"the damaged step {step} is now {folders.set_aside(self._directory, step)}.")
         self.damaged.clear()
         try:
-            for name in (".", storage.ARRAYS, PARTS, DATA):
+            for name in (".", orbax_io.ARRAYS, PARTS, DATA):
                 (folder / name).mkdir()
             contents.description.write(folder)
         except BaseException:
@@ -286,7 +286,7 @@ class Writer:
         if contents.data is not None:
             path = folder / data_state_name(jax.process_index())
             folders.write_durably(path, contents.data)
-        return storage.write(folder, contents.arrays)
+        return orbax_io.write(folder, contents.arrays)
 
     def _delete_old(self) -> None:
         """In the thread of a save, after its commit."""

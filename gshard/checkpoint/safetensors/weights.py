@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, same_leaves
-from gshard.exported.tensor_format import METADATA
+from gshard.checkpoint.safetensors.format import METADATA
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
