@@ -17,7 +17,7 @@ import warnings
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard.targets.target import Target, parse_target
+from gshard.analysis.aot.target import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 
@@ -69,7 +69,7 @@ def _table(target: Target, args: argparse.Namespace) -> None:
 def compared(case: Any, level: str, target: Target) -> dict[str, Any]:
     """The estimate and the compiler's figure for one case, on this process's devices."""
     import gshard
-    from gshard.footprint.footprint import compiled_peak, footprint
+    from gshard.analysis.memory.footprint import compiled_peak, footprint
 
     mesh = gshard.make_mesh(devices=target.described_devices())
     traced, plan = traced_case(case, level, mesh)
@@ -109,7 +109,7 @@ def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def traced_case(case: Any, level: str, mesh: Any) -> tuple[Any, Any]:
     """The trace of a case's step, and its plan."""
-    from gshard.footprint.footprint import trace_step
+    from gshard.analysis.memory.footprint import trace_step
 
     step, arguments = prepared(case, level, mesh)
     return trace_step(step, *arguments), step.plan

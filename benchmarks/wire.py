@@ -26,8 +26,8 @@ from rich.table import Table
 
 from benchmarks.llama import Sizes
 from gshard._util.errors import GShardError
-from gshard.ahead_of_time.compiled import ask
-from gshard.targets.target import Target, parse_target
+from gshard.analysis.aot.compiled import ask
+from gshard.analysis.aot.target import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")

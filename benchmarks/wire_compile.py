@@ -22,9 +22,9 @@ import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.versions import versions
-from gshard.ahead_of_time.child import Say, answer
-from gshard.ahead_of_time.traffic import traffic
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.child import Say, answer
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.aot.traffic import traffic
 
 STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")

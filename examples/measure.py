@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from gshard.hlo.text import read_arrays, read_module
+from gshard.analysis.hlo.parser import read_arrays, read_module
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 PARTS = ("params", "gradients", "optimizer")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gshard.targets.target import Target, parse_target
+from gshard.analysis.aot.target import Target, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda13"}

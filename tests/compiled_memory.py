@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import gshard
-from gshard.footprint.footprint import compiled_peak, footprint
+from gshard.analysis.memory.footprint import compiled_peak, footprint
 
 
 def memory_on_gpu(traced: Any, plan: gshard.Plan) -> dict[str, int]:

@@ -15,8 +15,8 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import trace_step
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.memory.footprint import trace_step
 from tests.compiled_memory import memory_on_gpu
 
 LAYERS, EXPERTS, WIDTH = 32, 3, 512

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
 
 LONG, NARROW, ROWS = 65536, 8, 64
 

@@ -17,8 +17,8 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.hlo.text import read_module
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.hlo.parser import read_module
 from gshard.train.gradients import Options, gradients
 from gshard.train.optim.optimizer import update_and_publish
 

@@ -15,8 +15,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import trace_step
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.memory.footprint import trace_step
 from tests.compiled_memory import memory_on_gpu
 
 LAYERS, WIDTH = 16, 2048

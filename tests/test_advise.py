@@ -9,16 +9,16 @@ import math
 import pytest
 
 import gshard
-from gshard.advice.advise import Verdict, advise, ranked
-from gshard.advice.cost import COMPUTE_SHARE, Cost, bandwidths, cost
-from gshard.advice.options import Option, copies_of, options_of, replicas_of
-from gshard.advice.report import advice
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.choices import Choices
+from gshard.analysis.config import Config, read_config
+from gshard.analysis.cost_model import COMPUTE_SHARE, Cost, bandwidths, cost
+from gshard.analysis.forecast import abstract_mesh
+from gshard.analysis.options import Option, copies_of, options_of, replicas_of
+from gshard.analysis.tune import Verdict, advise, ranked
+from gshard.analysis.tune_report import advice
 from gshard.command import main
-from gshard.forecast.choices import Choices
-from gshard.forecast.config import Config, read_config
-from gshard.forecast.plan import abstract_mesh
 from gshard.sharding.mesh import data_group
-from gshard.targets.target import parse_target
 
 H100 = parse_target("h100:2x8")
 WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})

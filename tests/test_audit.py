@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard._util.errors import GShardError
-from gshard.audit import audit
+from gshard.analysis.audit import audit
 from gshard.sharding.budget import Movement, Promise
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"

@@ -12,8 +12,8 @@ import time
 import pytest
 
 from gshard._util.errors import GShardError
-from gshard.ahead_of_time.compiled import compile_for
-from gshard.ahead_of_time.failure import reason
+from gshard.analysis.aot.compiled import compile_for
+from gshard.analysis.aot.failure import reason
 from tests.ahead_of_time import ROOT, python_for
 
 CPU = {"model": "tests.compiled_models:stack", "target": "cpu:4", "level": "os"}
@@ -118,7 +118,7 @@ def test_too_long_is_an_error_and_leaves_nothing(tmp_path):
 def test_it_ends_with_a_parent_that_is_killed(tmp_path):
     path = tmp_path / "pid"
     asleep = asked("sleeps", arguments={"path": str(path)})
-    code = f"from gshard.ahead_of_time.compiled import compile_for; compile_for({asleep!r})"
+    code = f"from gshard.analysis.aot.compiled import compile_for; compile_for({asleep!r})"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as parent:
         while not (path.exists() and path.read_text()):
             assert parent.poll() is None
@@ -150,7 +150,7 @@ def found_with(platform, request_):
     """What `compile_for` returns in a Python that has the compiler."""
     code = f"""
 import json
-from gshard.ahead_of_time.compiled import compile_for
+from gshard.analysis.aot.compiled import compile_for
 print(json.dumps(compile_for({request_!r})))
 """
     command = [python_for(platform), "-c", code]

@@ -14,7 +14,7 @@ from flax import nnx
 
 import gshard
 from gshard._util.jaxpr import all_equations
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from tests.tiers import quick
 
 D, LAYERS, ROWS = 16, 6, 8

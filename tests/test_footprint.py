@@ -16,12 +16,12 @@ import gshard
 from benchmarks.footprint import compared, prepared, traced_case
 from benchmarks.footprint_held_out import HELD_OUT
 from benchmarks.footprint_models import CASES, Case, mlp
-from gshard.footprint.canonical_products import with_canonical_products
-from gshard.footprint.footprint import footprint, trace_step
-from gshard.footprint.fusion import absorbs
-from gshard.footprint.opening import program_of
-from gshard.footprint.widened import with_widened
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.memory.canonical_products import with_canonical_products
+from gshard.analysis.memory.footprint import footprint, trace_step
+from gshard.analysis.memory.fusion import absorbs
+from gshard.analysis.memory.opening import program_of
+from gshard.analysis.memory.widened import with_widened
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 

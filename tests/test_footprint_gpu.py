@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gshard.footprint import latency_hiding
-from gshard.footprint.cudnn import padded_kernel
-from gshard.footprint.fusion import Fused, fused
-from gshard.footprint.latency_hiding import latency_hidden
-from gshard.footprint.opening import program_of
-from gshard.footprint.order import depth_first
-from gshard.footprint.program import Op, Program, Value
-from gshard.footprint.split_products import split_k
+from gshard.analysis.memory import gpu
+from gshard.analysis.memory.cudnn import padded_kernel
+from gshard.analysis.memory.fusion import Fused, fused
+from gshard.analysis.memory.gpu import latency_hidden
+from gshard.analysis.memory.opening import program_of
+from gshard.analysis.memory.order import depth_first
+from gshard.analysis.memory.program import Op, Program, Value
+from gshard.analysis.memory.split_products import split_k
 
 
 def kernels_of(f, *shapes: tuple[int, ...]) -> Fused:
@@ -78,8 +78,8 @@ def test_kernels_that_are_ready_are_not_all_looked_at_for_each(monkeypatch):
         return jax.lax.all_gather(w, "shard", tiled=True), *[jnp.sort(x) for x in leaves]
 
     whole = kernels_of(step, (128, 1024), *[(8,)] * 300)
-    ranked, rank = [], latency_hiding._rank
-    monkeypatch.setattr(latency_hiding, "_rank", lambda *of: ranked.append(of) or rank(*of))
+    ranked, rank = [], gpu._rank
+    monkeypatch.setattr(gpu, "_rank", lambda *of: ranked.append(of) or rank(*of))
     found = latency_hidden(whole, depth_first(whole))
     assert len(found) == 302
     assert len(ranked) < 5 * len(found)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.footprint.canonical_products import with_canonical_products
-from gshard.footprint.dialect import NEW_CPU
-from gshard.footprint.fusion import absorbs, fused
-from gshard.footprint.opening import program_of
-from gshard.footprint.repeated import with_repeated
-from gshard.footprint.widened import is_rounded
+from gshard.analysis.memory.canonical_products import with_canonical_products
+from gshard.analysis.memory.cpu import with_repeated
+from gshard.analysis.memory.dialect import NEW_CPU
+from gshard.analysis.memory.fusion import absorbs, fused
+from gshard.analysis.memory.opening import program_of
+from gshard.analysis.memory.widened import is_rounded
 
 X = jax.ShapeDtypeStruct((8, 4, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gshard._util.errors import GShardError
-from gshard.hlo import KINDS, Program, read_program
-from gshard.hlo.groups import read_groups
-from gshard.hlo.text import read_arrays, read_module
+from gshard.analysis.hlo import KINDS, Program, read_program
+from gshard.analysis.hlo.groups import read_groups
+from gshard.analysis.hlo.parser import read_arrays, read_module
 
 DUMPS = Path(__file__).parent / "data" / "hlo"
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"

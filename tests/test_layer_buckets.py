@@ -12,7 +12,7 @@ import pytest
 
 import gshard
 from gshard._util.jaxpr import all_equations
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from gshard.train.comm.buckets import layers
 from tests.tiers import quick
 

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from benchmarks.models import PROBLEMS
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from tests.tiers import quick
 
 # What costs something: the guard adds comparisons, selections and sums, which are fused.

@@ -18,7 +18,7 @@ from flax import nnx
 
 import gshard
 from examples import paddle_custom_operator, paddle_words
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from tests.test_paddle import WIDTH, Net, assert_same, loss_fn, on_one_device, rows, whole
 from tests.tiers import quick
 

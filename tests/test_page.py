@@ -17,11 +17,11 @@ import optax
 import pytest
 
 import gshard
+from gshard.analysis.html.fills import FILLS
+from gshard.analysis.html.leaves import leaves_of
+from gshard.analysis.html.page import page
+from gshard.analysis.html.treemap import Rectangle, squarified
 from gshard.command import main
-from gshard.page.fills import FILLS
-from gshard.page.leaves import leaves_of
-from gshard.page.page import page
-from gshard.page.treemap import Rectangle, squarified
 
 VOID = {"meta", "link", "br", "hr", "col"}
 

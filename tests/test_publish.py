@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import gshard
-from gshard.audit import memory_of
-from gshard.hlo import read_program
+from gshard.analysis.audit import memory_of
+from gshard.analysis.hlo import read_program
 from gshard.train.comm import collectives
 from tests.ahead_of_time import found_by
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from tests.ahead_of_time import found_by
 from tests.test_first_use import LAYERS, LOSSES, D, cross_entropy, layer, one_device, params, rows
 from tests.tiers import quick

@@ -11,8 +11,8 @@ import pytest
 
 from gshard._util.chips import CHIPS
 from gshard._util.errors import GShardError
-from gshard.targets.gpu_config import GPUS, gpu_config
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.gpu_config import GPUS, gpu_config
+from gshard.analysis.aot.target import parse_target
 from tests.ahead_of_time import ROOT, python_for
 
 
@@ -107,7 +107,7 @@ def test_xla_is_told_the_same():
 
 def test_without_its_compiler_a_target_says_what_to_install():
     """No compiler is found where the path has none of a site."""
-    code = "from gshard.targets.target import parse_target; parse_target({!r}).described_devices()"
+    code = "from gshard.analysis.aot.target import parse_target; parse_target({!r}).described_devices()"
     for text, extra in (("h100:1x8", "gshard[aot-gpu]"), ("tpu-v5e:2x4", "gshard[aot-tpu]")):
         hidden = "import sys; sys.modules.update(libtpu=None, jax_plugins=None); "
         done = subprocess.run(
@@ -129,7 +129,7 @@ def test_the_compiler_has_these_devices(text):
     target = parse_target(text)
     code = f"""
 import collections
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
 hosts = collections.Counter(d.process_index for d in parse_target({text!r}).described_devices())
 print(len(hosts), *set(hosts.values()))
 """

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.hlo import read_program
+from gshard.analysis.hlo import read_program
 from gshard.train.comm import buckets, collectives
 from gshard.train.fsdp.use_analysis import by_first_use
 from tests.ahead_of_time import found_by

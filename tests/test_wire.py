@@ -20,7 +20,7 @@ from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import divided, promised
 from examples.models.by_slices import cross_entropy
 from gshard._util.errors import GShardError
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
 from tests.ahead_of_time import python_for
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +142,7 @@ def test_json_and_dump_of_a_run_on_the_cpu(tmp_path):
     target = ("--target", "cpu:4", "--level", "os", "--gshard-only")
     shown, found = measured(sys.executable, tmp_path, *target, *TINY)
     assert "XLA on CPU moves bfloat16 as float32" in shown
-    assert (tmp_path / "gshard.hlo.txt").read_text().startswith("HloModule")
+    assert (tmp_path / "gshard.analysis.hlo.txt").read_text().startswith("HloModule")
     assert found["model"] == {
         "layers": 2,
         "width": 128,
@@ -173,7 +173,7 @@ def test_on_a_tpu_torus_nothing_is_reduced_whole(tmp_path):
     )
     assert found["gshard_to_baseline"] < 1
     assert [p["program"] for p in baselines] == list(wire.BASELINES)
-    assert {p.name for p in tmp_path.glob("*.txt")} == {"gshard.hlo.txt", "gspmd.hlo.txt"}
+    assert {p.name for p in tmp_path.glob("*.txt")} == {"gshard.analysis.hlo.txt", "gspmd.hlo.txt"}
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ import optax
 import pytest
 
 import gshard
-from gshard.ahead_of_time.report import compiled_report
-from gshard.audit_report import report as audit_report
+from gshard.analysis.aot.report import compiled_report
+from gshard.analysis.audit_report import report as audit_report
+from gshard.analysis.forecast_report import table, text_of
+from gshard.analysis.html.tables import shown_value
+from gshard.analysis.setup import load_setup
 from gshard.command import main
-from gshard.forecast.plan_report import table, text_of
-from gshard.forecast.setup import load_setup
-from gshard.page.tables import shown_value
 from gshard.sharding.level import LEVELS
 from tests import setups
 from tests.terminal import on_terminal

@@ -634,7 +634,7 @@ def test_a_closure_gives_loss_and_gradients(partition):
 
 
 def elements(lowered):
-    program = gshard.hlo.read_program(lowered.compile().as_text())
+    program = gshard.analysis.hlo.read_program(lowered.compile().as_text())
     return [(c.kind, c) for c in program.collectives]
 
 

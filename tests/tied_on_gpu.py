@@ -14,8 +14,8 @@ import optax
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.footprint.footprint import trace_step
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.memory.footprint import trace_step
 from tests.compiled_memory import memory_on_gpu
 
 WORDS, WIDTH, ROWS, LENGTH = 8192, 64, 32, 32

@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
 
 SLICES = ("tpu-v5e:2x4", "tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-v5p:2x2x4", "tpu-7x:2x2x2")
 

@@ -16,8 +16,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.hlo.text import read_arrays, read_module
-from gshard.targets.target import parse_target
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.hlo.parser import read_arrays, read_module
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 LAYER = WIDTH * WIDTH + WIDTH

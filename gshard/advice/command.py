@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gshard.advice.advise import Verdict, advise, best_of_each
-from gshard.advice.report import advice, as_rows
+from gshard.analysis.config import Config
+from gshard.analysis.forecast import plan_config
+from gshard.analysis.html.file import page_of, place
+from gshard.analysis.tune import Verdict, advise, best_of_each
+from gshard.analysis.tune_report import advice, as_rows
 from gshard.answer import NO, YES
 from gshard.forecast.command_line import config_parser, named_config
-from gshard.forecast.config import Config
-from gshard.forecast.plan import plan_config
 from gshard.forecast.words import in_words, leave_accelerators
-from gshard.page.file import page_of, place
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8

@@ -6,11 +6,11 @@ import json
 import sys
 from typing import Any
 
+from gshard.analysis.audit import Audit, audit
+from gshard.analysis.config import Config
+from gshard.analysis.setup import batch_of, divided, load_setup, step_of
 from gshard.answer import NO, YES
-from gshard.audit import Audit, audit
 from gshard.forecast.command_line import config_parser, named_config
-from gshard.forecast.config import Config
-from gshard.forecast.setup import batch_of, divided, load_setup, step_of
 from gshard.forecast.this_computer import mesh_here
 from gshard.forecast.words import in_words, status
 

@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 from gshard._util.errors import did_you_mean
-from gshard.forecast.config import Config, read_config
+from gshard.analysis.config import Config, read_config
 
 _MEANINGS = {
     "levels": "levels to look at, such as os,os_g (default: all four)",

@@ -10,11 +10,11 @@ import jax
 from jax.sharding import Mesh
 
 from gshard._util.units import bytes_of
+from gshard.analysis.config import Config
+from gshard.analysis.explain import Explanation, explain
+from gshard.analysis.setup import divided, initialised, load_setup
 from gshard.answer import YES
-from gshard.explain import Explanation, explain
 from gshard.forecast.command_line import config_parser, named_config
-from gshard.forecast.config import Config
-from gshard.forecast.setup import divided, initialised, load_setup
 from gshard.forecast.this_computer import free_memory, mesh_here
 from gshard.forecast.words import in_words, status
 from gshard.sharding.plan import Plan

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard.forecast.plan import make_plan
-from gshard.forecast.setup import Setup
+from gshard.analysis.forecast import make_plan
+from gshard.analysis.setup import Setup
 
 SIZES = {"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 1_000_000_000_000}
 DEGREES = (1, 4, 16, 64, 256, 1024)

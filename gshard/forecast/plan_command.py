@@ -8,17 +8,17 @@ import sys
 from typing import Any
 
 from gshard._util.errors import GShardError, some
-from gshard.ahead_of_time.compiled import check_json, compile_for
-from gshard.ahead_of_time.report import compiled_report
+from gshard.analysis.aot.compiled import check_json, compile_for
+from gshard.analysis.aot.report import compiled_report
+from gshard.analysis.aot.target import Target
+from gshard.analysis.config import Config
+from gshard.analysis.forecast import Forecast, plan_config
+from gshard.analysis.forecast_report import table, text_of
+from gshard.analysis.html.file import page_of, place
 from gshard.answer import NO, NO_ANSWER, YES
 from gshard.forecast.command_line import config_parser, given_config
-from gshard.forecast.config import Config
 from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
-from gshard.forecast.plan import Forecast, plan_config
-from gshard.forecast.plan_report import table, text_of
 from gshard.forecast.words import in_words, leave_accelerators
-from gshard.page.file import page_of, place
-from gshard.targets.target import Target
 
 _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError
-from gshard.forecast.config import Config
+from gshard.analysis.config import Config
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 MOST_VIRTUAL = 64  # every one is a thread, and the whole program is compiled for all of them

@@ -16,8 +16,8 @@ import jax
 from rich.console import Console
 
 from gshard._util.errors import GShardError, GShardWarning
+from gshard.analysis.config import Config
 from gshard.answer import NO_ANSWER, print_answer
-from gshard.forecast.config import Config
 
 Asked = TypeVar("Asked", Config, Config | None)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)

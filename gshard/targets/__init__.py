@@ -2,5 +2,5 @@
 
 from gshard._util.chips import CHIPS as CHIPS
 from gshard._util.chips import Chip as Chip
-from gshard.targets.target import Target as Target
-from gshard.targets.target import parse_target as parse_target
+from gshard.analysis.aot.target import Target as Target
+from gshard.analysis.aot.target import parse_target as parse_target

@@ -13,8 +13,8 @@ from gshard._util.chips import CHIPS, Chip
 from gshard._util.device import chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
-from gshard.forecast.choices import Choices
-from gshard.forecast.level_forecast import LevelForecast, of_level
+from gshard.analysis.choices import Choices
+from gshard.analysis.level_forecast import LevelForecast, of_level
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 

@@ -1,0 +1,1 @@
+"""What a step needs and communicates: audit, explain, forecast, tune."""

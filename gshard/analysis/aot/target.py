@@ -1,0 +1,194 @@
+"""Machines by name, such as `h100:32x8`, `tpu-v5e:16x16` and `cpu:8`.
+
+A GPU machine is HOSTSxGPUS, the GPUs of one host at most 8, and `h100:8` is one host; a TPU slice
+is named by its torus of chips, as its maker does; `cpu:8` is eight virtual devices of this
+computer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from gshard._util.chips import CHIPS, Chip
+from gshard._util.errors import GShardError, did_you_mean
+from gshard.analysis.aot.gpu_config import GPUS, gpu_config
+
+# A larger slice of v5e or v6e has a description, and its compilation aborts the process.
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_TPUS = {  # name: the name that libtpu knows, largest torus (None: one of _FLAT)
+    "tpu-v4": ("v4", (16, 16, 16)),
+    "tpu-v5e": ("v5e", None),
+    "tpu-v5p": ("v5p", (16, 16, 24)),
+    "tpu-v6e": ("v6e", None),
+    "tpu-7x": ("tpu7x", (16, 16, 36)),
+}
+_CHIPS_PER_TPU_HOST = 4  # as libtpu describes slices; a v5e or v6e host may hold 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine.
+
+    Attributes:
+      kind: its chip, a key of `CHIPS`.
+      sizes: (devices,) of virtual CPU devices, (hosts, GPUs of each), or a TPU slice's torus.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """Its name, such as `h100:32x8`."""
+        return f"{self.kind}:{_joined(self.sizes)}"
+
+    @property
+    def chip(self) -> Chip:
+        """What is known of one of its devices."""
+        return CHIPS[self.kind]
+
+    @property
+    def devices(self) -> int:
+        """How many devices JAX sees."""
+        return math.prod(self.sizes) * self.chip.per_chip
+
+    @property
+    def devices_per_host(self) -> int:
+        """How many of them one host has, at most."""
+        if self.platform == "gpu":
+            return self.sizes[1]
+        if self.platform == "tpu":
+            return min(self.devices, _CHIPS_PER_TPU_HOST * self.chip.per_chip)
+        return self.devices
+
+    @property
+    def hosts(self) -> int:
+        """How many computers its devices are attached to."""
+        return self.devices // self.devices_per_host
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        return "gpu" if self.kind in GPUS else "tpu" if self.kind in _TPUS else "cpu"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process that compiles for it needs to be started with."""
+        more = {"JAX_PLATFORMS": "cpu"}
+        if self.platform == "cpu":
+            more["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={self.devices}"
+        if self.platform == "tpu":  # no TPU host to ask, and other processes may use libtpu too
+            more |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+            more |= {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+        return more
+
+    def check_compiler(self) -> None:
+        """Looks for the compiler; that of virtual CPU devices is always there.
+
+        Raises:
+          GShardError: it is not installed; names the extra that brings it.
+        """
+        if self.platform == "gpu":
+            _need(self, "jax_plugins.xla_cuda13", "aot-gpu")
+        elif self.platform == "tpu":
+            _need(self, "libtpu", "aot-tpu")
+
+    def described_devices(self) -> list[Any]:
+        """Its devices, in the order in which the compiler has them.
+
+        Raises:
+          GShardError: the compiler for it is not installed; or, of virtual CPU devices, this
+            process was not started with `environment` and has fewer.
+        """
+        import jax
+        from jax.experimental import topologies
+
+        if self.platform == "cpu":
+            devices = jax.devices("cpu")
+            if len(devices) < self.devices:
+                raise GShardError(
+                    f"target {self.text!r} needs {self.devices} virtual devices, and this process "
+                    f"has {len(devices)}: start it with XLA_FLAGS={self.environment['XLA_FLAGS']}"
+                )
+            return devices[: self.devices]
+        self.check_compiler()
+        if self.platform == "gpu":
+            return topologies.get_topology_desc(
+                platform="cuda",
+                target_config=gpu_config(self.chip),
+                topology=f"1x{_joined(self.sizes)}",
+            ).devices
+        name = f"{_TPUS[self.kind][0]}:{_joined(self.sizes)}"
+        # The two cores of a v4 chip are one device, as in practice.
+        more = {"chip_config_name": "megacore"} if self.kind == "tpu-v4" else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **more).devices
+
+
+def parse_target(text: str) -> Target:
+    """Reads a target such as `h100:32x8`.
+
+    Raises:
+      GShardError: one line that says what is possible.
+    """
+    kind, _, rest = text.strip().lower().partition(":")
+    if kind not in CHIPS:
+        raise GShardError(
+            f"target {text!r} is unknown.{did_you_mean(kind, CHIPS)} "
+            f"Choose one of {', '.join(CHIPS)}."
+        )
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", rest):
+        raise GShardError(f"target {text!r} needs sizes: {_possible(kind)}.")
+    sizes = tuple(map(int, rest.split("x")))
+    if kind in GPUS and len(sizes) == 1:
+        sizes = (1, *sizes)
+    if not _fits(kind, sizes):
+        raise GShardError(f"target {text!r} cannot be: {_possible(kind)}.")
+    return Target(kind, sizes)
+
+
+def _fits(kind: str, sizes: tuple[int, ...]) -> bool:
+    if kind in GPUS:
+        return len(sizes) == 2 and sizes[1] <= 8
+    if kind not in _TPUS:
+        return len(sizes) == 1 and 2 <= sizes[0] <= 64
+    largest = _TPUS[kind][1]
+    if largest is None:
+        return _joined(sizes) in _FLAT
+    in_cubes = len(sizes) == 3 and all(n % 4 == 0 for n in sizes)
+    within = all(n <= most for n, most in zip(sorted(sizes), largest, strict=False))
+    return _joined(sizes) in _CUBES or (in_cubes and within)
+
+
+def _possible(kind: str) -> str:
+    if kind in GPUS:
+        return f"{kind}:HOSTSxGPUS with at most 8 GPUs in a host, such as {kind}:32x8"
+    if kind not in _TPUS:
+        return "cpu:2 to cpu:64, the number of virtual devices"
+    largest = _TPUS[kind][1]
+    if largest is None:
+        return f"{kind} has slices of {', '.join(_FLAT)} chips"
+    return (
+        f"{kind} has slices of {', '.join(_CUBES)} chips, and multiples of 4 up to "
+        f"{_joined(largest)}"
+    )
+
+
+def _joined(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _need(target: Target, module: str, extra: str) -> None:
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # its parent is missing
+        found = None
+    if found is None:
+        raise GShardError(
+            f"the compiler for target {target.text!r} is not installed: "
+            f"pip install 'gshard[{extra}]'."
+        )

@@ -1,0 +1,187 @@
+"""`make_plan`: what every level takes and sends, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import MOST, shown, whole_number
+from gshard.analysis.choices import Choices
+from gshard.analysis.config import Config
+from gshard.analysis.forecast_report import report
+from gshard.analysis.level_forecast import LevelForecast, of_level
+from gshard.analysis.memory.footprint import PLATFORMS
+from gshard.analysis.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
+from gshard.analysis.traced import footprint_of
+from gshard.forecast.words import status
+from gshard.sharding.level import LEVELS, parse_levels
+from gshard.sharding.mesh import REPLICA, SHARD
+from gshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What every level takes and sends.
+
+    Attributes:
+      parameters: elements that are trained (Psi).
+      devices: in all.
+      replica: copies of the divided state.
+      choices: of the step.
+      levels: by name.
+      plans: by name of the level, where every leaf lies.
+      target: name of the machine, where it is known.
+      usable: bytes of one of its devices that programs can use.
+    """
+
+    parameters: int
+    devices: int
+    replica: int
+    choices: Choices
+    levels: dict[str, LevelForecast]
+    plans: dict[str, Plan] = field(repr=False, compare=False)
+    target: str | None = None
+    usable: int | None = None
+
+    def fits(self, level: str) -> bool | None:
+        """Whether a level fits a device by this forecast; None where the device is not known."""
+        of = self.levels[level]
+        return None if self.usable is None else (of.peak or of.needs) <= self.usable
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "replica": self.replica,
+            "target": self.target,
+            "usable": self.usable,
+            "choices": dataclasses.asdict(self.choices),
+            "levels": {
+                name: level.as_dict() | {"fits": self.fits(name)}
+                for name, level in self.levels.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def make_plan(
+    model: Setup | str | Any,
+    devices: int | Mesh | AbstractMesh,
+    *,
+    levels: str | int | Sequence[str] = tuple(LEVELS),
+    arguments: Mapping[str, Any] | None = None,
+    replica: int = 1,
+    micro_batch_size: int = 1,
+    micro_batches: int = 1,
+    accumulate: str = "level",
+    reshard_after_forward: bool | int = True,
+    offload: bool = False,
+    activations: bool = True,
+    platform: str | None = None,
+    report: Callable[[str], object] | None = None,
+) -> Forecast:
+    """What a train state takes and a step sends at every level.
+
+    Nothing is initialised or compiled, and no device is needed. What lies where and what is sent
+    follows from shapes alone, in milliseconds; activations from a trace of the step, in a second or
+    two for each level.
+
+    Args:
+      model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
+        for a state, concrete or abstract.
+      devices: how many, or a mesh.
+      levels: names; one, or several in one text, with commas.
+      arguments: of the function that makes the setup.
+      replica: copies of the divided state; goes with a number of devices.
+      micro_batch_size: rows that one device takes at a time.
+      micro_batches: how many times in one step (k).
+      accumulate: as in `make_train_step`.
+      reshard_after_forward: as in `make_train_step`.
+      offload: as in `shard_train_state`.
+      activations: whether to trace the step, where the setup has one.
+      platform: whose compiler the peak is to be like, `cpu`, `gpu` or `tpu`; by default that of the
+        mesh's devices, and `gpu` without them.
+      report: called with the name of every level before it is looked at.
+
+    Raises:
+      GShardError: for a model, level or number that cannot be.
+    """
+    if arguments is not None and not isinstance(model, str):
+        raise GShardError(
+            f"arguments= are those of the function that 'module:function' names; model is "
+            f"{shown(model)}, which takes none."
+        )
+    if platform is not None and platform not in PLATFORMS:
+        raise GShardError(
+            f"platform={shown(platform)} is none of {', '.join(PLATFORMS)}."
+            f"{did_you_mean(platform, PLATFORMS)}"
+        )
+    setup = load_setup(model, arguments) if isinstance(model, str) else as_setup(model)
+    choices = Choices(micro_batch_size, micro_batches, accumulate, reshard_after_forward, offload)
+    if not isinstance(devices, (Mesh, AbstractMesh)):
+        devices = abstract_mesh(devices, replica)
+    elif replica != 1:
+        raise GShardError("replica= goes with a number of devices; here the mesh says it.")
+    setup = without_arrays(setup)
+    names = parse_levels(levels)
+    here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
+    plans, found = {}, {}
+    for name in names:
+        if report is not None:
+            report(name)
+        state, plan = divided(setup, devices, name, choices)
+        level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+        if activations and setup.loss_fn is not None:
+            seen = footprint_of(setup, state, plan, choices, platform or here)
+            level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
+        plans[name], found[name] = plan, level
+    plan = plans[names[0]]
+    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
+    return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
+
+
+def plan_config(config: Config, activations: bool = True) -> Forecast:
+    """The forecast for what a command was asked about; a terminal shows which level is looked at.
+
+    Raises:
+      GShardError: as `make_plan`, and without a number of devices.
+    """
+    devices = config.device_count()
+    with status("importing the model") as say:
+        found = make_plan(
+            config.model,
+            devices,
+            levels=config.levels,
+            arguments=config.arguments,
+            replica=config.replica,
+            activations=activations,
+            platform=None if config.target is None else config.target.platform,
+            **vars(config.choices),
+            report=lambda level: say(f"{level}: tracing for {devices} devices"),
+        )
+    if config.target is None:
+        return found
+    usable = config.target.chip.usable
+    return dataclasses.replace(found, target=config.target.text, usable=usable)
+
+
+def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
+    """The mesh that `make_mesh(replica=)` makes of so many devices, without them."""
+    devices = whole_number("devices", devices, 1, most=MOST)
+    replica = whole_number("replica", replica, 1, most=MOST)
+    if devices % replica:
+        raise GShardError(f"replica={replica} does not divide {devices} devices.")
+    sizes, names = (devices // replica,), (SHARD,)
+    if replica > 1:
+        sizes, names = (replica, *sizes), (REPLICA, *names)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))

@@ -1,0 +1,11 @@
+"""Reading compiled programs: what is communicated, by whom, how often.
+
+Judging what was read is `gshard.audit`'s task. The counting rules hold for CPU, GPU and TPU text;
+what only the TPU compiler does is in `tpu`.
+"""
+
+from gshard.analysis.hlo.collective import KINDS, Collective
+from gshard.analysis.hlo.parser import Array
+from gshard.analysis.hlo.program import Program, read_program
+
+__all__ = ["KINDS", "Array", "Collective", "Program", "read_program"]

@@ -1,0 +1,190 @@
+"""The mesh as a grid of devices, and what each holds of one leaf at every level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from gshard.analysis.forecast import Forecast
+from gshard.analysis.html.fills import FILLS, legend
+from gshard.analysis.html.markup import Markup, el, joined
+from gshard.analysis.html.tables import scrolling
+from gshard.sharding.budget import accumulation
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+
+# How many are shown: all up to the first number, else so many at the beginning and at the end.
+_COLUMNS, _ROWS = (8, 4, 2), (4, 2, 1)
+_BAR, _TALL = 16, 36  # width and height in pixels of a leaf in a device
+_LEAST = 3  # pixels of a part that would be too thin to see
+
+
+def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
+    """Which device holds what of one leaf; None for a state without parameters.
+
+    Args:
+      found: the forecast.
+      per_host: devices of one host, where the mesh does not say it.
+    """
+    held = _held(found)
+    if not held:
+        return None
+    plan = next(iter(found.plans.values()))
+    ids, hosts = _devices(plan, per_host)
+    layouts = [x.local() for of in held.values() for x in of.values()]
+    divided = next((x for x in layouts if x.dim is not None), layouts[0])
+    columns, rows = _some(ids.shape[1], *_COLUMNS), _some(ids.shape[0], *_ROWS)
+    head = [el("th", "level", scope="col"), el("th", "copy", scope="col")]
+    head += [el("th", _part_in_words(divided, i), scope="col") for i in columns]
+    bodies = []
+    for name, of in held.items():
+        words = el(
+            "th", el("strong", name), _held_in_words(of), scope="rowgroup", rowspan=len(rows)
+        )
+        lines = [
+            el(
+                "tr",
+                words if r == rows[0] else None,
+                el("th", _or_dots(r), scope="row"),
+                [_cell(of, r, i, ids, hosts) for i in columns],
+            )
+            for r in rows
+        ]  # fmt: skip
+        bodies.append(el("tbody", lines))
+    caption = f"What each device holds of {divided.path} ({list(divided.shape)}, {divided.dtype})"
+    grid = el("table", el("caption", caption), el("thead", el("tr", head)), bodies, class_="mesh")
+    kinds = list(dict.fromkeys(kind for of in held.values() for kind in of))
+    about = el("p", _mesh_in_words(plan, ids, hosts))
+    return joined([about, legend(kinds), scrolling(grid, caption)])
+
+
+def _held(found: Forecast) -> dict[str, dict[str, Layout]]:
+    """By level the layouts of one leaf: at rest, as a gradient, in the optimizer's state.
+
+    The leaf is the largest that is divided at some level, or the largest of all.
+    """
+    reduced = {name: jax.tree.leaves(plan.grads) for name, plan in found.plans.items()}
+    columns = list(zip(*reduced.values(), strict=True))
+    if not columns:
+        return {}
+    at = max(
+        range(len(columns)),
+        key=lambda i: (any(x.dim is not None for x in columns[i]), columns[i][0].size),
+    )
+    held = {}
+    for name, plan in found.plans.items():
+        leaf, gradient = jax.tree.leaves(plan.params)[at], reduced[name][at]
+        way = accumulation(plan, found.choices.micro_batches, found.choices.accumulate)
+        of = {"params": leaf, "gradients": gradient.whole() if way == "local" else gradient}
+        for x in jax.tree.leaves(plan.layouts.opt_state):
+            if x.shape == leaf.shape and x.path.endswith(leaf.path):
+                of["optimizer"] = x
+                break
+        held[name] = of
+    return held
+
+
+def _devices(plan: Plan, per_host: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """Places of devices in the mesh by copy and part, and their hosts, None when not known.
+
+    Of the user's own axes only the first place is shown.
+    """
+    mesh, group = plan.mesh, plan.group
+    own = [name for name in mesh.axis_names if name not in group.axes]
+    order = [mesh.axis_names.index(name) for name in (*group.axes, *own)]
+
+    def in_order(values: np.ndarray) -> np.ndarray:
+        of = values.reshape(mesh.axis_sizes).transpose(order)
+        return of.reshape(group.copies, group.size, -1)[:, :, 0]
+
+    ids = in_order(np.arange(mesh.size))
+    if per_host is not None:
+        return ids, ids // per_host
+    if isinstance(mesh, Mesh):
+        hosts = in_order(np.array([device.process_index for device in mesh.devices.flat]))
+        return ids, hosts if hosts.max() > 0 else None
+    return ids, None
+
+
+def _some(count: int, most: int, first: int, last: int) -> list[int | None]:
+    """All numbers below `count`, or the first and the last with None for those between."""
+    if count <= most:
+        return list(range(count))
+    return [*range(first), None, *range(count - last, count)]
+
+
+def _or_dots(number: int | None) -> str:
+    return "…" if number is None else str(number)
+
+
+def _cell(
+    of: Mapping[str, Layout],
+    copy: int | None,
+    part: int | None,
+    ids: np.ndarray,
+    hosts: np.ndarray | None,
+) -> Markup:
+    """One device: the leaf as columns, what it holds of each filled."""
+    if copy is None or part is None:
+        return el("td", "…", class_="dots")
+    kind, places = None, [f"device {ids[copy, part]}"]
+    if hosts is not None:
+        places.append(f"host {hosts[copy, part]}")
+        first = part == 0 or hosts[copy, part - 1] != hosts[copy, part]
+        kind = "host" if first else None
+    shapes = []
+    for n, (key, layout) in enumerate(of.items()):
+        x, whole = n * (_BAR + 4) + 1, layout.dim is None
+        tall = _TALL if whole else max(_TALL / layout.group.size, _LEAST)
+        y = 0 if whole else min(part / layout.group.size * _TALL, _TALL - tall)
+        shapes.append(
+            el("rect", x=x, y=f"{y + 1:.2f}", width=_BAR, height=f"{tall:.2f}",
+               fill=FILLS[key].paint)
+        )  # fmt: skip
+        shapes.append(el("rect", x=x, y=1, width=_BAR, height=_TALL, class_="outline"))
+    width = len(of) * (_BAR + 4)
+    drawn = el("svg", shapes, width=width, height=_TALL + 2, aria_hidden="true")
+    return el("td", drawn, [el("span", place) for place in places], class_=kind)
+
+
+def _part_in_words(layout: Layout, part: int | None) -> str:
+    """`part 3: 24 to 31 of dim 0`."""
+    if part is None:
+        return "…"
+    if layout.dim is None:
+        return f"part {part}"
+    size, whole = layout.part_shape[layout.dim], layout.shape[layout.dim]
+    first, last = part * size, min((part + 1) * size, whole) - 1
+    if first > last:
+        return f"part {part}: padding"
+    which = f"{first}" if first == last else f"{first} to {last}"
+    return f"part {part}: {which} of dim {layout.dim}"
+
+
+def _held_in_words(of: Mapping[str, Layout]) -> str:
+    """`: parameters whole, gradients 1/8, optimizer state 1/8`."""
+    shares = (
+        f"{FILLS[key].name} {'whole' if x.dim is None else f'1/{x.group.size}'}"
+        for key, x in of.items()
+    )
+    return f": {', '.join(shares)}"
+
+
+def _mesh_in_words(plan: Plan, ids: np.ndarray, hosts: np.ndarray | None) -> str:
+    sizes = zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)
+    copies, parts = ids.shape
+    words = [
+        f"Mesh {' x '.join(f'{name} {size:,}' for name, size in sizes)}: "
+        f"{copies:,} cop{'ies' if copies != 1 else 'y'} of the state, each over {parts:,} "
+        f"device{'s' * (parts != 1)}."
+    ]
+    if plan.group.user:
+        words.append("Of the mesh axes of your own the first place is shown.")
+    if hosts is not None:
+        words.append("A double line begins a host.")
+    if None in (*_some(parts, *_COLUMNS), *_some(copies, *_ROWS)):
+        words.append("… stands for devices that are not drawn.")
+    return " ".join(words)

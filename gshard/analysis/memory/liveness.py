@@ -1,0 +1,162 @@
+"""How much memory the kernels of a program need at most: an order, and what is live in it."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gshard.analysis.memory.combine import Kernel, waits_for
+from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
+from gshard.analysis.memory.gpu import latency_hidden
+from gshard.analysis.memory.order import breadth_first, depth_first
+from gshard.analysis.memory.program import COLLECTIVES, FREE, Program, Value
+from gshard.analysis.memory.widened import written_wide
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of live buffers of a program, its inputs aside.
+
+    Attributes:
+      bytes: of it.
+      live: (bytes, value, kernel that wrote it, program), what is live then.
+    """
+
+    bytes: int
+    live: tuple[tuple[int, int, Kernel, Program], ...] = ()
+
+
+def peak_of(program: Program, platform: str) -> Peak:
+    """The peak of a program's own buffers; results that take over an input's memory need none."""
+    whole = fused(program, platform)
+    order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
+    if platform == "gpu":
+        order = latency_hidden(whole, order)
+    bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
+    inner = {key: peak_of(body, platform) for key, body in bodies.items()}
+    return _simulated(whole, order, platform, inner)
+
+
+def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int, Peak]) -> Peak:
+    program = whole.program
+    sizes = program.values
+    last: dict[int, int] = {}
+    for k, kernel in enumerate(order):
+        for i in kernel.reads:
+            last[i] = k
+        for i in kernel.writes:
+            last.setdefault(i, k)
+    end = len(order)
+    outputs = [FREE if i == FREE else whole.buffer.get(i, i) for i in program.outputs]
+    donor = {outputs[o]: program.inputs[i] for o, i in program.kept if outputs[o] != FREE}
+    for i in outputs:
+        if i != FREE:
+            last[i] = end
+    dies: dict[int, list[int]] = defaultdict(list)
+    for i, k in last.items():
+        dies[k].append(i)
+    live: dict[int, int] = {}
+    total, peak, at_peak = 0, 0, {}
+    writer: dict[int, Kernel] = {}
+    taken: set[int] = set()
+    copies = _overwritten(order, donor) if platform == "cpu" and not program.is_body else {}
+    for i, kernel in copies.items():
+        live[i], writer[i] = sizes[i].bytes, kernel
+        total += sizes[i].bytes
+    written = {i: k for k, kernel in enumerate(order) for i in kernel.writes}
+    # What lay in copied inputs, until results do: (bytes, taken until, free before).
+    gaps = [[sizes[donor[i]].bytes, -1, written[i]] for i in written if donor.get(i) in copies]
+    for k, kernel in enumerate(order):
+        extra, inner = 0, None
+        for body in kernel.op.bodies:
+            found = peaks[id(body)]
+            if found.bytes > extra:
+                extra, inner = found.bytes, found
+        dying = [i for i in dies[k] if i in live and i not in kernel.writes]
+        for place, i in enumerate(kernel.writes):
+            size = _written(kernel, sizes[i], platform)
+            writer[i] = kernel
+            # What is gathered in another dtype than it is kept in lies beside it.
+            moved = kernel.op.name in COLLECTIVES and size != sizes[i].bytes
+            own = None if moved else donor.get(i)
+            if own is not None and own not in taken:
+                free = last.get(own, -1)
+                in_place = kernel.elementwise or (own, i) in _handed_on(kernel)
+                if own in copies or free < k or (free == k and in_place):
+                    taken.add(own)
+                    live[i] = 0
+                    continue
+            shared = _shared(kernel, place, size, dying, live)
+            if shared is not None:
+                dying.remove(shared)
+                total -= live.pop(shared)
+            gap = next((g for g in gaps if g[0] == size and g[1] < k and last[i] < g[2]), None)
+            if shared is None and gap is not None:
+                gap[1], size = last[i], 0
+            live[i] = size
+            total += size
+        if total + extra > peak:
+            peak = total + extra
+            at_peak = dict(live), inner
+        for i in dies[k]:
+            if i in live:
+                total -= live.pop(i)
+    if not at_peak:
+        return Peak(0)
+    held, inner = at_peak
+    rows = [(size, i, writer[i], program) for i, size in held.items() if size]
+    return Peak(peak, (*rows, *(inner.live if inner else ())))
+
+
+def _overwritten(order: Sequence[Kernel], donor: Mapping[int, int]) -> dict[int, Kernel]:
+    """Inputs that XLA:CPU copies at the start, and the kernels that take over their memory.
+
+    Those that a kernel reads which does not have to run before the one that writes over them:
+    copies are inserted before there is an order (`CopyInsertion`).
+    """
+    before: list[int] = []  # all that a kernel waits for, as bits
+    for waits in waits_for(order):
+        before.append(functools.reduce(lambda bits, b: bits | before[b] | 1 << b, waits, 0))
+    readers: dict[int, list[int]] = defaultdict(list)
+    for k, kernel in enumerate(order):
+        for i in kernel.reads:
+            readers[i].append(k)
+    found: dict[int, Kernel] = {}
+    for k, kernel in enumerate(order):
+        for i in kernel.writes:
+            if any(r != k and not before[k] >> r & 1 for r in readers[donor.get(i, FREE)]):
+                found[donor[i]] = kernel
+    return found
+
+
+def _written(kernel: Kernel, value: Value, platform: str) -> int:
+    """Bytes of a buffer that a kernel writes beside what is there."""
+    if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
+        return 0
+    if platform == "cpu" and written_wide(kernel.op, value):
+        return 4 * value.size
+    return value.bytes
+
+
+def _handed_on(kernel: Kernel) -> set[tuple[int, int]]:
+    """What a loop takes and what it makes of it, in the same memory."""
+    return {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
+
+
+def _shared(
+    kernel: Kernel, place: int, size: int, dying: list[int], held: dict[int, int]
+) -> int | None:
+    """An operand whose memory a result takes over."""
+    pairs = kernel.op.carried
+    if pairs:
+        for a, b in pairs:
+            if b == place and kernel.op.ins[a] in dying:
+                return kernel.op.ins[a]
+        return None
+    if kernel.elementwise or kernel.op.name in IN_PLACE:
+        for i in dying:
+            if held[i] == size:
+                return i
+    return None

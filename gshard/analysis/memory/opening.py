@@ -1,0 +1,303 @@
+"""From a jaxpr to the program of one device.
+
+Inside a `shard_map` shapes are those of one device already; outside, in the global view, they are
+divided as the values lie (`global_view`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from gshard._util.jaxpr import CHECKPOINTS, called, opened, scan_sizes
+from gshard.analysis.memory.cudnn import padded_kernel
+from gshard.analysis.memory.global_view import factors_in, factors_of, local_value, out_factors
+from gshard.analysis.memory.program import FREE, Op, Program, Value
+from gshard.analysis.memory.zeros import with_own_zeros
+
+# What returns its operand: the same numbers, or other words for them.
+_SAME = (
+    "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
+    "device_put", "reduce_precision", "optimization_barrier", "layout_constraint",
+)  # fmt: skip
+# Collectives along a dimension want it to be the major one: those of NCCL, and those of XLA:CPU.
+_MAJOR = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
+_SIZE_1 = (  # operands may have dimensions of size 1
+    "add", "add_any", "sub", "mul", "div", "max", "min", "pow", "rem", "select_n", "and", "or",
+    "eq", "ne", "lt", "le", "gt", "ge", "atan2", "clamp", "xor",
+)  # fmt: skip
+
+
+def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: str) -> Program:
+    """The program of one device.
+
+    Args:
+      closed: a closed jaxpr in the global view.
+      shardings: of its inputs; None for one that every device has whole.
+      barriers: the compiler honours optimization barriers.
+      platform: `gpu` with cuDNN, which wants the output features of a convolution's kernel first,
+        in a copy. There and on `cpu` a collective wants its dimension first.
+    """
+    jaxpr, consts = opened(closed)
+    program = Program()
+    builder = _Builder(program, barriers, platform)
+    for v, sharding in zip(jaxpr.invars, shardings, strict=True):
+        factors = factors_of(sharding, len(v.aval.shape))
+        builder.env[v] = program.new(local_value(v.aval, factors))
+    program.inputs = [builder.env[v] for v in jaxpr.invars]
+    builder.constants(jaxpr.constvars, consts)
+    builder.walk(jaxpr.eqns)
+    program.outputs = [builder.read(v) for v in jaxpr.outvars]
+    return with_own_zeros(program.live())
+
+
+class _Builder:
+    """Walks a jaxpr into a program."""
+
+    def __init__(self, program: Program, barriers: bool, platform: str):
+        self.program, self.barriers, self.platform = program, barriers, platform
+        self.env: dict[Any, int] = {}
+        self.known: dict[Any, list[int]] = {}
+
+    def read(self, v: Any) -> int:
+        return FREE if isinstance(v, core.Literal) else self.env[v]
+
+    def constants(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        for v, value in zip(variables, values, strict=True):
+            one = isinstance(value, np.ndarray) and value.size == 1
+            self.env[v] = FREE if one or not v.aval.shape else self._constant(v.aval)
+
+    def _constant(self, aval: Any) -> int:
+        i = self.program.new(local_value(aval))
+        self.program.ops.append(Op("constant", [], [i], {}, ""))
+        return i
+
+    def walk(self, eqns: Sequence[Any], inside: bool = False) -> None:
+        for eqn in eqns:
+            name, ins = eqn.primitive.name, [self.read(v) for v in eqn.invars]
+            body = called(eqn)
+            if name == "shard_map":
+                outs = self._shard_map(eqn, ins)
+            elif body is not None:
+                ins = self._behind_barrier(eqn, ins)
+                outs = self._inline(*body, ins, inside)
+            elif name in _SAME:
+                outs = self._same(eqn, ins)
+            elif name == "scan" and eqn.params["length"] > 1:
+                outs = self._scan(eqn, ins)
+            elif name == "scan":
+                outs = self._once(eqn, ins, inside)
+            elif name == "while":
+                outs = self._while(eqn, ins)
+            elif name == "cond":
+                outs = self._cond(eqn, ins)
+            else:
+                outs = self._op(eqn, ins, inside)
+            self.env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _inline(
+        self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[int], inside: bool
+    ) -> list[int]:
+        outer, self.env = self.env, dict(zip(jaxpr.invars, ins, strict=True))
+        self.constants(jaxpr.constvars, consts)
+        self.walk(jaxpr.eqns, inside)
+        outs = [self.read(v) for v in jaxpr.outvars]
+        self.env = outer
+        return outs
+
+    def _behind_barrier(self, eqn: Any, ins: list[int]) -> list[int]:
+        if eqn.primitive.name not in CHECKPOINTS or not self.barriers:
+            return ins
+        if not (eqn.params.get("prevent_cse") and eqn.params.get("differentiated")):
+            return ins
+        return self._barrier(ins, eqn)
+
+    def _barrier(self, ins: list[int], eqn: Any) -> list[int]:
+        held = [i for i in dict.fromkeys(ins) if i != FREE]
+        outs = {i: self.program.new(self.program.values[i]) for i in held}
+        where = str(eqn.source_info.name_stack)
+        self.program.ops.append(Op("optimization_barrier", held, list(outs.values()), {}, where))
+        return [outs.get(i, FREE) for i in ins]
+
+    def _same(self, eqn: Any, ins: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name == "optimization_barrier" and self.barriers:
+            return self._barrier(ins, eqn)
+        if name == "sharding_constraint" and ins[0] != FREE:
+            value = self.program.values[ins[0]]
+            ndim = len(eqn.outvars[0].aval.shape)
+            factors = factors_of(eqn.params["sharding"], ndim)
+            if factors != value.factors:
+                return [
+                    self._add("reshard", ins, [local_value(eqn.outvars[0].aval, factors)], eqn)[0]
+                ]
+        return list(ins)
+
+    def _shard_map(self, eqn: Any, ins: list[int]) -> list[int]:
+        jaxpr, consts = opened(eqn.params["jaxpr"])
+        sizes = eqn.params["mesh"].shape
+        outs = self._inline(jaxpr, consts, ins, True)
+        for i, v, spec in zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True):
+            if i != FREE:
+                factors = factors_in(spec, sizes, len(v.aval.shape))
+                self.program.values[i] = dataclasses.replace(
+                    self.program.values[i], factors=factors
+                )
+        return outs
+
+    def _op(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
+        values = [
+            local_value(
+                v.aval, None if inside else out_factors(eqn, ins, v.aval, self.program.values)
+            )
+            for v in eqn.outvars
+        ]
+        if eqn.primitive.name == "conv_general_dilated" and self.platform == "gpu":
+            ins = [ins[0], self._kernel(ins[1], eqn)]
+        if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
+            ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
+        if self.platform in ("cpu", "gpu") and eqn.primitive.name in _MAJOR:
+            return self._along_major(eqn, ins, values)
+        return self._add(eqn.primitive.name, ins, values, eqn)
+
+    def _along_major(self, eqn: Any, ins: list[int], values: Sequence[Value]) -> list[int]:
+        """A collective along a dimension before which there are others: in another layout."""
+        name, dim = eqn.primitive.name, eqn.params[_MAJOR[eqn.primitive.name]]
+        if math.prod(eqn.invars[0].aval.shape[:dim]) == 1:
+            return self._add(name, ins, values, eqn)
+        if name == "reduce_scatter":
+            return self._add(name, [self._reordered(ins[0], eqn)], values, eqn)
+        return [self._reordered(out, eqn) for out in self._add(name, ins, values, eqn)]
+
+    def _reordered(self, i: int, eqn: Any) -> int:
+        """The same numbers with their dimensions in another order in memory."""
+        return i if i == FREE else self._add("reorder", [i], [self.program.values[i]], eqn)[0]
+
+    def _add(
+        self, name: str, ins: list[int], values: Sequence[Value], eqn: Any, **more: Any
+    ) -> list[int]:
+        key = None
+        # That it names a mesh axis is the one effect of a collective: equal ones are one.
+        if not more and all(type(e).__name__ == "NamedAxisEffect" for e in eqn.effects):
+            key = (name, tuple(ins), _text(eqn, ins), tuple(v.shape for v in values))
+            if key in self.known:
+                return self.known[key]
+        outs = [self.program.new(value) for value in values]
+        where = str(eqn.source_info.name_stack)
+        self.program.ops.append(Op(name, list(ins), outs, eqn.params, where, **more))
+        if key is not None:
+            self.known[key] = outs
+        return outs
+
+    def _kernel(self, i: int, eqn: Any) -> int:
+        """The kernel of a convolution in the copy that cuDNN reads."""
+        shape = padded_kernel(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params)
+        if i == FREE or shape is None:
+            return self._copied(i, eqn)
+        value = dataclasses.replace(self.program.values[i], shape=shape)
+        return self._add("layout", [i], [value], eqn)[0]
+
+    def _copied(self, i: int, eqn: Any) -> int:
+        """A copy of a value in the order of dimensions that an operation wants; one for all."""
+        made = {out: op for op in self.program.ops for out in op.outs}
+        while i in made and made[i].name in ("rev", "transpose", "reshape"):
+            i = made[i].ins[0]
+        key = ("layout", i)
+        if key not in self.known and i != FREE:
+            self.known[key] = [self.program.new(self.program.values[i])]
+            where = str(eqn.source_info.name_stack)
+            self.program.ops.append(Op("layout", [i], self.known[key], {}, where))
+        return self.known[key][0] if i != FREE else FREE
+
+    def _wide(self, v: Any, i: int, out: Value, eqn: Any) -> int:
+        """An operand whose dimensions of size 1 go with larger ones, as the compiler sees it."""
+        if i == FREE or len(v.aval.shape) != len(eqn.outvars[0].aval.shape):
+            return i
+        if v.aval.shape == eqn.outvars[0].aval.shape:
+            return i
+        value = dataclasses.replace(out, dtype=v.aval.dtype)
+        key = ("broadcast_in_dim", i, value)
+        if key not in self.known:
+            self.known[key] = [self.program.new(value)]
+            where = str(eqn.source_info.name_stack)
+            self.program.ops.append(Op("broadcast_in_dim", [i], self.known[key], {}, where))
+        return self.known[key][0]
+
+    def _body(self, body: Any, ins: Sequence[Value | None]) -> Program:
+        jaxpr, consts = opened(body)
+        program = Program(is_body=True)
+        builder = _Builder(program, self.barriers, self.platform)
+        for v, value in zip(jaxpr.invars, ins, strict=True):
+            builder.env[v] = program.new(local_value(v.aval) if value is None else value)
+        program.inputs = [builder.env[v] for v in jaxpr.invars]
+        builder.constants(jaxpr.constvars, consts)
+        builder.walk(jaxpr.eqns, True)
+        program.outputs = [builder.read(v) for v in jaxpr.outvars]
+        return program
+
+    def _scan(self, eqn: Any, ins: list[int]) -> list[int]:
+        fixed, carried, scanned = scan_sizes(eqn)
+        program = self._body(eqn.params["jaxpr"], [None] * len(ins))
+        # A step reads its slice of what is scanned, and writes its slice of what is stacked.
+        first = fixed + carried
+        stacks = [local_value(v.aval) for v in eqn.invars[first:]]
+        for k, value in enumerate(stacks):
+            whole = program.new(value)
+            slice_ = program.inputs[first + k]
+            program.inputs[first + k] = whole
+            program.ops.insert(0, Op("dynamic_slice", [whole], [slice_], {}, ""))
+        for k, v in enumerate(eqn.outvars[carried:]):
+            at = carried + k
+            out = program.new(local_value(v.aval))
+            op = Op("stack_slice", [program.outputs[at]], [out], {}, "")
+            program.ops.append(op)
+            program.outputs[at] = out
+        program.kept = [(k, fixed + k) for k in range(carried)]
+        pairs = [(fixed + k, k) for k in range(carried)]
+        values = [local_value(v.aval) for v in eqn.outvars]
+        return self._add(
+            "scan", ins, values, eqn,
+            bodies=[program.live()], trips=eqn.params["length"], carried=pairs,
+        )  # fmt: skip
+
+    def _once(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
+        """A scan of one step is no loop."""
+        fixed, carried, _ = scan_sizes(eqn)
+        jaxpr, consts = opened(eqn.params["jaxpr"])
+        return self._inline(jaxpr, consts, ins, inside)
+
+    def _while(self, eqn: Any, ins: list[int]) -> list[int]:
+        tested, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        program = self._body(eqn.params["body_jaxpr"], [None] * (len(ins) - tested))
+        carried = len(eqn.outvars)
+        program.kept = [(k, fixed + k) for k in range(carried)]
+        pairs = [(tested + fixed + k, k) for k in range(carried)]
+        values = [local_value(v.aval) for v in eqn.outvars]
+        return self._add("while", ins, values, eqn, bodies=[program.live()], carried=pairs)
+
+    def _cond(self, eqn: Any, ins: list[int]) -> list[int]:
+        bodies = [
+            self._body(branch, [None if i == FREE else self.program.values[i] for i in ins[1:]])
+            for branch in eqn.params["branches"]
+        ]
+        values = [
+            local_value(v.aval, out_factors(eqn, ins, v.aval, self.program.values))
+            for v in eqn.outvars
+        ]
+        return self._add("cond", ins, values, eqn, bodies=[b.live() for b in bodies])
+
+
+def _text(eqn: Any, ins: Sequence[int]) -> str:
+    """What of an equation besides its operands decides its result."""
+    literals = [_plain(v.val) if isinstance(v, core.Literal) else None for v in eqn.invars]
+    return repr((literals, eqn.params))
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's, with its dtype: NumPy's takes long to write."""
+    return (value.dtype.name, value.item()) if getattr(value, "shape", None) == () else value
