@@ -7,10 +7,10 @@ from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.paddle.named import check, check_optimizer, differences, write
-from gshard.paddle.wrapped import Wrapped, kept
-from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.saving import load, save
+from gshard.wrapped.named_arrays import check, check_optimizer, differences, write
+from gshard.wrapped.wrapped_model import Wrapped, kept
+from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 def save_group_sharded_model(model: Any, output: str | Path, optimizer: Any = None) -> None:

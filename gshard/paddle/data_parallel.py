@@ -13,11 +13,11 @@ from flax import nnx
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import flag, shown, whole_number
-from gshard.paddle.accumulation import Accumulation
-from gshard.paddle.groups import mesh_of
-from gshard.paddle.models import as_module, refuse_wrapped
-from gshard.paddle.wrapped import Wrapped, owners, wrapped
 from gshard.train.shard_train_state import shard_train_state
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.groups import mesh_of
+from gshard.wrapped.linen_bridge import as_module, refuse_wrapped
+from gshard.wrapped.wrapped_model import Wrapped, owners, wrapped
 
 _MB = 2**20
 

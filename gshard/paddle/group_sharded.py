@@ -11,19 +11,19 @@ from flax import nnx
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import flag, shown, whole_number
-from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.excluded import excluding
-from gshard.paddle.groups import mesh_of
-from gshard.paddle.models import as_module, refuse_wrapped
 from gshard.paddle.scaling import Scaler
-from gshard.paddle.wrapped import Wrapped, wrapped
-from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.make_plan import advising
 from gshard.sharding.mesh import data_group
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train_state.loss_scale import GradScaler
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.groups import mesh_of
+from gshard.wrapped.linen_bridge import as_module, refuse_wrapped
+from gshard.wrapped.wrapped_model import Wrapped, wrapped
+from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 SEGMENT_SIZE = 2**20
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.paddle.accumulation import Accumulation
-from gshard.paddle.losses import Scaled
-from gshard.paddle.wrapped import kept
-from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.train_state.loss_scale import GradScaler, ScalerState
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.losses import Scaled
+from gshard.wrapped.wrapped_model import kept
+from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 class Scaler:

@@ -9,11 +9,18 @@ from flax import nnx
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.paddle.named import Named, check_optimizer, named, set_model, whole_values, write
-from gshard.paddle.wrapped import Wrapped
-from gshard.paddle.wrapped_optimizer import WrappedOptimizer
 from gshard.sharding.mesh import data_group, make_mesh
 from gshard.sharding.plan import all_whole
+from gshard.wrapped.named_arrays import (
+    Named,
+    check_optimizer,
+    named,
+    set_model,
+    whole_values,
+    write,
+)
+from gshard.wrapped.wrapped_model import Wrapped
+from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 def state_dict(target: Any) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsErro
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import local_places
-from gshard.paddle.accumulation import Accumulation
-from gshard.paddle.wrapped import Wrapped, kept
 from gshard.pytorch.optimizer import ZeroRedundancyOptimizer
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.wrapped_model import Wrapped, kept
 
 _MANY = 1000  # batches that a device has waited for the others
 

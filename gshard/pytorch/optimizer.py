@@ -19,7 +19,6 @@ from gshard._util.errors import (
 from gshard._util.pytree import flatten
 from gshard._util.units import bytes_of
 from gshard._util.validation import flag, shown, whole_number
-from gshard.paddle.groups import mesh_of
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.overlapped import Overlapped
@@ -27,6 +26,7 @@ from gshard.pytorch.param_group import ParamGroup, factory_of
 from gshard.pytorch.parameters import options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.step import Step
+from gshard.wrapped.groups import mesh_of
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
 _INSTEAD = {  # of attributes that PyTorch's optimizers have

@@ -13,10 +13,10 @@ from flax import nnx, traverse_util
 
 from gshard._util.errors import ArgumentTypeError, GShardError, some
 from gshard._util.validation import shown
-from gshard.paddle.accumulation import Accumulation
 from gshard.paddle.data_parallel import DataParallel
-from gshard.paddle.wrapped import Wrapped, follow, keepers, kept
 from gshard.sharding.plan import Plan
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.wrapped_model import Wrapped, follow, keepers, kept
 
 _HINT = (
     "Pass an nnx.Module, a gshard.DataParallel or its parameters(), a tree or an iterable of "

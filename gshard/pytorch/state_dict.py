@@ -12,7 +12,7 @@ import numpy as np
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.paddle.named import misfit
+from gshard.wrapped.named_arrays import misfit
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:

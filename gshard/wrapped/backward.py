@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from gshard.paddle.accumulation import Accumulation
+from gshard.wrapped.accumulation import Accumulation
 
 
 class Backward:

@@ -10,9 +10,9 @@ import jax
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.paddle.named import Named, check_optimizer, named, whole_values, write
-from gshard.paddle.wrapped import Keeping, kept
 from gshard.train_state import Parts
+from gshard.wrapped.named_arrays import Named, check_optimizer, named, whole_values, write
+from gshard.wrapped.wrapped_model import Keeping, kept
 
 LEARNING_RATE = "learning_rate"
 

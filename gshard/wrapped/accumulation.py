@@ -19,14 +19,14 @@ from jax import core
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
-from gshard.paddle import phases
-from gshard.paddle.losses import Joined, Scaled
-from gshard.paddle.on_model import OnModel
-from gshard.paddle.phases import Phases
-from gshard.paddle.reached import check_closure, unreached
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.local_gradients import Unreduced
+from gshard.wrapped import compiled_fns
+from gshard.wrapped.compiled_fns import Phases
+from gshard.wrapped.losses import Joined, Scaled
+from gshard.wrapped.on_model import OnModel
+from gshard.wrapped.unused_params import check_closure, unreached
 
 MANY = 8  # loss functions, each of which is compiled
 
@@ -105,10 +105,10 @@ class Accumulation:
         self.forward = OnModel(self._phases.forward, wrt)
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
-        self._unscale = nnx.jit(phases.unscale)
+        self._unscale = nnx.jit(compiled_fns.unscale)
         # The model's arrays are not given away: copies of a model (nnx.clone) have them too.
-        self._update = nnx.jit(phases.update, donate_argnums=1)
-        self._update_if = nnx.jit(phases.update_if, donate_argnums=1)
+        self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
+        self._update_if = nnx.jit(compiled_fns.update_if, donate_argnums=1)
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
         """Adds the gradient of `loss_fn(model, batch)` to what is there, and returns the loss."""

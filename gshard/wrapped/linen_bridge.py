@@ -11,7 +11,7 @@ from flax.nnx.bridge import variables as bridged
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.paddle.wrapped import Wrapped, refuse_hidden
+from gshard.wrapped.wrapped_model import Wrapped, refuse_hidden
 
 
 def as_module(model: Any, call: str) -> nnx.Module:

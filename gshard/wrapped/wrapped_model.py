@@ -18,12 +18,12 @@ from jax import core
 from gshard._util.errors import GShardError, MissingAttributeError, some
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
-from gshard.paddle.accumulation import Accumulation
-from gshard.paddle.backward import Backward
-from gshard.paddle.named import Named, named, set_model, whole_values
-from gshard.paddle.on_model import OnModel
-from gshard.paddle.phases import Inputs
 from gshard.sharding.plan import Plan
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.backward import Backward
+from gshard.wrapped.compiled_fns import Inputs
+from gshard.wrapped.named_arrays import Named, named, set_model, whole_values
+from gshard.wrapped.on_model import OnModel
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 

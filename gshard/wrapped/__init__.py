@@ -1,0 +1,1 @@
+"""The model and optimizer that the Paddle and PyTorch faces wrap."""
