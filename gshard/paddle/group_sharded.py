@@ -12,7 +12,7 @@ from flax import nnx
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import flag, shown, whole_number
 from gshard.paddle.excluded import excluding
-from gshard.paddle.scaling import Scaler
+from gshard.paddle.grad_scaler import Scaler
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.make_plan import advising
 from gshard.sharding.mesh import data_group
