@@ -50,7 +50,9 @@ from gshard.paddle.saving import save as save
 from gshard.paddle.state_dict import set_state_dict as set_state_dict
 from gshard.paddle.state_dict import state_dict as state_dict
 from gshard.pytorch.join import Join as Join
-from gshard.pytorch.optimizer import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
+from gshard.pytorch.zero_redundancy_optimizer import (
+    ZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
+)
 from gshard.sharding.budget import Promise as Promise
 from gshard.sharding.budget import promise as promise
 from gshard.sharding.group import new_group as new_group

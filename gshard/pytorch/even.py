@@ -19,7 +19,7 @@ from gshard._util.pytree import flatten
 from gshard.pytorch.grouped import Labels, group_states, grouped
 from gshard.pytorch.own_state import keep_of, parameter_of, with_zeros
 from gshard.pytorch.param_group import ParamGroup
-from gshard.pytorch.parameters import Tree
+from gshard.pytorch.param_groups import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE

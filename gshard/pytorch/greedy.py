@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
-from gshard.pytorch.coupled import refuse_coupled
+from gshard.pytorch.coupling import refuse_coupled
 from gshard.pytorch.from_owners import FromOwners, by_device
 from gshard.pytorch.grouped import Labels
 from gshard.pytorch.own_state import parameter_of, with_zeros
 from gshard.pytorch.owner import Owner
 from gshard.pytorch.param_group import ParamGroup
-from gshard.pytorch.parameters import Tree
+from gshard.pytorch.param_groups import Tree
 from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.sharding.mesh import data_group
 from gshard.train.gradients import Options

@@ -13,7 +13,7 @@ from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsErro
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import local_places
-from gshard.pytorch.optimizer import ZeroRedundancyOptimizer
+from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.wrapped_model import Wrapped, kept
 

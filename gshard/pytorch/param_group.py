@@ -13,7 +13,7 @@ import optax
 
 from gshard._util.errors import ArgumentTypeError, GShardError
 from gshard._util.validation import shown
-from gshard.pytorch.coupled import dependence
+from gshard.pytorch.coupling import dependence
 from gshard.pytorch.optax_names import in_optax
 
 _ALIASES = {"lr": "learning_rate"}

@@ -12,7 +12,7 @@ from jax import core
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, some
 from gshard._util.pytree import differences, flatten
 from gshard._util.validation import shown
-from gshard.pytorch.parameters import Tree
+from gshard.pytorch.param_groups import Tree
 from gshard.train.local_gradients import Unreduced
 
 

@@ -23,7 +23,7 @@ from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.overlapped import Overlapped
 from gshard.pytorch.param_group import ParamGroup, factory_of
-from gshard.pytorch.parameters import options_of, parameters
+from gshard.pytorch.param_groups import options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.step import Step
 from gshard.wrapped.groups import mesh_of
