@@ -17,7 +17,7 @@ from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.options import Option, copies_of, options_of, replicas_of
 from gshard.analysis.tune import Verdict, advise, ranked
 from gshard.analysis.tune_report import advice
-from gshard.command import main
+from gshard.cli.main import main
 from gshard.sharding.mesh import data_group
 
 H100 = parse_target("h100:2x8")

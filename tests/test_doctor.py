@@ -17,17 +17,17 @@ import pytest
 
 import gshard
 from gshard._util.cgroup import cgroup_limits
-from gshard.command import main
+from gshard.cli.doctor import devices, probes
+from gshard.cli.doctor.apart import ask, telling
+from gshard.cli.doctor.cluster import cluster, reached
+from gshard.cli.doctor.disk import disks, written
+from gshard.cli.doctor.hardware import Hardware, hardware, to_install
+from gshard.cli.doctor.machine import machine
+from gshard.cli.doctor.network import network
+from gshard.cli.doctor.variables import variables
+from gshard.cli.doctor.versions import package, versions
+from gshard.cli.main import main
 from gshard.distributed.address import LOOPBACK, Address
-from gshard.doctor import devices, probes
-from gshard.doctor.apart import ask, telling
-from gshard.doctor.cluster import cluster, reached
-from gshard.doctor.disk import disks, written
-from gshard.doctor.hardware import Hardware, hardware, to_install
-from gshard.doctor.machine import machine
-from gshard.doctor.network import network
-from gshard.doctor.variables import variables
-from gshard.doctor.versions import package, versions
 from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]

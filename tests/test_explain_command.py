@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gshard.command import main
+from gshard.cli.main import main
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),

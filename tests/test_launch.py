@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from gshard.command import main
+from gshard.cli.main import main
 from gshard.distributed.launch import output
 from gshard.distributed.launch.exit_status import (
     End,

@@ -19,7 +19,7 @@ from examples.models import gpt2, llama, moe
 from examples.models.by_slices import attend
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
-from gshard.command import main
+from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
 from tests.reference import assert_same_leaves, assert_same_values, flat
 from tests.tiers import quick

@@ -21,7 +21,7 @@ from gshard.analysis.html.fills import FILLS
 from gshard.analysis.html.leaves import leaves_of
 from gshard.analysis.html.page import page
 from gshard.analysis.html.treemap import Rectangle, squarified
-from gshard.command import main
+from gshard.cli.main import main
 
 VOID = {"meta", "link", "br", "hr", "col"}
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.command import main
+from gshard.cli.main import main
 from tests.test_checkpoints import shard
 
 pytestmark = [

@@ -23,7 +23,7 @@ from gshard.analysis.audit_report import report as audit_report
 from gshard.analysis.forecast_report import table, text_of
 from gshard.analysis.html.tables import shown_value
 from gshard.analysis.setup import load_setup
-from gshard.command import main
+from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
 from tests import setups
 from tests.terminal import on_terminal
@@ -132,7 +132,7 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
-from gshard.command import main
+from gshard.cli.main import main
 sys.exit(main())
 """
 

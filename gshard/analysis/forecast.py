@@ -20,7 +20,7 @@ from gshard.analysis.level_forecast import LevelForecast, of_level
 from gshard.analysis.memory.footprint import PLATFORMS
 from gshard.analysis.setup import Setup, as_setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.analysis.traced import footprint_of
-from gshard.forecast.words import status
+from gshard.cli.words import status
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD
 from gshard.sharding.plan import Plan

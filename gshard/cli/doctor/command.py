@@ -11,16 +11,16 @@ from contextlib import ExitStack
 
 from rich.console import Console
 
-from gshard.answer import NO, NO_ANSWER, YES, print_answer, print_text
-from gshard.doctor import devices
-from gshard.doctor.check import Check
-from gshard.doctor.cluster import cluster
-from gshard.doctor.disk import disks
-from gshard.doctor.hardware import Hardware, hardware
-from gshard.doctor.machine import machine
-from gshard.doctor.network import network
-from gshard.doctor.variables import variables
-from gshard.doctor.versions import versions
+from gshard.cli.common import NO, NO_ANSWER, YES, print_answer, print_text
+from gshard.cli.doctor import devices
+from gshard.cli.doctor.check import Check
+from gshard.cli.doctor.cluster import cluster
+from gshard.cli.doctor.disk import disks
+from gshard.cli.doctor.hardware import Hardware, hardware
+from gshard.cli.doctor.machine import machine
+from gshard.cli.doctor.network import network
+from gshard.cli.doctor.variables import variables
+from gshard.cli.doctor.versions import versions
 
 _SECONDS = 120.0
 _EXAMPLE = """example:

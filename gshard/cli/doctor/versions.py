@@ -9,7 +9,7 @@ import platform
 import re
 from importlib import metadata
 
-from gshard.doctor.check import Check
+from gshard.cli.doctor.check import Check
 
 PACKAGES = "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"
 _ASKING = "gshard", "jax", "flax", "optax", "orbax-checkpoint"

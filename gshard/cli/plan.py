@@ -15,10 +15,10 @@ from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast, plan_config
 from gshard.analysis.forecast_report import table, text_of
 from gshard.analysis.html.file import page_of, place
-from gshard.answer import NO, NO_ANSWER, YES
-from gshard.forecast.command_line import config_parser, given_config
-from gshard.forecast.paper import DEGREES, LEVELS, SIZES, rounded, table_1
-from gshard.forecast.words import in_words, leave_accelerators
+from gshard.cli.command_line import config_parser, given_config
+from gshard.cli.common import NO, NO_ANSWER, YES
+from gshard.cli.paper import DEGREES, LEVELS, SIZES, rounded, table_1
+from gshard.cli.words import in_words, leave_accelerators
 
 _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml

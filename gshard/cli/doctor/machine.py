@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from gshard._util.cgroup import cgroup_limits, contents
-from gshard.doctor.check import GIB, Check, size
+from gshard.cli.doctor.check import GIB, Check, size
 
 _LITTLE_MEMORY = GIB
 _LITTLE_SHARED = GIB  # NCCL and loaders of data keep buffers there; Docker gives 64 MiB

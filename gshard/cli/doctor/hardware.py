@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gshard.doctor.apart import one_line
-from gshard.doctor.check import Check, size
+from gshard.cli.doctor.apart import one_line
+from gshard.cli.doctor.check import Check, size
 
 _SECONDS = 20.0  # a driver that hangs lets nvidia-smi hang
 _TAKEN = 0.1  # of a GPU's memory; a desktop takes less

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gshard._util.errors import GShardError, GShardWarning
 from gshard.analysis.config import Config
-from gshard.answer import NO_ANSWER, print_answer
+from gshard.cli.common import NO_ANSWER, print_answer
 
 Asked = TypeVar("Asked", Config, Config | None)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Callable
 
 from gshard._util.errors import did_you_mean
-from gshard.advice.command import main as advise
-from gshard.answer import NO_ANSWER, YES
-from gshard.checkpoint.command import main as verify
+from gshard.cli.advise import main as advise
+from gshard.cli.audit import main as audit
+from gshard.cli.common import NO_ANSWER, YES
+from gshard.cli.doctor.command import main as doctor
+from gshard.cli.explain import main as explain
+from gshard.cli.plan import main as plan
+from gshard.cli.verify import main as verify
 from gshard.distributed.launch.cli import main as launch
-from gshard.doctor.command import main as doctor
-from gshard.forecast.audit_command import main as audit
-from gshard.forecast.explain_command import main as explain
-from gshard.forecast.plan_command import main as plan
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),

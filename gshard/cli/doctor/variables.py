@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import jax
 
 from gshard._util.validation import shown
+from gshard.cli.doctor.check import Check
 from gshard.distributed import env_vars
-from gshard.doctor.check import Check
 
 FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _OURS = [name for name in vars(env_vars).values() if str(name).startswith("GSHARD_")]

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from gshard._util.errors import GShardError
+from gshard.cli.doctor.check import Check
+from gshard.cli.doctor.network import SECONDS
 from gshard.distributed import env_vars
 from gshard.distributed.address import Address, address, is_loopback, listening
 from gshard.distributed.env_vars import Place
 from gshard.distributed.initialize import complete
-from gshard.doctor.check import Check
-from gshard.doctor.network import SECONDS
 
 # whose, rank, processes
 _CLUSTERS = (

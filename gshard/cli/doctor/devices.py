@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
+from gshard.cli.doctor.apart import Answer, ask
+from gshard.cli.doctor.check import Check, size
+from gshard.cli.doctor.hardware import Hardware, to_install, visible
 from gshard.distributed import env_vars
-from gshard.doctor.apart import Answer, ask
-from gshard.doctor.check import Check, size
-from gshard.doctor.hardware import Hardware, to_install, visible
 
 TOLERANCE = 1e-5
 _VIRTUAL = 4  # CPU devices for the numbers, where there is one device

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 
 from gshard._util.errors import GShardError
+from gshard.cli.doctor.check import Check
 from gshard.distributed.address import LOOPBACK, Address, found_at, is_loopback, listening
-from gshard.doctor.check import Check
 
 SECONDS = 5.0  # that somebody has to answer
 

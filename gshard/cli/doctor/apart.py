@@ -14,7 +14,7 @@ from gshard.distributed import env_vars
 from gshard.distributed.launch.exit_status import Readable, in_words
 from gshard.distributed.launch.guardian import Guardian, kill_group
 
-_RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gshard.doctor import probes; "
+_RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gshard.cli.doctor import probes; "
 _RUN += "probes.main(*sys.argv[2:])"
 # This process's place in a job is not that of a process that checks alone.
 _NOT_PASSED = (
@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 
 def ask(probe: str, seconds: float, **arguments: Any) -> Answer:
-    """Runs a function of `gshard.doctor.probes` in a new process, which has so many seconds."""
+    """Runs a function of `gshard.cli.doctor.probes` in a new process, which has so many seconds."""
     told = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
     # What else runs on the GPUs keeps its memory.
     told |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

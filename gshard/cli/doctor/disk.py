@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from gshard.doctor.check import GIB, Check, size
+from gshard.cli.doctor.check import GIB, Check, size
 
 _BYTES = 16 * 2**20
 

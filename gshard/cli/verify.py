@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from gshard._util.errors import GShardError
-from gshard.answer import NO, NO_ANSWER, YES, print_answer
 from gshard.checkpoint.checksums import Damage, size_of
 from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
 from gshard.checkpoint.metadata import Description
 from gshard.checkpoint.restore import checked, existing
+from gshard.cli.common import NO, NO_ANSWER, YES, print_answer
 
 _EXAMPLE = """example:
   gshard verify checkpoints

@@ -14,9 +14,9 @@ from gshard.analysis.forecast import plan_config
 from gshard.analysis.html.file import page_of, place
 from gshard.analysis.tune import Verdict, advise, best_of_each
 from gshard.analysis.tune_report import advice, as_rows
-from gshard.answer import NO, YES
-from gshard.forecast.command_line import config_parser, named_config
-from gshard.forecast.words import in_words, leave_accelerators
+from gshard.cli.command_line import config_parser, named_config
+from gshard.cli.common import NO, YES
+from gshard.cli.words import in_words, leave_accelerators
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8

@@ -1,1 +1,0 @@
-"""Which way to train suits a machine."""

@@ -1,0 +1,1 @@
+"""The `gshard` command."""
