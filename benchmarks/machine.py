@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gshard._util.versions import versions
+from gshard._util.version import versions
 
 
 def write_cells(path: Path, cells: Iterable[Any], machine: dict[str, Any], **more: Any) -> None:

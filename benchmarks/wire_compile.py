@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
-from gshard._util.versions import versions
+from gshard._util.version import versions
 from gshard.analysis.aot.child import Say, answer
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.aot.traffic import traffic

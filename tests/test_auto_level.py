@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
-from gshard._util.device import chip_of, memory_of
+from gshard._util.chips import chip_of, memory_of
 from gshard.train.auto_level import SHARE, choose_plan
 
 MESH = {"devices": jax.devices()[:4]}

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard._util.passthrough import sources
+from gshard._util.jaxpr_dataflow import sources
 
 X, XS = jnp.ones(3), jnp.ones((4, 3))
 

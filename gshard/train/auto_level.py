@@ -9,8 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard._util.chips import CHIPS, Chip
-from gshard._util.device import chip_of, memory_of
+from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
 from gshard.analysis.choices import Choices

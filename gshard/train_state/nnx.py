@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.passthrough import sources
+from gshard._util.jaxpr_dataflow import sources
 from gshard._util.pytree import flatten, path_of, refuse_twice
 from gshard._util.validation import shown
 from gshard.train_state.components import Parts, PureLoss

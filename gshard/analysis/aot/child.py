@@ -26,7 +26,7 @@ import jax
 import gshard
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
-from gshard._util.versions import versions
+from gshard._util.version import versions
 from gshard.analysis.aot.buffers import Buffers, read_buffers
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.aot.traffic import traffic
