@@ -55,9 +55,9 @@ from gshard.pytorch.zero_redundancy_optimizer import (
 )
 from gshard.sharding.budget import Promise as Promise
 from gshard.sharding.budget import promise as promise
-from gshard.sharding.group import new_group as new_group
 from gshard.sharding.host_arrays import full_params as full_params
 from gshard.sharding.mesh import make_mesh as make_mesh
+from gshard.sharding.mesh import new_group as new_group
 from gshard.sharding.mesh import virtual_devices as virtual_devices
 from gshard.sharding.plan import Plan as Plan
 from gshard.sharding.precision import Precision as Precision

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import gshard
-from gshard.sharding.torus import torus_of
+from gshard.sharding.mesh import torus_of
 from tests.ahead_of_time import found_by
 
 

@@ -19,8 +19,7 @@ from gshard.analysis.live import Measured, measure
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import LEVELS
-from gshard.sharding.plan import Plan, check_state
-from gshard.sharding.plan_table import described
+from gshard.sharding.plan import Plan, check_state, described
 from gshard.sharding.rules import setting_of
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import OVERWRITTEN

@@ -22,8 +22,7 @@ from gshard.sharding.mesh import Group
 from gshard.sharding.model_axes import user_names, warn_of_data_axes, warn_of_idle_axes
 from gshard.sharding.plan import Plan, all_whole
 from gshard.sharding.precision import Precision, is_floating
-from gshard.sharding.rules import Rule
-from gshard.sharding.scan_dims import ScanAxes, check_scan_axes, scan_dim_of
+from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
 _SHARED = 2**14  # elements

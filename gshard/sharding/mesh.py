@@ -18,8 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean, warn
-from gshard._util.validation import names_of, shown, whole_number
-from gshard.sharding.torus import torus_of
+from gshard._util.validation import dimension, names_of, shown, whole_number
 
 REPLICA = "replica"
 SHARD = "shard"
@@ -294,3 +293,55 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
     if len(set(given)) < len(given):
         raise GShardError(f"{argument}={shown(devices)} names a device twice.")
     return given
+
+
+def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
+    """The devices as an array with one dimension for each of their torus, or None.
+
+    None where one ring over all of them is as good: other machines, parts of a slice, several
+    slices, two devices to a chip, a line, and slices of two rows. On larger ones XLA makes a
+    reduce-scatter over a single axis into an all-reduce, and on 3-D tori the all-gather too (seen
+    in programs for v4, v5e, v5p and v6e).
+
+    Args:
+      devices: those of one shard group.
+    """
+    if any(device.platform != "tpu" for device in devices):
+        return None
+    if any(device.core_on_chip for device in devices):
+        return None
+    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+        return None
+    places = np.array([device.coords for device in devices])
+    places -= places.min(axis=0)
+    bounds = places.max(axis=0) + 1
+    if math.prod(bounds) != len(devices):
+        return None
+    sizes = [size for size in bounds if size > 1]
+    if len(sizes) < 2 or (len(sizes) == 2 and min(sizes) == 2):
+        return None
+    torus = np.empty(bounds, dtype=object)
+    for device, place in zip(devices, places, strict=True):
+        torus[tuple(place)] = device
+    return torus.reshape(sizes)
+
+
+def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
+    """The devices with these global indices, for `make_mesh(devices=...)`.
+
+    Raises:
+      GShardError: for an index that does not exist or is named twice.
+    """
+    every = jax.devices()
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise GShardError(f"new_group({shown(devices)}): pass a list of device indices.")
+    indices = list(devices)
+    if not indices or len(set(indices)) < len(indices):
+        raise GShardError(f"new_group({indices}): name at least one device, each once.")
+    for index in indices:
+        if dimension(index, len(every)) != index:
+            raise GShardError(
+                f"new_group({indices}): {index!r} is no device. There are {len(every)}: 0 to "
+                f"{len(every) - 1}."
+            )
+    return [every[index] for index in indices]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten
@@ -19,7 +23,6 @@ from gshard.sharding.host_arrays import to_host
 from gshard.sharding.layout import DEVICE, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
-from gshard.sharding.plan_table import table
 from gshard.sharding.precision import Precision
 from gshard.train.optim.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.train_state import Kind, Parts, kind_of
@@ -247,3 +250,60 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
             "state; the plan's is used. To silence this, give both calls of "
             "gshard.shard_train_state the same optimizer object."
         )
+
+
+def table(plan: Plan) -> str:
+    """A table of the parameters and extras, and a line of totals."""
+    rows = Table(box=box.SIMPLE_HEAD)
+    for name in ("parameter", "shape", "at rest", "gradient", "bytes per device", "reason"):
+        rows.add_column(name, justify="right" if name.startswith("bytes") else "left")
+    for stored, reduced in zip(
+        jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads), strict=True
+    ):
+        rows.add_row(
+            stored.path,
+            f"{stored.dtype}{list(stored.shape)}",
+            described(stored),
+            described(reduced),
+            f"{stored.bytes_per_device:,}",
+            reduced.reason,
+        )
+    for layout in jax.tree.leaves(plan.extras):
+        rows.add_row(
+            layout.path,
+            f"{layout.dtype}{list(layout.shape)}",
+            described(layout),
+            "none",
+            f"{layout.bytes_per_device:,}",
+            layout.reason,
+        )
+    out = io.StringIO()
+    paths = [layout.path for layout in jax.tree.leaves((plan.params, plan.extras))]
+    width = 120 + max(map(len, paths), default=0)
+    console = Console(file=out, width=width, markup=False, emoji=False)
+    sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())
+    console.print(
+        f"level {plan.level.name}: {plan.group.size} devices {plan.group.shard} x "
+        f"{plan.group.copies} copies"
+        + "".join(f", your own axis {name!r} of {size}" for name, size in plan.group.user)
+    )
+    console.print(rows)
+    console.print(f"per device at rest: {sizes}")
+    try:
+        groups = plan.fetched_at_once
+    except (TypeError, ValueError):  # it needs arguments that only the user's own loop has
+        groups = ()
+    if groups:
+        console.print(
+            f"an update fetches what is on the host in {len(groups)} group"
+            f"{'s' if len(groups) > 1 else ''}, the largest of {max(groups):,} B"
+        )
+    return out.getvalue()
+
+
+def described(layout: Layout) -> str:
+    """What of a leaf lies on one device: `dim 0 / 8`, `whole`, and whether on the host."""
+    pad = f" + {layout.padding} padded" if layout.padding else ""
+    own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
+    over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
+    return ", ".join([*own, *over] or ["whole"]) + (", on host" if layout.on_host else "")

@@ -20,8 +20,7 @@ from gshard.sharding.make_plan import planned, warn_of_unused
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
 from gshard.sharding.precision import as_precision
-from gshard.sharding.rules import as_rules, by_shape, first_of
-from gshard.sharding.scan_dims import ScanAxes
+from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of
 from gshard.train.auto_level import choose_plan
 from gshard.train.optim.optimizer import DividedTransformation
 from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of

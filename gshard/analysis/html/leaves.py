@@ -13,8 +13,7 @@ from gshard.analysis.html.markup import Markup, el
 from gshard.analysis.html.tables import amount, table
 from gshard.analysis.html.treemap import Tile, treemap
 from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan
-from gshard.sharding.plan_table import described
+from gshard.sharding.plan import Plan, described
 
 _TILES, _ROWS = 150, 40  # how many leaves are drawn, and listed; the rest is one entry
 _SMALL = 0.0005  # of all bytes: the smallest area that can be seen
