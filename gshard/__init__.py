@@ -30,6 +30,9 @@ from gshard.data.batch import shard_batch as shard_batch
 from gshard.data.loader import DataLoader as DataLoader
 from gshard.data.loader import global_batches as global_batches
 from gshard.distributed.exit import PREEMPTED as PREEMPTED
+from gshard.distributed.initialize import barrier as barrier
+from gshard.distributed.initialize import get_rank as get_rank
+from gshard.distributed.initialize import get_world_size as get_world_size
 from gshard.distributed.initialize import init_parallel_env as init_parallel_env
 from gshard.distributed.launch.process_group import ProcessFailedError as ProcessFailedError
 from gshard.distributed.launch.process_group import Spawned as Spawned
@@ -37,9 +40,6 @@ from gshard.distributed.launch.spawn import spawn as spawn
 from gshard.distributed.preemption import preempted as preempted
 from gshard.distributed.preemption import until_preempted as until_preempted
 from gshard.distributed.rendezvous import NotArrivedError as NotArrivedError
-from gshard.distributed.world import barrier as barrier
-from gshard.distributed.world import get_rank as get_rank
-from gshard.distributed.world import get_world_size as get_world_size
 from gshard.paddle.checkpoint import load_group_sharded_model as load_group_sharded_model
 from gshard.paddle.checkpoint import save_group_sharded_model as save_group_sharded_model
 from gshard.paddle.data_parallel import DataParallel as DataParallel

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gshard.distributed.address import Kept, PortTakenError
+from gshard.distributed.rendezvous import Kept, PortTakenError
 from tests.processes import clean_environment
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 import gshard
-from gshard.distributed.address import (
+from gshard.distributed.rendezvous import (
     Address,
     Kept,
     PortTakenError,

@@ -9,8 +9,7 @@ import threading
 import pytest
 
 import gshard
-from gshard.distributed.address import Kept
-from gshard.distributed.rendezvous import meet
+from gshard.distributed.rendezvous import Kept, meet
 
 
 class Call:

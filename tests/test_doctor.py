@@ -27,7 +27,7 @@ from gshard.cli.doctor.network import network
 from gshard.cli.doctor.variables import variables
 from gshard.cli.doctor.versions import package, versions
 from gshard.cli.main import main
-from gshard.distributed.address import LOOPBACK, Address
+from gshard.distributed.rendezvous import LOOPBACK, Address
 from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[1]

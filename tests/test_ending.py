@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gshard.distributed.launch import ending
+from gshard.distributed.launch import guardian
 
 
 class Busy:
@@ -44,22 +44,22 @@ def busy():
 
 
 def test_who_failed_by_itself_is_seen_to_have(busy, monkeypatch):
-    monkeypatch.setattr(ending, "_SETTLE", 0.1)
+    monkeypatch.setattr(guardian, "_SETTLE", 0.1)
     one = busy("echo; sleep 0.05; exit 7", 1.0)
-    ending.settle(one.running, one.look)
+    guardian.settle(one.running, one.look)
     assert one.process.returncode == 7
     assert one.running() == []
 
 
 def test_who_went_when_asked_is_not_killed(busy):
     one = busy("trap 'sleep 0.05; exit 0' TERM; echo; while true; do sleep 0.01; done", 1.0)
-    ending.end(one.running, 0.1, one.look)
+    guardian.end(one.running, 0.1, one.look)
     assert one.process.returncode == 0
 
 
 def test_who_does_not_go_is_killed(busy):
     one = busy("trap '' TERM; echo; while true; do sleep 0.01; done", 0.01)
     began = time.monotonic()
-    ending.end(one.running, 0.3, one.look)
+    guardian.end(one.running, 0.3, one.look)
     assert one.process.returncode == -signal.SIGKILL
     assert time.monotonic() - began >= 0.3

@@ -26,10 +26,9 @@ from gshard.distributed.launch.exit_status import (
     meaning,
     silent_ranks,
 )
-from gshard.distributed.launch.log import Log
 from gshard.distributed.launch.options import request
-from gshard.distributed.launch.output import Lines, Stream
-from gshard.distributed.launch.worker import Worker
+from gshard.distributed.launch.output import Lines, Log, Stream
+from gshard.distributed.launch.process_group import Worker
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
 WORKER = ROOT / "tests" / "job_worker.py"

@@ -25,8 +25,8 @@ from gshard.checkpoint.orbax_io import read
 from gshard.checkpoint.restore import checked, existing, steps_everywhere, undamaged
 from gshard.checkpoint.restore import data_state as read_data_state
 from gshard.checkpoint.save import Contents, Writer
+from gshard.distributed.agree import together
 from gshard.distributed.exit import PREEMPTED
-from gshard.distributed.together import together
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
 from gshard.train_state import Parts

@@ -21,8 +21,7 @@ from gshard.checkpoint.keep import Keep
 from gshard.checkpoint.matching import check_same_run
 from gshard.checkpoint.metadata import DATA, Description, data_state_name
 from gshard.checkpoint.saving import Saving
-from gshard.distributed.agree import tell_processes
-from gshard.distributed.together import FailedError, together
+from gshard.distributed.agree import FailedError, tell_processes, together
 
 # What a skipped step changes, which keeps the number of the step: the state counts as the same.
 _COUNTS = ("opt_state/guard/", "opt_state/scaler/")

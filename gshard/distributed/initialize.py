@@ -7,14 +7,14 @@ import os
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import shown, whole_number
-from gshard.distributed import env_vars, world
-from gshard.distributed.address import LOOPBACK, address
+from gshard.distributed import env_vars
 from gshard.distributed.env_vars import Place
 from gshard.distributed.exit import leave_when_it_fails
-from gshard.distributed.rendezvous import meet
+from gshard.distributed.rendezvous import LOOPBACK, address, meet
 
 HEARTBEAT_TIMEOUT, START_TIMEOUT = 10, 300  # seconds
 
@@ -86,11 +86,11 @@ def init_parallel_env(
             _join(place, *timeouts, bind_address, secure)
     _joined.append((asked, place))
     if not jax.distributed.is_initialized():
-        world.joined(1, 0)
+        joined(1, 0)
         return
     leave_when_it_fails()
     if place.num_processes is not None and not by_the_user:
-        world.joined(int(place.num_processes), int(place.process_id or 0))
+        joined(int(place.num_processes), int(place.process_id or 0))
 
 
 # ---- who this process is -------------------------------------------------------------------------
@@ -240,3 +240,46 @@ def _initialize(**arguments: Any) -> None:
     except RuntimeError as error:
         mend = f" {_NEED}" if "must be called before" in str(error) else ""
         raise CallOrderError(f"init_parallel_env could not start: {error}{mend}") from error
+
+
+_told: list[tuple[int, int]] = []  # number of processes and rank, once this process has joined
+
+
+def joined(processes: int, rank: int) -> None:
+    """Notes what JAX was told, so that asking does not start it."""
+    _told[:] = [(processes, rank)]
+
+
+def get_rank() -> int:
+    """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
+    known = _known()
+    return jax.process_index() if known is None else known[1]
+
+
+def get_world_size() -> int:
+    """The number of processes.
+
+    After an `init_parallel_env` that was told it, by arguments or by gshard's variables, and on
+    CPUs alone, this does not start JAX: `virtual_devices` may still come.
+    """
+    known = _known()
+    return jax.process_count() if known is None else known[0]
+
+
+def barrier() -> None:
+    """Waits until every process has called it, and until their devices have done what was asked.
+
+    Alone in its job, a process goes on at once.
+    """
+    if get_world_size() > 1:
+        multihost_utils.sync_global_devices("gshard.barrier")
+
+
+def _known() -> tuple[int, int] | None:
+    """Number of processes and rank, where both are certain before JAX has devices."""
+    if not _told:
+        return None
+    alone = _told[0][0] == 1
+    # Of its own accord only the runtime of a TPU knows of other processes.
+    certain = not alone or getattr(jax.config, "jax_platforms", None) == "cpu"
+    return _told[0] if certain else None

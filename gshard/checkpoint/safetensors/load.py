@@ -18,7 +18,7 @@ from gshard.checkpoint.safetensors.format import DTYPES
 from gshard.checkpoint.safetensors.new_file import file_path
 from gshard.checkpoint.safetensors.tensor_reader import Stored, tensors_of
 from gshard.checkpoint.safetensors.weights import Weight, replaced, weights_of
-from gshard.distributed.together import together
+from gshard.distributed.agree import together
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan

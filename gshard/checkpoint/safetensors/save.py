@@ -15,7 +15,7 @@ from gshard._util.version import __version__
 from gshard.checkpoint.safetensors.format import Tensor, header, in_file_order, refuse_strange
 from gshard.checkpoint.safetensors.new_file import NewFile, file_path, row_major
 from gshard.checkpoint.safetensors.weights import Weight, weights_of
-from gshard.distributed.together import together
+from gshard.distributed.agree import together
 from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
 
 FORMAT = "1"  # of the names and of what is in the metadata

@@ -13,9 +13,9 @@ from gshard._util.errors import GShardError
 from gshard.cli.doctor.check import Check
 from gshard.cli.doctor.network import SECONDS
 from gshard.distributed import env_vars
-from gshard.distributed.address import Address, address, is_loopback, listening
 from gshard.distributed.env_vars import Place
 from gshard.distributed.initialize import complete
+from gshard.distributed.rendezvous import Address, address, is_loopback, listening
 
 # whose, rank, processes
 _CLUSTERS = (

@@ -6,7 +6,7 @@ import socket
 
 from gshard._util.errors import GShardError
 from gshard.cli.doctor.check import Check
-from gshard.distributed.address import LOOPBACK, Address, found_at, is_loopback, listening
+from gshard.distributed.rendezvous import LOOPBACK, Address, found_at, is_loopback, listening
 
 SECONDS = 5.0  # that somebody has to answer
 

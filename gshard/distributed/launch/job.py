@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
-from gshard.distributed.address import LOOPBACK, Address, Kept
-from gshard.distributed.launch.ending import FAILED_GRACE, TICK, end, send, settle
 from gshard.distributed.launch.exit_status import End
-from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
-from gshard.distributed.launch.log import Log
+from gshard.distributed.launch.guardian import (
+    FAILED_GRACE,
+    TICK,
+    Guardian,
+    end,
+    kill_group,
+    kill_rest,
+    send,
+    settle,
+)
 from gshard.distributed.launch.options import Request
-from gshard.distributed.launch.worker import Worker
+from gshard.distributed.launch.output import Log
+from gshard.distributed.launch.process_group import Worker
+from gshard.distributed.rendezvous import LOOPBACK, Address, Kept
 
 
 class Outcome(NamedTuple):
@@ -227,3 +238,19 @@ def _memory_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+@contextmanager
+def heard() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT are listed as they come, instead of ending this program at once."""
+    told: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        told.append(number)
+
+    before = {n: signal.signal(n, hear) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import whole_number
-from gshard.distributed.address import Address, address, found_at, is_loopback
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.distributed.rendezvous import Address, address, found_at, is_loopback
 
 _EXAMPLES = """examples:
   gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100

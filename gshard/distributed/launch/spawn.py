@@ -14,12 +14,12 @@ from typing import Any
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import flag, shown, whole_number
 from gshard.distributed import env_vars
-from gshard.distributed.address import Kept
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
 from gshard.distributed.launch.child import run
 from gshard.distributed.launch.guardian import Guardian
 from gshard.distributed.launch.process_group import Spawned
+from gshard.distributed.rendezvous import Kept
 
 _ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
 _OPTIONS = {
