@@ -19,7 +19,8 @@ from optax import contrib
 import gshard
 from gshard._util.jaxpr import all_equations
 from gshard.sharding import make_plan
-from gshard.train.optim import host_groups, matrix_products
+from gshard.train.optim import matrix_products
+from gshard.train.optim import offload as offload_module
 from tests import reference
 from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model
@@ -150,7 +151,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "level", "optimizer", "precision", "loops"), cases())
 def test_numbers_are_those_without_offload(name, level, optimizer, precision, loops, monkeypatch):
-    monkeypatch.setattr(host_groups, "GROUP_SIZE", 512)  # several groups, and stacks in turns
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", 512)  # several groups, and stacks in turns
     tx = OPTIMIZERS[optimizer]()
     found, wanted = (trained(name, level, tx, x, precision, loops) for x in (True, False))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -232,7 +233,7 @@ FETCHED: dict[str, tuple[Factory, tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("case", FETCHED)
 def test_what_is_fetched_together(case, monkeypatch):
-    monkeypatch.setattr(host_groups, "GROUP_SIZE", LAYER)
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", LAYER)
     make, wanted = FETCHED[case]
     _, plan = divided("small", "p_g_os", make(), True)
     assert plan.fetched_at_once == wanted
@@ -255,7 +256,7 @@ PRODUCTS: dict[str, tuple[Factory, int]] = {  # and how often a bucket waits for
 def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
     """Neither coefficients that all share nor the order of buckets ties them together."""
     make, wait = PRODUCTS[case]
-    monkeypatch.setattr(host_groups, "GROUP_SIZE", 1)
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", 1)
     monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 64)
     start = {f"w{i}": np.ones((10, 10), np.float32) for i in range(4)}
     state, plan = gshard.shard_train_state(
@@ -272,7 +273,7 @@ def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
 
 
 def test_a_group_waits_for_the_one_before(monkeypatch):
-    monkeypatch.setattr(host_groups, "GROUP_SIZE", ODD)
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", ODD)
     barriers = []
     for offload in (False, True):
         state, plan = divided("small", "p_g_os", optax.adamw(1e-3), offload)
@@ -365,7 +366,7 @@ def test_memory_on_a_tpu():
 
 
 def test_turns_are_not_taken_over_the_users_own_axis(monkeypatch):
-    monkeypatch.setattr(host_groups, "GROUP_SIZE", 512)
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", 512)
     both = gshard.make_mesh(extra={"model": 2})
     params = {"w": jax.device_put(np.ones((32, 24), np.float32), NamedSharding(both, P("model")))}
 

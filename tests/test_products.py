@@ -16,7 +16,7 @@ from gshard._util import jaxpr_dataflow
 from gshard._util.jaxpr import all_equations
 from gshard._util.jaxpr_dataflow import UNKNOWN, flow
 from gshard.train.optim import matrix_products
-from gshard.train.optim.host_groups import variables
+from gshard.train.optim.offload import variables
 
 N = 4
 AG = "all-gather"

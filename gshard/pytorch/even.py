@@ -26,8 +26,8 @@ from gshard.train.comm.buckets import BUFFER_MAX_SIZE
 from gshard.train.gradients import Options
 from gshard.train.local_gradients import Unreduced
 from gshard.train.optim.optimizer import GShardState, update_and_publish
-from gshard.train.separate_calls import end_reduction
 from gshard.train.shard_train_state import place, shard_train_state
+from gshard.train.value_and_grad import end_reduction
 
 
 class Even:

@@ -28,8 +28,8 @@ from gshard.pytorch.state_dict import refuse_other_parts
 from gshard.sharding.mesh import data_group
 from gshard.train.gradients import Options
 from gshard.train.local_gradients import Unreduced
-from gshard.train.separate_calls import end_reduction
 from gshard.train.shard_train_state import shard_train_state
+from gshard.train.value_and_grad import end_reduction
 
 
 def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:

@@ -17,9 +17,9 @@ from gshard.sharding.validate import Fit
 from gshard.train.aux_metrics import as_sums, over_devices
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE
 from gshard.train.comm.collectives import reduce_scalar
+from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
 from gshard.train.fsdp.interpreter import with_divided
-from gshard.train.fsdp.scope import Scope
 from gshard.train.loss import check_reduced, is_named, is_numeric
 from gshard.train.non_trainable import extra_layouts, extra_uses, in_storage
 from gshard.train_state import Parts

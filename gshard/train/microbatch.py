@@ -17,10 +17,10 @@ from gshard.sharding.plan import Plan, all_whole
 from gshard.train.aux_metrics import added, as_sums, nothing
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.memory_layout import as_it_came
+from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
 from gshard.train.fsdp.interpreter import with_divided
 from gshard.train.fsdp.regather import make_whole
-from gshard.train.fsdp.scope import Scope
 from gshard.train.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
 from gshard.train.non_trainable import all_gathered, apart, extra_uses
 from gshard.train.random_keys import DEVICE, Draws, draws_of

@@ -15,8 +15,8 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.train.optim.guarded_update import keep_unless
 from gshard.train.optim.offload import at_rest, fetched
+from gshard.train.optim.optimizer import keep_unless
 from gshard.train_state import Parts
 
 

@@ -18,8 +18,7 @@ from gshard.train import loss_check
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.train.gradients import Options, check_options, gradients
 from gshard.train.loss import fold_keys, typed_key
-from gshard.train.optim.guarded_update import keep_unless
-from gshard.train.optim.optimizer import GShardState, update_and_publish
+from gshard.train.optim.optimizer import GShardState, keep_unless, update_and_publish
 from gshard.train.post_update import after_update
 from gshard.train_state import Parts
 from gshard.train_state.loss_scale import GradScaler

@@ -17,9 +17,8 @@ from gshard.sharding.plan import Plan
 from gshard.train.gradients import Options, unreduced_gradients
 from gshard.train.local_gradients import Unreduced
 from gshard.train.loss import Weighted
-from gshard.train.optim.guarded_update import keep_unless
-from gshard.train.separate_calls import end_extras
-from gshard.train.value_and_grad import reduce_gradients, value_and_grad
+from gshard.train.optim.optimizer import keep_unless
+from gshard.train.value_and_grad import end_extras, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 

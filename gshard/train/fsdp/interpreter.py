@@ -22,12 +22,11 @@ from jax.extend import core
 from gshard._util.errors import some, warn
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
 from gshard.train.fsdp import constraints
+from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import Use
-from gshard.train.fsdp.layer_buckets import move_layers_together
 from gshard.train.fsdp.lazy_param import Divided
 from gshard.train.fsdp.regather import hold_back, make_whole, on_whole, saves_operands
-from gshard.train.fsdp.scope import Scope
-from gshard.train.fsdp.use_analysis import Places, by_first_use
+from gshard.train.fsdp.use_analysis import Places, by_first_use, move_layers_together
 
 
 def with_divided(

@@ -10,9 +10,8 @@ import jax
 
 from gshard._util.jaxpr import bind
 from gshard.sharding.layout import DEVICE
-from gshard.train.fsdp.gather_bucket import LeafBucket
+from gshard.train.fsdp.gather_bucket import LeafBucket, Scope
 from gshard.train.fsdp.gather_spec import Use
-from gshard.train.fsdp.scope import Scope
 from gshard.train.optim.offload import fetched
 
 

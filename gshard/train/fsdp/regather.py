@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from gshard._util.jaxpr import with_inner
+from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.lazy_param import Divided
-from gshard.train.fsdp.scope import Scope
 
 # Their backward pass uses operands as they are.
 _SAVING = (

@@ -7,22 +7,23 @@ pins every layout, and publishes the update where parameters are whole.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError
+from gshard._util.jaxpr import JIT, bind, body_of
 from gshard._util.pytree import flatten, same_leaves
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE
 from gshard.train.local_gradients import refuse_unreduced
-from gshard.train.optim.guarded_update import guarded, keep_unless
 from gshard.train.optim.matrix_products import with_whole_products
 from gshard.train.optim.offload import at_rest, fetched, sizes_at_once, streamed
 from gshard.train.optim.param_shards import cut, held, own_parts, publish
-from gshard.train.optim.user_update import user_update
 from gshard.train_state.loss_scale import ScalerState
 from gshard.train_state.nonfinite import Guard
 
@@ -223,3 +224,122 @@ def _update_own(
         changes = held(changes, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
     return changes, state._replace(inner=inner), own
+
+
+def user_update(
+    tx: optax.GradientTransformation, plan: Plan, extra: dict[str, Any]
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """`tx.update` of gradients, state and parameters, with those of `extra` that it takes."""
+    accepted = _accepted(tx, extra)
+
+    def update(grads: Any, inner: Any, own: Any) -> tuple[Any, Any]:
+        try:
+            updates, inner = tx.update(grads, inner, own, **accepted)
+        except (TypeError, ValueError) as error:
+            _explain(error)
+            raise
+        _check_results(updates, inner, plan)
+        return updates, inner
+
+    return update
+
+
+def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
+    """Those extra arguments that the update takes; optax's own mostly take any."""
+    parameters = inspect.signature(tx.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return extra
+    return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
+
+
+def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
+    """Refuses an optimizer's results that are not the trees, or not of the shapes, of the plan."""
+    for tree, layouts, name in (
+        (updates, plan.grads, "the updates that the optimizer returns are"),
+        (inner, plan.opt_state, "the state that the optimizer returns is"),
+    ):
+        places = jax.tree.leaves(layouts)
+        same_leaves(tree, (place.path for place in places), name)
+        for x, place in zip(jax.tree.leaves(tree), places, strict=True):
+            if jnp.shape(x) != place.shape:
+                raise GShardError(
+                    f"{name} not of the plan's shapes: {place.path} has {jnp.shape(x)}, not "
+                    f"{place.shape}. Return an array of its shape for every leaf."
+                )
+
+
+def _explain(error: Exception) -> None:
+    """Puts an optimizer's demand for more than a train step has in gshard's words."""
+    said = str(error)
+    if "batch dimension" in said:
+        raise GShardError(
+            "the optimizer wants one gradient for each example, and a train step has their mean: "
+            f"{said}"
+        ) from error
+    if "required keyword-only argument" in said or "must be provided" in said:
+        raise GShardError(
+            f"the optimizer needs more than gradients and parameters: {said}. make_train_step "
+            "gives it value= (the loss); pass what else it needs in your own loop: "
+            "state.tx.update(grads, state.opt_state, state.params, ...)."
+        ) from error
+
+
+def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
+    """The new values where a step updates, else the old ones."""
+    return jax.tree.map(lambda x, y: jnp.where(updates, x, y), new, old)
+
+
+def guarded(
+    update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
+) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """`update(grads, state, params)` of an optimizer whose state stays where `updates` is false.
+
+    What it makes of the parameters is to be kept by the caller. Every new leaf of the state is
+    chosen where it arises, so that what follows from it reads the one that is kept. Chosen at the
+    end, both would be alive with the old one, and the state could not be changed in place.
+    """
+
+    def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        args = (grads, state, params)
+        closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
+        old = [None] * len(jax.tree.leaves(shapes[0])) + jax.tree.leaves(state)
+        results = _choosing(closed.jaxpr, closed.consts, jax.tree.leaves(args), old, updates)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return kept
+
+
+def _choosing(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
+) -> list[Any]:
+    """Results of a jaxpr, those with an old value (not None) chosen, early where that can be."""
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
+    chosen: dict[Any, Any] = {}  # the old value by variable
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for eqn in jaxpr.eqns:
+        given, wanted = [read(v) for v in eqn.invars], [due.get(v) for v in eqn.outvars]
+        # What follows was traced for the dtype of the new one.
+        wanted = [
+            x if x is not None and x.dtype == v.aval.dtype else None
+            for v, x in zip(eqn.outvars, wanted, strict=True)
+        ]
+        if eqn.primitive.name == JIT:
+            results = _choosing(*body_of(eqn), given, wanted, updates)
+        else:
+            with jax.named_scope(str(eqn.source_info.name_stack) or "update"):
+                results = [
+                    new if x is None else keep_unless(updates, new, x)
+                    for new, x in zip(bind(eqn, given), wanted, strict=True)
+                ]
+        values.update(zip(eqn.outvars, results, strict=True))
+        chosen.update((v, x) for v, x in zip(eqn.outvars, wanted, strict=True) if x is not None)
+    return [
+        read(v)
+        if x is None or (not isinstance(v, Literal) and chosen.get(v) is x)
+        else keep_unless(updates, read(v), x)
+        for v, x in zip(jaxpr.outvars, old, strict=True)
+    ]
