@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.checkpoint.saving import Saving
+from gshard.checkpoint.save import Saving
 from tests.tiers import quick
 
 # Orbax leaves its other writes behind when one fails, or is interrupted.

@@ -21,7 +21,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard.checkpoint.keep import Keep
+from gshard.checkpoint.directory import Keep
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 

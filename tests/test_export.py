@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard.checkpoint.safetensors.new_file import BLOCK, NewFile, row_major
+from gshard.checkpoint.safetensors.save import BLOCK, NewFile, row_major
 from tests.export_models import LEVELS, divided, linen_state, named, trained
 from tests.processes import assert_all_well, run_together, run_workers
 from tests.reference import flat
@@ -239,7 +239,7 @@ def parts(text):
 
 @pytest.mark.parametrize("shape", [(3, 5, 700), (1, 2, 40, 9), (60, 11)])
 def test_arrays_that_lie_otherwise_are_written_by_blocks(monkeypatch, shape):
-    monkeypatch.setattr("gshard.checkpoint.safetensors.new_file.BLOCK", 1000)
+    monkeypatch.setattr("gshard.checkpoint.safetensors.save.BLOCK", 1000)
     whole = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     for x in (
         whole,

@@ -17,9 +17,8 @@ from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import flag, shown, whole_number
 from gshard.checkpoint.arrays import arrays_of, parts_of, split_like, with_parts
 from gshard.checkpoint.checksums import Damage
-from gshard.checkpoint.directory import as_directory, steps_in
+from gshard.checkpoint.directory import Keep, as_directory, steps_in
 from gshard.checkpoint.errors import SaveFailedError
-from gshard.checkpoint.keep import Keep
 from gshard.checkpoint.metadata import Description, as_metadata, packed_data_state
 from gshard.checkpoint.orbax_io import read
 from gshard.checkpoint.restore import checked, existing, steps_everywhere, undamaged

@@ -9,7 +9,7 @@ from typing import Any
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast
 from gshard.analysis.html.page import page
-from gshard.checkpoint.safetensors.new_file import NewFile, file_path
+from gshard.checkpoint.safetensors.save import NewFile, file_path
 
 
 def place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from gshard._util.errors import GShardError, did_you_mean, some
 from gshard._util.validation import flag
-from gshard.checkpoint.safetensors.format import DTYPES
-from gshard.checkpoint.safetensors.new_file import file_path
-from gshard.checkpoint.safetensors.tensor_reader import Stored, tensors_of
+from gshard.checkpoint.safetensors.format import DTYPES, places
+from gshard.checkpoint.safetensors.save import file_path
 from gshard.checkpoint.safetensors.weights import Weight, replaced, weights_of
 from gshard.distributed.agree import together
 from gshard.sharding.host_arrays import plan_of
@@ -175,3 +174,57 @@ def _converted(name: str, x: np.ndarray, dtypes: Sequence[Any]) -> np.ndarray:
             )
         x = new
     return x
+
+
+class Stored(NamedTuple):
+    """One tensor in a file.
+
+    Attributes:
+      path: of the file.
+      dtype: in the format's words, such as `"F32"`.
+      shape: of the whole tensor.
+      offset: the byte of the file that it begins at.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A part as an array of its own; no more of the file than that is read.
+
+        By a map of the file and not by the library, which has no NumPy arrays of float8.
+        """
+        dtype = DTYPES[self.dtype]
+        size = [len(range(*s.indices(n))) for s, n in zip(index, self.shape, strict=True)]
+        if 0 in size:
+            return np.zeros(size, dtype)
+        whole = np.memmap(self.path, dtype, "r", self.offset, self.shape)
+        return np.array(whole[index])
+
+
+def tensors_of(file: Path, call: str) -> dict[str, Stored]:
+    """The tensors of a file by name, after the safetensors library has found it to be good.
+
+    Raises:
+      GShardError: the library is not installed, there is no file, or it is damaged.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise GShardError(
+            f"{call} reads with the safetensors library, which is not installed: "
+            "pip install 'gshard[export]'."
+        ) from error
+    if not file.is_file():
+        what = "is not a file" if file.exists() else "does not exist"
+        raise GShardError(f"{call}: {file} {what}. Pass the path of a safetensors file.")
+    try:
+        with safe_open(file, framework="numpy"):
+            return {name: Stored(file, *place) for name, place in places(file).items()}
+    except (SafetensorError, OSError) as error:
+        raise GShardError(
+            f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
+            f"{error}. Write or copy it anew."
+        ) from error
