@@ -22,9 +22,9 @@ import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.version import versions
+from gshard.analysis.aot.buffers import traffic
 from gshard.analysis.aot.child import Say, answer
 from gshard.analysis.aot.target import parse_target
-from gshard.analysis.aot.traffic import traffic
 
 STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")

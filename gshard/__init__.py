@@ -15,8 +15,8 @@ from gshard.analysis.audit import audit as audit
 from gshard.analysis.explain import Explanation as Explanation
 from gshard.analysis.explain import explain as explain
 from gshard.analysis.forecast import Forecast as Forecast
+from gshard.analysis.forecast import LevelForecast as LevelForecast
 from gshard.analysis.forecast import make_plan as make_plan
-from gshard.analysis.level_forecast import LevelForecast as LevelForecast
 from gshard.analysis.setup import Setup as Setup
 from gshard.checkpoint.checkpointer import Checkpointer as Checkpointer
 from gshard.checkpoint.checkpointer import Restored as Restored

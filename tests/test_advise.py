@@ -10,12 +10,11 @@ import pytest
 
 import gshard
 from gshard.analysis.aot.target import parse_target
-from gshard.analysis.choices import Choices
 from gshard.analysis.config import Config, read_config
 from gshard.analysis.cost_model import COMPUTE_SHARE, Cost, bandwidths, cost
 from gshard.analysis.forecast import abstract_mesh
-from gshard.analysis.options import Option, copies_of, options_of, replicas_of
-from gshard.analysis.tune import Verdict, advise, ranked
+from gshard.analysis.setup import Choices
+from gshard.analysis.tune import Option, Verdict, advise, copies_of, options_of, ranked, replicas_of
 from gshard.analysis.tune_report import advice
 from gshard.cli.main import main
 from gshard.sharding.mesh import data_group

@@ -12,8 +12,7 @@ import time
 import pytest
 
 from gshard._util.errors import GShardError
-from gshard.analysis.aot.compiled import compile_for
-from gshard.analysis.aot.failure import reason
+from gshard.analysis.aot.compiled import compile_for, reason
 from tests.ahead_of_time import ROOT, python_for
 
 CPU = {"model": "tests.compiled_models:stack", "target": "cpu:4", "level": "os"}

@@ -17,11 +17,10 @@ from benchmarks.footprint import compared, prepared, traced_case
 from benchmarks.footprint_held_out import HELD_OUT
 from benchmarks.footprint_models import CASES, Case, mlp
 from gshard.analysis.aot.target import parse_target
-from gshard.analysis.memory.canonical_products import with_canonical_products
+from gshard.analysis.memory.cpu import with_canonical_products, with_widened
 from gshard.analysis.memory.footprint import footprint, trace_step
 from gshard.analysis.memory.fusion import absorbs
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.widened import with_widened
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 

@@ -9,13 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from gshard.analysis.memory import gpu
-from gshard.analysis.memory.cudnn import padded_kernel
 from gshard.analysis.memory.fusion import Fused, fused
-from gshard.analysis.memory.gpu import latency_hidden
+from gshard.analysis.memory.fusion_rewrites import split_k
+from gshard.analysis.memory.gpu import latency_hidden, padded_kernel
+from gshard.analysis.memory.liveness import depth_first
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.order import depth_first
 from gshard.analysis.memory.program import Op, Program, Value
-from gshard.analysis.memory.split_products import split_k
 
 
 def kernels_of(f, *shapes: tuple[int, ...]) -> Fused:

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.analysis.memory.canonical_products import with_canonical_products
-from gshard.analysis.memory.cpu import with_repeated
-from gshard.analysis.memory.dialect import NEW_CPU
+from gshard.analysis.memory.cpu import is_rounded, with_canonical_products, with_repeated
 from gshard.analysis.memory.fusion import absorbs, fused
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.widened import is_rounded
+from gshard.analysis.memory.program import NEW_CPU
 
 X = jax.ShapeDtypeStruct((8, 4, 16), jnp.float32)
 W = jax.ShapeDtypeStruct((16, 16), jnp.float32)

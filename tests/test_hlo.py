@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from gshard._util.errors import GShardError
 from gshard.analysis.hlo import KINDS, Program, read_program
-from gshard.analysis.hlo.groups import read_groups
-from gshard.analysis.hlo.parser import read_arrays, read_module
+from gshard.analysis.hlo.parser import read_arrays, read_groups, read_module
 
 DUMPS = Path(__file__).parent / "data" / "hlo"
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"

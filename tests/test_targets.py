@@ -11,8 +11,7 @@ import pytest
 
 from gshard._util.chips import CHIPS
 from gshard._util.errors import GShardError
-from gshard.analysis.aot.gpu_config import GPUS, gpu_config
-from gshard.analysis.aot.target import parse_target
+from gshard.analysis.aot.target import GPUS, gpu_config, parse_target
 from tests.ahead_of_time import ROOT, python_for
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard.analysis.audit_report import report, total
-from gshard.analysis.exceeded import exceeded
 from gshard.analysis.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
@@ -267,3 +267,29 @@ def _known(row: Row, amount: int | None) -> int:
 
 def _promise_dict(promise: Promise) -> dict[str, Any]:
     return dataclasses.asdict(promise) | {"moved": [dataclasses.asdict(m) for m in promise.moved]}
+
+
+_OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
+
+
+def exceeded(promise: Promise, rows: Iterable[Row]) -> tuple[str, ...]:
+    """What moves more elements than was promised, in words; none where the promise holds.
+
+    Nothing is promised of single numbers, nor of what an optimizer or a loss asks for itself. What
+    the compiler put in was not promised either, and is named.
+    """
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for row in rows:
+        if not row.scalar and row.purpose not in _OF_THE_USER:
+            found.setdefault((row.kind, row.purpose), []).append(row.elements)
+    bounds: dict[tuple[str, str], int] = {}
+    for moved in promise.moved:
+        key = (moved.kind, moved.purpose)
+        bounds[key] = bounds.get(key, 0) + moved.elements
+    said = []
+    for key, amounts in found.items():
+        bound, amount = bounds.get(key, 0), total(amounts)
+        if amount is None or amount > bound:
+            many = "an unknown number" if amount is None else f"{amount:,}"
+            said.append(f"{key[0]} for {key[1]}: promised {bound:,} elements, found {many}")
+    return tuple(said)

@@ -12,7 +12,7 @@ from typing import Any
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, shown, whole_number
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.choices import Choices
+from gshard.analysis.setup import Choices
 from gshard.sharding.level import LEVELS, parse_levels
 
 

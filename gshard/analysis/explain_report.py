@@ -13,8 +13,7 @@ from gshard._util.units import bytes_of
 from gshard.analysis.forecast_report import table, text_of
 
 if TYPE_CHECKING:
-    from gshard.analysis.explain import Explanation, Held
-    from gshard.analysis.live import Measured
+    from gshard.analysis.explain import Explanation, Held, Measured
 
 _BESIDE = 10  # rows of what is alive beside the state
 

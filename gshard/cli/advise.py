@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import plan_config
-from gshard.analysis.html.file import page_of, place
+from gshard.analysis.html.page import page_of, place
 from gshard.analysis.tune import Verdict, advise, best_of_each
 from gshard.analysis.tune_report import advice, as_rows
 from gshard.cli.command_line import config_parser, named_config

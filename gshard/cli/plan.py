@@ -14,7 +14,7 @@ from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast, plan_config
 from gshard.analysis.forecast_report import table, text_of
-from gshard.analysis.html.file import page_of, place
+from gshard.analysis.html.page import page_of, place
 from gshard.cli.command_line import config_parser, given_config
 from gshard.cli.common import NO, NO_ANSWER, YES
 from gshard.cli.paper import DEGREES, LEVELS, SIZES, rounded, table_1

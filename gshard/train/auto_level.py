@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
-from gshard.analysis.choices import Choices
-from gshard.analysis.level_forecast import LevelForecast, of_level
+from gshard.analysis.forecast import LevelForecast, of_level
+from gshard.analysis.setup import Choices
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 

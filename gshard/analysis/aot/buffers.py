@@ -9,11 +9,13 @@ optimized program (where a value comes from).
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from gshard.analysis.hlo import read_program
 from gshard.analysis.hlo.parser import read_module
 
 _ASSIGNMENT, _RANGES, _PROGRAM = (
@@ -165,3 +167,25 @@ def _origin(name: str, origins: Mapping[str, str]) -> str:
 def _hands_on(what: str) -> bool:
     """Whether it is the loop around a value, or nothing that a user wrote."""
     return what.endswith("/while") or not ("/" in what or "[" in what)
+
+
+def traffic(text: str) -> dict[str, dict[str, int | None]]:
+    """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
+
+    Returns:
+      `wire_bytes`, and `asynchronous_bytes` of those collectives that overlap with computation.
+      None where a collective lies in a loop whose length the program does not tell.
+    """
+    wire: dict[str, int | None] = defaultdict(int)
+    overlapped: dict[str, int | None] = defaultdict(int)
+    for collective in read_program(text).collectives:
+        if collective.group_size > 1:
+            moved = collective.wire_bytes
+            _add(wire, collective.kind, moved)
+            _add(overlapped, collective.kind, moved if collective.asynchronous else 0)
+    return {"wire_bytes": dict(wire), "asynchronous_bytes": dict(overlapped)}
+
+
+def _add(sums: dict[str, int | None], kind: str, amount: int | None) -> None:
+    known = sums[kind]
+    sums[kind] = None if known is None or amount is None else known + amount

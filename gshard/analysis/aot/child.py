@@ -27,12 +27,10 @@ import gshard
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
-from gshard.analysis.aot.buffers import Buffers, read_buffers
+from gshard.analysis.aot.buffers import Buffers, read_buffers, traffic
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.aot.traffic import traffic
 from gshard.analysis.audit import memory_of, rows_of
-from gshard.analysis.choices import Choices
-from gshard.analysis.setup import batch_of, divided, load_setup, step_of
+from gshard.analysis.setup import Choices, batch_of, divided, load_setup, step_of
 
 Say = Callable[[str], None]
 _TOO_LARGE = re.compile(

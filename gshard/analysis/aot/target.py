@@ -15,7 +15,6 @@ from typing import Any
 
 from gshard._util.chips import CHIPS, Chip
 from gshard._util.errors import GShardError, did_you_mean
-from gshard.analysis.aot.gpu_config import GPUS, gpu_config
 
 # A larger slice of v5e or v6e has a description, and its compilation aborts the process.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -192,3 +191,45 @@ def _need(target: Target, module: str, extra: str) -> None:
             f"the compiler for target {target.text!r} is not installed: "
             f"pip install 'gshard[{extra}]'."
         )
+
+
+_HOPPER = {"major": 9, "cores": 132, "fpus": 128, "cache": 52428800, "clock": 1.98}
+_MULTIPROCESSORS = {  # and the chips' L2 cache in bytes, and clock in GHz
+    "a100": {"major": 8, "cores": 108, "fpus": 64, "cache": 41943040, "clock": 1.41},
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": {"major": 10, "cores": 148, "fpus": 128, "cache": 132644864, "clock": 1.965},
+}
+_SHARED = {8: 163 * 1024, 9: 227 * 1024, 10: 227 * 1024}  # bytes for a block, by generation
+_TEXT = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared_per_core}
+  shared_memory_per_block_optin: {shared}
+  core_count: {cores} fpus_per_core: {fpus} memory_bandwidth: {bandwidth}
+  l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
+  cuda_compute_capability {{ major: {major} minor: 0 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{name}"
+"""
+
+GPUS = tuple(_MULTIPROCESSORS)
+
+
+def gpu_config(chip: Chip) -> str:
+    """The text proto `stream_executor.GpuTargetConfigProto` of one of `GPUS`."""
+    parts = _MULTIPROCESSORS[chip.name]
+    shared = _SHARED[int(parts["major"])]
+    return _TEXT.format(
+        **parts,
+        name=chip.title,
+        memory=chip.memory,
+        bandwidth=int(chip.memory_bandwidth),
+        shared=shared,
+        shared_per_core=shared + 1024,
+    )

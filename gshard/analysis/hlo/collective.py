@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gshard.analysis.hlo.groups import Groups
-from gshard.analysis.hlo.parser import Array
+from gshard.analysis.hlo.parser import Array, Groups
 
 KINDS = (
     "all-gather",

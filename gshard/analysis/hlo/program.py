@@ -7,15 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gshard.analysis.hlo import tpu
 from gshard.analysis.hlo.collective import KINDS, Collective
-from gshard.analysis.hlo.groups import read_groups
 from gshard.analysis.hlo.parser import (
     Array,
     Computation,
     Instruction,
     Module,
     read_arrays,
+    read_groups,
     read_module,
 )
 from gshard.analysis.hlo.trip_count import Frame, trip_count
@@ -87,7 +86,7 @@ class _Walk:
         self._communicates: dict[str, bool] = {}
 
     def collectives(self, frame: Frame, context: _Context) -> Iterator[Collective]:
-        started = tpu.started_kinds(frame.computation)
+        started = started_kinds(frame.computation)
         for instruction in frame.computation.instructions:
             opcode = instruction.opcode
             if _kind(instruction):
@@ -148,7 +147,7 @@ class _Walk:
         started: frozenset[str] | None,
     ) -> Collective:
         kind = _kind(instruction)
-        if kind == "all-reduce" and tpu.is_all_reduce_scatter(computation):
+        if kind == "all-reduce" and is_all_reduce_scatter(computation):
             kind = "reduce-scatter"
         groups = read_groups(instruction)
         group_size = max(map(len, groups)) if groups else self._devices
@@ -189,7 +188,7 @@ class _Walk:
 def _kind(instruction: Instruction) -> str:
     """The collective that an instruction begins or is; empty for anything else."""
     kind = instruction.opcode.removesuffix("-start")
-    if kind == "send" and not tpu.is_between_devices(instruction):
+    if kind == "send" and not is_between_devices(instruction):
         return ""
     return kind if kind in KINDS else ""
 
@@ -216,3 +215,41 @@ def _called(instruction: Instruction) -> tuple[str, ...]:
         + instruction.names("called_computations")
         + instruction.names("to_apply")
     )
+
+
+_START = '"AsyncCollectiveStart"'
+_DONE = '"AsyncCollectiveDone"'
+
+
+def is_all_reduce_scatter(computation: Computation) -> bool:
+    """Whether an all-reduce in this computation is in truth a reduce-scatter."""
+    return computation.name.startswith("all-reduce-scatter")
+
+
+def started_kinds(computation: Computation) -> frozenset[str] | None:
+    """The collectives that this computation starts, by name.
+
+    Returns:
+      None for a computation without a part in an asynchronous fusion: all its collectives count.
+      Otherwise the only ones that count; an empty set where others' collectives go on or end.
+    """
+    starts = _custom_calls(computation, _START)
+    if starts:
+        return frozenset(name for call in starts for name in call.operands)
+    continues = computation.name.startswith("async_collective_fusion")
+    return frozenset() if continues or _custom_calls(computation, _DONE) else None
+
+
+def is_between_devices(send: Instruction) -> bool:
+    """Whether a `send` goes to other devices, and not to a callback on this device's host."""
+    to_host = send.attributes.get("is_host_transfer") == "true"
+    return not to_host or "_xla_megascale_" in send.attributes.get("frontend_attributes", "")
+
+
+def _custom_calls(computation: Computation, target: str) -> list[Instruction]:
+    return [
+        instruction
+        for instruction in computation.instructions
+        if instruction.opcode == "custom-call"
+        and instruction.attributes.get("custom_call_target") == target
+    ]

@@ -48,3 +48,83 @@ def _child(child: Any) -> str:
     if isinstance(child, Iterable) and not isinstance(child, str):
         return joined(child)
     return html.escape(str(child))
+
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1a1a1a; --soft: #555; --paper: #fff; --line: #999;
+  --band: #f3f3f3; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { --ink: #eee; --soft: #bbb; --paper: #181818; --line: #888; --band: #262626; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 68rem; padding: 1rem 1.25rem 3rem; color: var(--ink);
+  background: var(--paper); font: 15px/1.45 system-ui, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.5rem; margin: .5rem 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; padding-bottom: .2rem;
+  border-bottom: 2px solid var(--line); }
+h3 { font-size: 1rem; margin: 1rem 0 .4rem; }
+summary { cursor: pointer; padding: .4rem 0; }
+summary h3 { display: inline; margin: 0 .6rem 0 0; }
+p, dd, figcaption { overflow-wrap: anywhere; }
+nav ul, .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; list-style: none; padding: 0;
+  margin: .5rem 0; }
+a { color: inherit; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .5rem 0; }
+dt { color: var(--soft); }
+dd { margin: 0; }
+figure { margin: .5rem 0 1rem; }
+figcaption { font-weight: 600; margin-bottom: .3rem; }
+.legend svg { vertical-align: -3px; margin-right: .35rem; }
+.defs { position: absolute; }
+.scroll { overflow-x: auto; margin: .6rem 0 1.2rem; }
+table { border-collapse: collapse; min-width: min(100%, 30rem);
+  font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; padding: .2rem 0; }
+th, td { text-align: left; padding: .2rem .7rem .2rem 0; vertical-align: top;
+  border-bottom: 1px solid var(--line); }
+thead th { border-bottom: 2px solid var(--ink); vertical-align: bottom; }
+tbody th { font-weight: 600; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
+table.leaves { font-size: 13px; width: 100%; }
+table.leaves tbody th { font-weight: 400; min-width: 11rem; overflow-wrap: anywhere; }
+table.leaves td:nth-child(2), table.leaves td:nth-child(3),
+table.leaves td:nth-child(5) { white-space: nowrap; }
+table.leaves td:nth-child(7) { min-width: 10rem; }
+table.mesh { font-size: 12px; }
+table.mesh td, table.mesh thead th { min-width: 5.6rem; padding: .3rem .5rem; }
+table.mesh tbody { border-bottom: 2px solid var(--ink); }
+table.mesh tbody th[scope=rowgroup] { font-weight: 400; min-width: 9rem; }
+table.mesh span { display: block; white-space: nowrap; }
+table.mesh td.dots { text-align: center; vertical-align: middle; min-width: 2rem; }
+table.mesh td.host { border-left: 4px double var(--ink); }
+svg { display: block; overflow: visible; }
+.legend svg { display: inline; }
+.edge { stroke: var(--paper); stroke-width: 1; }
+.outline { fill: none; stroke: var(--ink); }
+.mark { stroke: var(--ink); stroke-width: 3; stroke-dasharray: 10 18; }
+.limit { stroke: var(--ink); stroke-width: 2; stroke-dasharray: 6 4; }
+text { font: 12px system-ui, "Helvetica Neue", Arial, sans-serif; }
+.free { fill: var(--ink); font-size: 13px; }
+.name { font-weight: 700; }
+.label { stroke-width: 6; stroke-linejoin: round; paint-order: stroke; pointer-events: none; }
+.narrow { display: none; }
+@media screen and (max-width: 699px) {
+  .wide { display: none; }
+  .narrow { display: inline; }
+}
+@media print {
+  @page { margin: 14mm; }
+  body { max-width: none; padding: 0; font-size: 10pt; }
+  nav { display: none; }
+  details::details-content { content-visibility: visible; display: block; }
+  figure, tr, table.mesh tbody, svg { break-inside: avoid; }
+  h2, h3, summary, caption, figcaption { break-after: avoid; }
+  thead { display: table-header-group; }
+  .scroll { overflow: visible; }
+  table.leaves { font-size: 8pt; }
+  table.mesh { font-size: 7pt; }
+  table.mesh td, table.mesh thead th { min-width: 0; padding: .2rem .25rem; }
+  svg, svg * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+}
+"""

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gshard.analysis.forecast import Forecast
-from gshard.analysis.html.fills import FILLS, legend
+from gshard.analysis.html.bars import FILLS, legend
 from gshard.analysis.html.markup import Markup, el, joined
 from gshard.analysis.html.tables import scrolling
 from gshard.sharding.budget import accumulation

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gshard._util.units import bytes_of, count_of
 from gshard._util.version import __version__
+from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast, LevelForecast
-from gshard.analysis.html.bars import Bar, bars
-from gshard.analysis.html.fills import definitions, legend
-from gshard.analysis.html.found import advised, by_compiler
-from gshard.analysis.html.leaves import leaves_of_level
-from gshard.analysis.html.markup import Markup, el, joined
+from gshard.analysis.html.bars import Bar, bars, definitions, legend
+from gshard.analysis.html.markup import STYLE, Markup, el, joined
 from gshard.analysis.html.mesh import mesh_grid
-from gshard.analysis.html.style import STYLE
-from gshard.analysis.html.tables import amount, table
+from gshard.analysis.html.tables import amount, leaves_of_level, records, shown_value, table
+from gshard.checkpoint.safetensors.save import NewFile, file_path
 
 # Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -180,3 +179,84 @@ def _arrays(found: Forecast) -> Markup:
     """One part for each level; the first is not folded away."""
     first = next(iter(found.plans))
     return joined(leaves_of_level(name, of, name == first) for name, of in found.plans.items())
+
+
+def place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
+    """The file of a page, opened before the work: a place that cannot be written is refused."""
+    if file is None:
+        return contextlib.nullcontext()
+    return NewFile(file_path(file, "--html"), "--html")
+
+
+def page_of(
+    config: Config,
+    found: Forecast,
+    compiled: Mapping[str, Mapping[str, Any]] | None = None,
+    advice: Iterable[Mapping[str, Any]] | None = None,
+) -> str:
+    """The page of a forecast, with what is known of the target."""
+    target = config.target
+    return page(
+        found,
+        model=config.model if target is None else f"{config.model} for {target.text}",
+        compiled=compiled,
+        advice=advice,
+        capacity=None if target is None else target.chip.usable,
+        # A host of a TPU slice is a tile of its torus: not devices in a row.
+        per_host=target.devices_per_host if target and target.platform == "gpu" else None,
+    )
+
+
+_COLLECTIVES = ("kind", "axes", "dtype", "purpose", "count", "asynchronous", "times",
+                "payload_bytes", "wire_bytes")  # fmt: skip
+_VERDICTS = {True: "fits", False: "does not fit", None: "not known whether it fits"}
+
+
+def by_compiler(compiled: Mapping[str, Mapping[str, Any]]) -> Markup:
+    """What the compiler says of each level.
+
+    Args:
+      compiled: by level what `gshard.Audit.as_dict` gives, and `fits`. Further keys are shown as
+        they are: lists of dicts as tables, everything else beside its name.
+    """
+    parts = []
+    for name, of in compiled.items():
+        verdict = of.get("fits")
+        said = "does not compile" if "error" in of else _VERDICTS[verdict]
+        parts.append(el("h3", name, ": ", el("strong", said)))
+        parts += _level(name, {k: v for k, v in of.items() if k not in ("fits", "promise")})
+    return joined(parts)
+
+
+def advised(advice: Iterable[Mapping[str, Any]]) -> Markup:
+    """A ranked table, the best first.
+
+    Args:
+      advice: dicts of what was compared; keys are headings, those that end with `bytes` hold bytes.
+    """
+    rows = [{"rank": n, **row} for n, row in enumerate(advice, 1)]
+    caption = "Ways to train that were compared, the best first"
+    return records(caption, rows)
+
+
+def _level(name: str, of: Mapping[str, Any]) -> list[Markup]:
+    made, words = [], []
+    for key, value in of.items():
+        if key == "memory":
+            rows = [(use.replace("_", " "), amount(count)) for use, count in value.items()]
+            caption = f"Memory of one device at level {name}, by the compiler"
+            made.append(table(caption, ("use", "bytes"), rows))
+        elif key == "collectives":
+            caption = f"Collectives of the compiled step at level {name}, on one device"
+            rows = [{k: row.get(k) for k in _COLLECTIVES} for row in value]
+            made.append(records(caption, rows) if rows else el("p", "No collectives."))
+        elif _is_records(value):
+            made.append(records(f"{key.replace('_', ' ').capitalize()} at level {name}", value))
+        else:
+            words += [el("dt", key.replace("_", " ")), el("dd", shown_value(key, value))]
+    return ([el("dl", words)] if words else []) + made
+
+
+def _is_records(value: Any) -> bool:
+    listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    return listed and all(isinstance(x, Mapping) for x in value)

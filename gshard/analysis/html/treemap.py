@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gshard._util.units import bytes_of
-from gshard.analysis.html.bars import LETTER, NARROW, WIDE, label, picture
-from gshard.analysis.html.fills import FILLS
+from gshard.analysis.html.bars import FILLS, LETTER, NARROW, WIDE, label, picture
 from gshard.analysis.html.markup import Markup, el
 
 _WIDTH, _HEIGHT = 900.0, 340.0  # pixels for which rectangles are made nearly square

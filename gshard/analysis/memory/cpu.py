@@ -5,10 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from gshard.analysis.memory.program import FREE, RESHAPED, Op, Program
-from gshard.analysis.memory.views import views
+import jax.numpy as jnp
+
+from gshard.analysis.memory.program import (
+    COLLECTIVES,
+    FREE,
+    NEW_CPU,
+    RESHAPED,
+    Op,
+    Program,
+    Value,
+    views,
+)
 
 # How a value is read: computed within the kernel, or from memory: as it lies, or in another shape.
 _Reading = tuple[int, ...] | str
@@ -157,3 +167,150 @@ def _merged(op: Op, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     stay = [d for d in range(len(shape)) if d not in (*summed, *batch)]
     kinds = sorted(dims for dims in (stay, sorted(summed)) if dims)
     return (*(shape[d] for d in batch), *(math.prod(shape[d] for d in dims) for dims in kinds))
+
+
+_NOT_ROUNDED = {  # by dumps of JAX 0.12: done in bfloat16, or they only move elements
+    "abs", "broadcast_in_dim", "clamp", "concatenate", "dynamic_slice", "gather", "max", "min",
+    "neg", "pad", "reorder", "rev", "select_n", "sign", "slice", "split", "stack", "transpose",
+}  # fmt: skip
+
+
+def is_narrow(value: Value) -> bool:
+    """Whether it is a floating-point number of 16 bits."""
+    return value.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def written_wide(op: Op, value: Value) -> bool:
+    """Whether what an operation gives is float32 in memory for all that reads it.
+
+    Collectives always are done in it; up to JAX 0.11 everything is. A loop carries what it is told.
+    """
+    return is_narrow(value) and not op.bodies and (not NEW_CPU or op.name in COLLECTIVES)
+
+
+def is_rounded(op: Op, value: Value) -> bool:
+    """Whether what an operation gives is rounded from float32 to bfloat16, from JAX 0.12 on.
+
+    That is dear, so that it is done once (`CpuInstructionFusion::IsExpensive`).
+    """
+    return NEW_CPU and value.dtype == jnp.bfloat16 and op.name not in _NOT_ROUNDED
+
+
+def with_widened(program: Program, absorbs: Callable[[str], bool]) -> Program:
+    """The program in which what lies in memory in 16 bits is read in float32, up to JAX 0.11.
+
+    That are inputs and what loops give; all else is float32 already. A kernel that only computes
+    element by element widens as it reads. Everything else reads a copy, which all share. For a
+    loop that is a copy of the whole: as its body slices what does not change, and widens it, the
+    widening is done before (`FloatNormalization`, `WhileLoopInvariantCodeMotion`).
+
+    Args:
+      program: of one device.
+      absorbs: whether an operation of this name widens as it reads.
+    """
+    found = dataclasses.replace(program, ops=[], values=list(program.values))
+    in_memory = {i for i in program.inputs if is_narrow(program.values[i])}
+    copies: dict[int, int] = {}
+
+    def copy(i: int) -> int:
+        if i not in in_memory:
+            return i
+        if i not in copies:
+            value = found.values[i]
+            copies[i] = found.new(dataclasses.replace(value, dtype=jnp.dtype(jnp.float32)))
+            found.ops.append(Op("convert_element_type", [i], [copies[i]], {}, ""))
+        return copies[i]
+
+    for op in program.ops:
+        narrow = {out for out in op.outs if is_narrow(program.values[out])}
+        if op.name == "scan":
+            carried = {a for a, _ in op.carried}
+            ins = [i if k in carried else copy(i) for k, i in enumerate(op.ins)]
+            op = dataclasses.replace(op, ins=ins, bodies=[_reading_wide(op)])
+        elif not (op.bodies or op.name in RESHAPED or absorbs(op.name)):
+            op = dataclasses.replace(op, ins=[i if i == FREE else copy(i) for i in op.ins])
+        if op.bodies or op.name in RESHAPED and in_memory.intersection(op.ins):
+            in_memory |= narrow
+        found.ops.append(op)
+    return found
+
+
+def _reading_wide(scan: Op) -> Program:
+    """The body of a scan that is given in float32 all that it does not carry."""
+    (body,), carried = scan.bodies, {a for a, _ in scan.carried}
+    values = list(body.values)
+    for k, i in enumerate(body.inputs):
+        if k not in carried and is_narrow(values[i]):
+            values[i] = dataclasses.replace(values[i], dtype=jnp.dtype(jnp.float32))
+    return dataclasses.replace(body, values=values)
+
+
+def with_canonical_products(program: Program) -> Program:
+    """The program with a copy of each operand whose dimensions lie in another order.
+
+    `DotDecomposer` has those of a batch first, then those that stay and those that are summed over,
+    of the right operand these first, and merges the dimensions of each kind. One dimension that
+    stays and one that is summed over may change places: that, the product itself can do.
+    `ConvCanonicalization` has rows, positions and features of what a convolution reads and writes,
+    and positions, features in and features out of its kernel. It leaves out the bodies of loops.
+    The result is written as it is wanted; from JAX 0.12 on it is copied, too.
+    """
+    found = dataclasses.replace(program, ops=[], values=list(program.values))
+    copies: dict[tuple[int, tuple[int, ...]], int] = {}
+
+    def copy(op: Op, side: int) -> int:
+        i, order = op.ins[side], _order(op, side, program)
+        if i == FREE or not order:
+            return i
+        if (i, order) not in copies:
+            copies[i, order] = found.new(program.values[i])
+            found.ops.append(Op("reorder", [i], [copies[i, order]], {}, op.where))
+        return copies[i, order]
+
+    for op in program.ops:
+        if op.name in ("dot_general", "conv_general_dilated"):
+            op = dataclasses.replace(op, ins=[copy(op, 0), copy(op, 1)])
+        if op.name == "conv_general_dilated" and NEW_CPU and not program.is_body:
+            if _order_of_positions(op.params["dimension_numbers"].out_spec):
+                result = found.new(program.values[op.outs[0]])
+                found.ops.append(dataclasses.replace(op, outs=[result]))
+                op = Op("transpose", [result], op.outs, {}, op.where)
+        found.ops.append(op)
+    return found
+
+
+def _order(op: Op, side: int, program: Program) -> tuple[int, ...]:
+    """The order that an operand is copied into, but for dimensions of size 1; empty for none."""
+    if op.ins[side] == FREE:
+        return ()
+    if op.name == "conv_general_dilated":
+        return () if program.is_body else _order_of_convolution(op, side)
+    shape = program.values[op.ins[side]].shape
+    summed, batch = (
+        [d for d in dims[side] if shape[d] > 1] for dims in op.params["dimension_numbers"]
+    )
+    stay = [d for d, size in enumerate(shape) if size > 1 and d not in (*summed, *batch)]
+    order = (*batch, *stay, *summed) if side == 0 else (*batch, *summed, *stay)
+    swapped = (*batch, *summed, *stay) if side == 0 else (*batch, *stay, *summed)
+    if order == tuple(sorted(order)):
+        return ()
+    if swapped == tuple(sorted(order)) and len(stay) == len(summed) == 1:
+        return ()
+    return order
+
+
+def _order_of_convolution(op: Op, side: int) -> tuple[int, ...]:
+    numbers = op.params["dimension_numbers"]
+    if side == 0:
+        return _order_of_positions(numbers.lhs_spec)
+    made, read, *positions = numbers.rhs_spec
+    return _unless_in_order((*positions, read, made))
+
+
+def _order_of_positions(spec: Sequence[int]) -> tuple[int, ...]:
+    rows, features, *positions = spec
+    return _unless_in_order((rows, *positions, features))
+
+
+def _unless_in_order(order: tuple[int, ...]) -> tuple[int, ...]:
+    return order if order != tuple(sorted(order)) else ()

@@ -19,10 +19,9 @@ import jax
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard.analysis.memory.combine import Kernel
-from gshard.analysis.memory.dialect import NEW_CPU
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.program import Program
+from gshard.analysis.memory.program import NEW_CPU, Program
 from gshard.analysis.memory.traffic import Exchange, exchanges_of, flops_of, traffic_of
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep

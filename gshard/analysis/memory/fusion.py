@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from gshard.analysis.memory.canonical_products import with_canonical_products
 from gshard.analysis.memory.combine import Kernel, combined
-from gshard.analysis.memory.cpu import with_repeated
-from gshard.analysis.memory.dialect import NEW_CPU
-from gshard.analysis.memory.fusion_rewrites import siblings_joined
-from gshard.analysis.memory.program import FREE, RESHAPED, Op, Program
-from gshard.analysis.memory.split_products import with_split_products
-from gshard.analysis.memory.views import views
-from gshard.analysis.memory.widened import is_rounded, with_widened
+from gshard.analysis.memory.cpu import (
+    is_rounded,
+    with_canonical_products,
+    with_repeated,
+    with_widened,
+)
+from gshard.analysis.memory.fusion_rewrites import siblings_joined, with_split_products
+from gshard.analysis.memory.program import FREE, NEW_CPU, RESHAPED, Op, Program, views
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {

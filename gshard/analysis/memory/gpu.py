@@ -7,15 +7,16 @@ taken it heeds that too, which is not modelled.)
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
 from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.fusion import Fused
-from gshard.analysis.memory.kernel_times import latency, time_of
-from gshard.analysis.memory.program import COLLECTIVES, Op
+from gshard.analysis.memory.program import COLLECTIVES, Op, Program
+from gshard.analysis.memory.traffic import flops_of_op
 
 _EDGE = 1.0  # microseconds from a kernel to one that waits for it
 
@@ -244,3 +245,63 @@ def _rank(
         -waste,
         after_done,
     )
+
+
+# Microseconds, and bytes (operations) a microsecond.
+_START = {"all-gather": 19.0, "reduce-scatter": 33.0, "all-reduce": 40.0}
+_OTHER = 19.0
+_WIRE, _MEMORY = 0.38e6, 3.35e6
+_PRODUCT, _FLOPS = 6.0, 400e6
+_CONVOLUTION = 10.0
+
+
+def latency(kernel: Kernel, program: Program) -> float:
+    """Microseconds from the start of a collective to its end."""
+    kind = COLLECTIVES[kernel.op.name]
+    size = max(_bytes(kernel.reads, program), _bytes(kernel.writes, program))
+    return _START.get(kind, _OTHER) + size * (2 if kind == "all-reduce" else 1) / _WIRE
+
+
+def time_of(kernel: Kernel, program: Program) -> float:
+    """Microseconds of a kernel that is no collective; a loop counts as nothing there."""
+    if kernel.op.bodies:
+        return 0.0
+    if kernel.op.name == "conv_general_dilated":
+        return _CONVOLUTION
+    if flops := flops_of_op(kernel.op, program):
+        return _PRODUCT + flops / _FLOPS
+    return _bytes((*kernel.reads, *kernel.writes), program) / _MEMORY
+
+
+def _bytes(numbers: Sequence[int], program: Program) -> int:
+    return sum(program.values[i].bytes for i in numbers)
+
+
+def padded_kernel(
+    image: Sequence[int], kernel: Sequence[int], params: Mapping[str, Any]
+) -> tuple[int, ...] | None:
+    """The shape of a kernel's padded copy; None where there is none.
+
+    A kernel that is larger than what it is moved over changes places with it in XLA
+    (`SwapConvOperands`), and what is moved over has its padding written out for cuDNN unless that
+    is the same on both sides: of a kernel of 3 x 3 for images of 2 x 2 a copy of 6 x 6.
+
+    Args:
+      image: shape of the left operand.
+      kernel: shape of the right operand.
+      params: of the `conv_general_dilated`.
+    """
+    spec = params["dimension_numbers"]
+    sizes = [image[d] for d in spec.lhs_spec[2:]]
+    widths = [kernel[d] for d in spec.rhs_spec[2:]]
+    if math.prod(widths) <= math.prod(sizes):
+        return None
+    shape, even = list(kernel), True
+    for d, size, width, wide, apart, (low, high) in zip(
+        spec.rhs_spec[2:], sizes, widths,
+        params["lhs_dilation"], params["rhs_dilation"], params["padding"], strict=True,
+    ):  # fmt: skip
+        moved = (size - 1) * wide - (width - 1) * apart
+        even &= low == high
+        shape[d] += max(0, low + moved) + max(0, high + moved)
+    return None if even else tuple(shape)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gshard.analysis.memory.combine import Kernel, waits_for
+from gshard.analysis.memory.cpu import written_wide
 from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
 from gshard.analysis.memory.gpu import latency_hidden
-from gshard.analysis.memory.order import breadth_first, depth_first
-from gshard.analysis.memory.program import COLLECTIVES, FREE, Program, Value
-from gshard.analysis.memory.widened import written_wide
+from gshard.analysis.memory.program import COLLECTIVES, FREE, Op, Program, Value
 
 
 @dataclass(frozen=True)
@@ -160,3 +160,97 @@ def _shared(
             if held[i] == size:
                 return i
     return None
+
+
+def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:
+    """Of every kernel, those it waits for, and those that wait for it."""
+    before = waits_for(whole.kernels)
+    after: list[list[int]] = [[] for _ in whole.kernels]
+    for k, waits in enumerate(before):
+        for b in waits:
+            after[b].append(k)
+    return before, after
+
+
+def breadth_first(whole: Fused) -> list[Kernel]:
+    """As XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
+    before, after = _graph(whole)
+    waits = [len(b) for b in before]
+    ready = deque(k for k, n in enumerate(waits) if not n)
+    found = []
+    while ready:
+        k = ready.popleft()
+        found.append(whole.kernels[k])
+        for r in sorted(after[k], key=lambda r: (whole.kernels[r].late, r)):
+            waits[r] -= 1
+            if not waits[r]:
+                ready.append(r)
+    return found
+
+
+def depth_first(whole: Fused) -> list[Kernel]:
+    """Operands before what reads them, from the results; what most hangs on first.
+
+    One of the three orders that XLA:GPU chooses from by memory (`DFSMemoryScheduler`), before it
+    hides the latency of collectives.
+    """
+    before, after = _graph(whole)
+    sizes = whole.program.values
+    most = 1 << 62
+    extra, total = [0] * len(before), [0] * len(before)
+    for k, kernel in enumerate(whole.kernels):
+        extra[k] = max(0, len(after[k]) - 1) + sum(extra[b] for b in before[k])
+        total[k] = sum(sizes[i].bytes for i in kernel.writes) + sum(total[b] for b in before[k])
+        extra[k], total[k] = min(extra[k], most), min(total[k], most)
+    place = {i: k for k, kernel in enumerate(whole.kernels) for i in kernel.writes}
+    ends = [place[j] for i in whole.program.outputs if (j := whole.buffer.get(i, i)) in place]
+    ends += [k for k, readers in enumerate(after) if not readers]
+
+    def sorted_(ks: list[int]) -> list[int]:
+        return sorted(ks, key=lambda k: (-extra[k], -total[k], k))
+
+    found, seen = [], set()
+    for end in sorted_(list(dict.fromkeys(ends))):
+        stack = [(end, False)]
+        while stack:
+            k, done = stack.pop()
+            if done:
+                found.append(whole.kernels[k])
+            elif k not in seen:
+                seen.add(k)
+                stack.append((k, True))
+                kernel = whole.kernels[k]
+                operands = [place[i] for i in (*kernel.reads, *kernel.after) if i in place]
+                stack += [(b, False) for b in reversed(sorted_(operands)) if b not in seen]
+    return found
+
+
+def with_own_zeros(program: Program) -> Program:
+    """A program whose broadcasts return a value for every operation that writes into them.
+
+    Equal broadcasts are one for XLA, such as the zeros that gradients of tables start as. What is
+    written into is copied for all but one of the writers, right where it is made; XLA:GPU makes all
+    of them in one kernel.
+    """
+    made = {op.outs[0] for op in program.ops if _of_a_constant(op)}
+    written = Counter(op.ins[0] for op in program.ops if op.name in IN_PLACE and op.ins[0] in made)
+    several = {i: n for i, n in written.items() if n > 1}
+    if not several:
+        return program
+    program = dataclasses.replace(program, values=list(program.values))
+    copies = {
+        i: [i, *(program.new(program.values[i]) for _ in range(n - 1))] for i, n in several.items()
+    }
+    left = {i: list(own) for i, own in copies.items()}
+    ops = []
+    for op in program.ops:
+        if op.outs[0] in copies:
+            op = dataclasses.replace(op, outs=copies[op.outs[0]])
+        elif op.name in IN_PLACE and op.ins[0] in left:
+            op = dataclasses.replace(op, ins=[left[op.ins[0]].pop(0), *op.ins[1:]])
+        ops.append(op)
+    return dataclasses.replace(program, ops=ops)
+
+
+def _of_a_constant(op: Op) -> bool:
+    return op.name == "broadcast_in_dim" and all(i == FREE for i in op.ins)

@@ -15,10 +15,18 @@ import numpy as np
 from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, called, opened, scan_sizes
-from gshard.analysis.memory.cudnn import padded_kernel
-from gshard.analysis.memory.global_view import factors_in, factors_of, local_value, out_factors
-from gshard.analysis.memory.program import FREE, Op, Program, Value
-from gshard.analysis.memory.zeros import with_own_zeros
+from gshard.analysis.memory.gpu import padded_kernel
+from gshard.analysis.memory.liveness import with_own_zeros
+from gshard.analysis.memory.program import (
+    FREE,
+    Op,
+    Program,
+    Value,
+    factors_in,
+    factors_of,
+    local_value,
+    out_factors,
+)
 
 # What returns its operand: the same numbers, or other words for them.
 _SAME = (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 RESHAPED = ("reshape", "squeeze", "expand_dims", "bitcast_convert_type")
 # Of HLO, by primitive.
@@ -140,3 +143,162 @@ def _trimmed(op: Op, needed: set[int]) -> Op:
         bodies=[body],
         carried=[(ins.index(a), b) for a, b in op.carried],
     )
+
+
+# It honours optimization barriers, which still are there when it fuses, keeps bfloat16 (collectives
+# aside), and copies what a convolution outside of loops gives into another order. Up to then
+# barriers vanish before equal operations are merged, and whatever is bfloat16 is computed, and
+# kept, in float32. What it computes anew for each reader is modelled for it alone: the older one
+# has the pass, too, but its rematerialised loops came out up to 1.24 times too large that way.
+NEW_CPU = jax.__version_info__ >= (0, 12)
+
+
+_PRODUCT = ("dot_general", "sum_parts")
+
+
+def views(program: Program, platform: str) -> dict[int, int]:
+    """Results that are their operand's buffer under another shape."""
+    view: dict[int, int] = {}
+    users: dict[int, list[Op]] = defaultdict(list)
+    made = {out: op for op in program.ops for out in op.outs}
+    for op in program.ops:
+        for i in op.ins:
+            users[i].append(op)
+    for op in program.ops:
+        if op.name in (*RESHAPED, "optimization_barrier") or (
+            op.name == "rev" and _read_in_reverse(op, users, program, platform)
+        ):
+            view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
+        elif op.name == "reorder" and _as_it_lies(op, made, users, program, platform):
+            view[op.outs[0]] = op.ins[0]
+        elif op.name == "transpose" and op.ins[0] != FREE:
+            source = made.get(op.ins[0])
+            # A product is written the other way round for it.
+            if source is not None and source.name in _PRODUCT and len(users[op.ins[0]]) == 1:
+                view[op.outs[0]] = op.ins[0]
+        elif op.name == "reshard" and op.ins[0] != FREE:
+            a, b = program.values[op.ins[0]], program.values[op.outs[0]]
+            if a.bytes == b.bytes:
+                view[op.outs[0]] = op.ins[0]
+    return view
+
+
+def _read_in_reverse(
+    op: Op, users: Mapping[int, list[Op]], program: Program, platform: str
+) -> bool:
+    """Whether convolutions reverse a kernel as they read it, as cuDNN's do.
+
+    Those of XLA:CPU only where the kernel has more positions than what it goes over, for which it
+    then is taken (`SwapConvOperands`).
+    """
+
+    def positions(conv: Op, side: int) -> int:
+        numbers = conv.params["dimension_numbers"]
+        shape = program.values[conv.ins[side]].shape
+        return math.prod(shape[d] for d in (numbers.lhs_spec, numbers.rhs_spec)[side][2:])
+
+    return platform != "cpu" or all(
+        conv.name == "conv_general_dilated" and positions(conv, 0) < positions(conv, 1)
+        for conv in users[op.outs[0]]
+    )
+
+
+def _as_it_lies(
+    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: Program, platform: str
+) -> bool:
+    """Whether a matrix product reads, or writes, a matrix in either order of its dimensions.
+
+    On CPU, a convolution writes in any.
+    """
+    source = made.get(op.ins[0])
+    if source is not None and source.name == "conv_general_dilated" and platform == "cpu":
+        return len(users[op.ins[0]]) == 1
+    if len(program.values[op.ins[0]].shape) != 2 or op.outs[0] in program.outputs:
+        return False
+    if source is not None and source.name in _PRODUCT:
+        return len(users[op.ins[0]]) == 1
+    return bool(users[op.outs[0]]) and all(u.name == "dot_general" for u in users[op.outs[0]])
+
+
+def local_value(aval: Any, factors: tuple[int, ...] | None = None) -> Value:
+    """What one device holds of an array that is divided so; padded where that does not go up."""
+    factors = factors or (1,) * len(aval.shape)
+    shape = tuple(-(-size // f) for size, f in zip(aval.shape, factors, strict=True))
+    return Value(shape, aval.dtype, factors)
+
+
+def factors_of(sharding: Any, ndim: int) -> tuple[int, ...]:
+    """Into how many parts a sharding divides each of `ndim` dimensions."""
+    spec = getattr(sharding, "spec", None)
+    return factors_in(spec, sharding.mesh.shape, ndim) if spec is not None else (1,) * ndim
+
+
+def factors_in(spec: Any, sizes: Mapping[str, int], ndim: int) -> tuple[int, ...]:
+    """The factors of a spec on a mesh with axes of these sizes."""
+    found = [1] * ndim
+    for d, names in enumerate(spec):
+        for name in (names,) if isinstance(names, str) else names or ():
+            found[d] *= sizes[name]
+    return tuple(found)
+
+
+def out_factors(
+    eqn: Any, ins: Sequence[int], aval: Any, values: Sequence[Value]
+) -> tuple[int, ...]:
+    """How a result lies in the global view: as its operands, dimension by dimension."""
+    ndim, name, found = len(aval.shape), eqn.primitive.name, [1] * len(aval.shape)
+    for place, i in enumerate(ins):
+        if i == FREE:
+            continue
+        factors = values[i].factors
+        if name == "broadcast_in_dim":
+            to = eqn.params["broadcast_dimensions"]
+        elif name == "transpose":
+            to = [eqn.params["permutation"].index(d) for d in range(len(factors))]
+        elif name.startswith("reduce_") and "axes" in eqn.params:
+            rest = [d for d in range(len(factors)) if d not in eqn.params["axes"]]
+            to = [rest.index(d) if d in rest else None for d in range(len(factors))]
+        elif name == "dot_general":
+            to = _dot_dims(eqn.params["dimension_numbers"], place, len(factors), ndim)
+        elif name in RESHAPED:
+            to = _reshaped(eqn.invars[0].aval.shape, aval.shape)
+        else:
+            to = range(len(factors)) if len(factors) == ndim else [None] * len(factors)
+        for d, factor in zip(to, factors, strict=True):
+            if d is not None and d < ndim and aval.shape[d] > 1:
+                found[d] = max(found[d], factor)
+    return tuple(found)
+
+
+def _dot_dims(numbers: Any, place: int, ndim: int, out_ndim: int) -> list[int | None]:
+    """Where the dimensions of an operand of a `dot_general` are in its result."""
+    contract, batch = numbers
+    taken = {*contract[place], *batch[place]}
+    free = [d for d in range(ndim) if d not in taken]
+    to = {d: k for k, d in enumerate(batch[place])}
+    first = len(batch[0]) if place == 0 else out_ndim - len(free)
+    to |= {d: first + k for k, d in enumerate(free)}
+    return [to.get(d) for d in range(ndim)]
+
+
+def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
+    """Where the dimensions of an array are after a reshape; None for one that is split or merged.
+
+    A dimension that is split or merged is followed to the major one of what it becomes.
+    """
+    found: list[int | None] = [None] * len(old)
+    i = j = 0
+    while i < len(old) and j < len(new):
+        left, right, first, to = old[i], new[j], i, j
+        while left != right:
+            if left < right and i + 1 < len(old):
+                i += 1
+                left *= old[i]
+            elif j + 1 < len(new):
+                j += 1
+                right *= new[j]
+            else:
+                return found
+        found[first] = to
+        i, j = i + 1, j + 1
+    return found
