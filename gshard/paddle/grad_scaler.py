@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.train_state.loss_scale import GradScaler, ScalerState
-from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.losses import Scaled
+from gshard.wrapped.accumulation import Accumulation, Scaled
 from gshard.wrapped.wrapped_model import kept
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import core
@@ -22,10 +24,9 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.local_gradients import Unreduced
+from gshard.train.loss import Weighted
 from gshard.wrapped import compiled_fns
-from gshard.wrapped.compiled_fns import Phases
-from gshard.wrapped.losses import Joined, Scaled
-from gshard.wrapped.on_model import OnModel
+from gshard.wrapped.compiled_fns import OnModel, Phases
 from gshard.wrapped.unused_params import check_closure, unreached
 
 MANY = 8  # loss functions, each of which is compiled
@@ -289,3 +290,41 @@ class Accumulation:
         paths = unreached(loss_fn, self.plan.template[0], self.forward.wrt, batch)
         if paths:
             warn(f"the loss does not reach {some(paths)}: their gradients are zero.")
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A loss that is multiplied by the scale of a scaler; its batch is `(batch, scale)`."""
+
+    loss_fn: Callable[..., Any]
+    scaler: Any
+
+    def __call__(self, model: nnx.Module, batch: Any) -> Any:
+        """The loss of a batch times its scale."""
+        batch, scale = batch
+        loss = self.loss_fn(model, batch)
+        if isinstance(loss, Weighted):
+            return Weighted(loss.sum * scale, loss.weight)
+        return loss * scale if hasattr(loss, "dtype") else loss  # what is no loss is refused later
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A loss of devices of which some have no data left; its batch is `(batch, shares)`.
+
+    Attributes:
+      loss_fn: the loss.
+      initial: the mean is over all devices, and not over those that have data.
+    """
+
+    loss_fn: Callable[..., Any]
+    initial: bool
+
+    def __call__(self, model: nnx.Module, batch: Any) -> Any:
+        """The loss on one device; `shares` is `(rows,)`, all 1 or all 0."""
+        batch, shares = batch
+        loss = self.loss_fn(model, batch)
+        if not isinstance(loss, Weighted):
+            loss = Weighted(jnp.asarray(loss), jnp.ones(()))
+        total = jnp.where(shares[0] > 0, loss.sum, 0)
+        return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
