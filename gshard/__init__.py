@@ -45,8 +45,8 @@ from gshard.paddle.checkpoint import save_group_sharded_model as save_group_shar
 from gshard.paddle.data_parallel import DataParallel as DataParallel
 from gshard.paddle.data_parallel import fused_allreduce_gradients as fused_allreduce_gradients
 from gshard.paddle.group_sharded import group_sharded_parallel as group_sharded_parallel
-from gshard.paddle.saving import load as load
-from gshard.paddle.saving import save as save
+from gshard.paddle.state_dict import load as load
+from gshard.paddle.state_dict import save as save
 from gshard.paddle.state_dict import set_state_dict as set_state_dict
 from gshard.paddle.state_dict import state_dict as state_dict
 from gshard.pytorch.join import Join as Join

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
+from gshard.checkpoint.checksums import damages, write_all
+from gshard.checkpoint.directory import fsync
+from gshard.checkpoint.errors import DamagedCheckpointError
 from gshard.sharding.mesh import data_group, make_mesh
 from gshard.sharding.plan import all_whole
 from gshard.wrapped.named_arrays import (
@@ -76,3 +85,132 @@ def _stored(target: Any, call: str) -> Named:
         )
     alone = data_group(make_mesh(devices=jax.devices()[:1]))
     return named((tree, all_whole(tree, alone)))
+
+
+# In the directory that is named there may be other things, which are left alone.
+NAME = "gshard_state"
+_NEW, _OLD = f".{NAME}.new", f".{NAME}.old"
+_MARK = "_METADATA"  # Orbax writes it into every directory of its own
+
+
+def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
+    """Writes a state dict into a directory, as its entry `gshard_state`, replacing one before.
+
+    The old one goes when the new one is complete, and every byte has a checksum; whatever else is
+    there stays. With several processes all of them call it, and the first writes.
+
+    Args:
+      state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings
+        by name. Lists and tuples are written as dictionaries, by number or by field, without what
+        is empty; a number as a key becomes a string.
+      path: of the directory; it is made.
+
+    Raises:
+      GShardError: something else is in the way, or a value cannot be written.
+    """
+    folder = _path(path)
+    if not isinstance(state_dict, Mapping) or not state_dict:
+        raise GShardError(
+            f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")
+    target, new, old = folder / NAME, folder / _NEW, folder / _OLD
+    if target.exists() and not (target / _MARK).exists():
+        raise GShardError(f"save: {target} is not what gshard wrote. Choose another directory.")
+    values = _writable(state_dict, "")
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not target.exists() and (old / _MARK).exists():
+            old.rename(target)  # an earlier call was ended between its two renamings
+    _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
+    if jax.process_index() == 0:
+        write_all(new)
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        fsync(folder)
+        shutil.rmtree(old, ignore_errors=True)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"gshard.save {folder}")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """What `save` wrote into a directory: NumPy arrays, numbers and strings by name.
+
+    Raises:
+      DamagedCheckpointError: a file is not as it was written.
+      GShardError: there is nothing.
+    """
+    folder = _path(path)
+    found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
+    if not found:
+        what = "holds nothing that gshard.save wrote" if folder.exists() else "does not exist"
+        raise GShardError(f"load: {folder} {what}.")
+    if bad := damages(found[0]):
+        raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
+    try:
+        return _orbax(lambda checkpointer: checkpointer.restore(found[0]))
+    except Exception as error:
+        raise GShardError(f"load: {found[0]} is damaged: {error}") from error
+
+
+def _orbax(act: Any) -> Any:
+    import orbax.checkpoint as ocp  # takes most of a second
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return act(checkpointer)
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise GShardError(f"path={shown(path)} must be the path of a directory.")
+    return Path(path).expanduser().resolve()
+
+
+def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        path = f"{inside}{name}"
+        if type(name) is int and str(name) not in tree:  # layers of a list, in NNX
+            name = str(name)
+        if not isinstance(name, str):
+            raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
+        if isinstance(value, (list, tuple)):
+            if jax.tree.leaves(value):
+                found[name] = _writable(_by_name(value), f"{path}/")
+        elif isinstance(value, Mapping):
+            if not value:
+                raise GShardError(f"save: {path} is empty: there is nothing to write.")
+            found[name] = _writable(value, f"{path}/")
+        elif isinstance(value, (bool, int, float, str)):
+            found[name] = value
+        elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
+            found[name] = _array(value, path)
+        else:
+            raise GShardError(
+                f"save: {path} is {shown(value)}. A state dict holds arrays, numbers, strings and "
+                "dictionaries of these."
+            )
+    return found
+
+
+def _by_name(values: Any) -> dict[str, Any]:
+    """The entries of a sequence by number, of a named tuple by field."""
+    names = getattr(values, "_fields", map(str, range(len(values))))
+    entries = zip(names, values, strict=True)
+    return {name: x for name, x in entries if jax.tree.leaves(x)}
+
+
+def _array(value: Any, path: str) -> np.ndarray:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        raise GShardError(
+            f"save: {path} lies over several processes. Take it from state_dict(), which gathers."
+        )
+    host = np.asarray(value)
+    if not (jnp.issubdtype(host.dtype, np.number) or host.dtype == np.bool_):
+        raise GShardError(f"save: {path} is no array of numbers, but of {host.dtype}.")
+    if not host.size:
+        raise GShardError(f"save: {path} has the shape {host.shape}: there is nothing to write.")
+    return host
