@@ -12,7 +12,7 @@ from jax.extend import core
 from gshard._util.errors import GShardError, some
 from gshard._util.jaxpr import all_equations, body_of, called, scan_sizes
 from gshard._util.pytree import flatten
-from gshard.pytorch.own_state import parameter_of
+from gshard.pytorch.state_dict import parameter_of
 
 _RANDOM = ("random_", "threefry")
 _Of = frozenset[int]

@@ -16,11 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from gshard._util.pytree import flatten
-from gshard.pytorch.grouped import Labels, group_states, grouped
-from gshard.pytorch.own_state import keep_of, parameter_of, with_zeros
-from gshard.pytorch.param_group import ParamGroup
-from gshard.pytorch.param_groups import Tree
-from gshard.pytorch.state_dict import refuse_other_parts
+from gshard.pytorch.param_groups import Labels, ParamGroup, Tree, group_states, grouped
+from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE
 from gshard.train.gradients import Options

@@ -7,25 +7,24 @@ that has most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard.pytorch.coupling import refuse_coupled
-from gshard.pytorch.from_owners import FromOwners, by_device
-from gshard.pytorch.grouped import Labels
-from gshard.pytorch.own_state import parameter_of, with_zeros
-from gshard.pytorch.owner import Owner
-from gshard.pytorch.param_group import ParamGroup
-from gshard.pytorch.param_groups import Tree
-from gshard.pytorch.state_dict import refuse_other_parts
+from gshard.pytorch.param_groups import Labels, ParamGroup, Tree
+from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.mesh import data_group
+from gshard.sharding.plan import Plan
+from gshard.train.comm.collectives import from_owners, rows_of_all
 from gshard.train.gradients import Options
 from gshard.train.local_gradients import Unreduced
 from gshard.train.shard_train_state import shard_train_state
@@ -214,3 +213,268 @@ class Greedy:
             here = self._own[owner].state(g)[path] if owner in self._own else None
             found.append(self._publish.one(owner, here, like))
         return jax.tree.unflatten(structure, found)
+
+
+class Owner:
+    """The state of some tensors on one device.
+
+    Attributes:
+      device: where everything is.
+      mine: positions of its tensors among all.
+      states: of each group; None where it owns nothing of it.
+    """
+
+    def __init__(
+        self,
+        device: Any,
+        params: Mapping[int, jax.Array],
+        groups: Sequence[ParamGroup],
+        trees: Sequence[Any],
+        pack: Callable[[Mapping[int, jax.Array]], list[jax.Array]],
+    ):
+        """Makes the state of a new optimizer.
+
+        Args:
+          device: where everything is to be.
+          params: its tensors by position, on the device.
+          groups: of all parameters.
+          trees: of each group, with positions for leaves.
+          pack: what is sent of new tensors, beside them.
+        """
+        self.device, self.mine = device, tuple(params)
+        self._groups, self._trees, self._pack = groups, trees, pack
+        # Of the parameters only shapes are used: without a sharding all would go to device 0.
+        at = SingleDeviceSharding(device)
+        self.states: list[Any] = [
+            jax.jit(group.tx().init, out_shardings=at)(self._own(g, params))
+            if self.has(g)
+            else None
+            for g, group in enumerate(groups)
+        ]
+        self._update = jax.jit(self._run, static_argnums=0, donate_argnums=3)
+        self._nothing = [] if self.mine else jax.device_put(pack({}), device)
+
+    def has(self, g: int) -> bool:
+        """Whether it owns something of a group."""
+        return not set(self.mine).isdisjoint(jax.tree.leaves(self._trees[g]))
+
+    def step(
+        self,
+        skipped: tuple[int, ...],
+        params: Sequence[Mapping[Any, jax.Array]],
+        grads: Sequence[Mapping[Any, jax.Array]],
+        values: Any,
+    ) -> tuple[dict[int, jax.Array], list[jax.Array]]:
+        """New tensors by position, and what was packed; of `skipped` everything stays.
+
+        Args:
+          skipped: positions.
+          params: of all, by device.
+          grads: of all, by device.
+          values: hyperparameters of each group.
+        """
+        if not self.mine:
+            return {}, self._nothing
+        own = ([of[i][self.device] for i in self.mine] for of in (params, grads))
+        new, self.states, rows = self._update(skipped, *own, self.states, values)
+        return dict(zip(self.mine, new, strict=True)), rows
+
+    def state(self, g: int) -> dict[str, jax.Array]:
+        """Of a group by path."""
+        return dict(zip(*flatten(self.states[g])[:2], strict=True))
+
+    def placed(self, g: int, values: Mapping[str, Any]) -> Any:
+        """The state of a group of copies of these values, by path."""
+        paths, leaves, structure = flatten(self.states[g])
+        copies = [np.array(values[p], x.dtype) for p, x in zip(paths, leaves, strict=True)]
+        return jax.tree.unflatten(structure, [jax.device_put(x, self.device) for x in copies])
+
+    def _own(self, g: int, own: Mapping[int, Any]) -> Any:
+        """A group's tree with these leaves, the others left out."""
+        return jax.tree.map(lambda i: own.get(i, optax.MaskedNode()), self._trees[g])
+
+    def _run(
+        self,
+        skipped: tuple[int, ...],
+        params: list[Any],
+        grads: list[Any],
+        states: Any,
+        values: Any,
+    ) -> Any:
+        own = dict(zip(self.mine, params, strict=True))
+        of = dict(zip(self.mine, grads, strict=True))
+        new, after = dict(own), list(states)
+        for g, group in enumerate(self._groups):
+            if states[g] is None:
+                continue
+            before = self._own(g, own)
+            updates, after[g] = group.tx(values[g]).update(self._own(g, of), states[g], before)
+            moved = optax.apply_updates(before, updates)
+            places = [i for i in jax.tree.leaves(self._trees[g]) if i in own]
+            new |= dict(zip(places, jax.tree.leaves(moved), strict=True))
+            of_leaf = [None if i is None else places[i] for i in parameter_of(after[g], before)]
+            after[g] = keep_of(of_leaf, skipped, after[g], states[g])
+        new |= {i: own[i] for i in skipped if i in own}
+        return [new[i] for i in self.mine], after, self._pack(new)
+
+
+class FromOwners:
+    """Sends new parameters from their owners to all devices.
+
+    Attributes:
+      devices: of the group, in the order of owners.
+      local: those of this process.
+      elements: sent to every device; in rows with padding, else all-reduced, at twice the price.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        devices: Sequence[Any],
+        owners: Sequence[int | None],
+        leaves: Sequence[jax.Array],
+        rows: bool,
+    ):
+        """Prepares for some parameters.
+
+        Args:
+          plan: level `dp`.
+          devices: of the group.
+          owners: of each leaf; None: it stays what it is.
+          leaves: the parameters.
+          rows: an owner's tensors of one dtype are one row, and rows are gathered at once, padded
+            to the longest; else one all-reduce a tensor.
+        """
+        self._plan, self._owners, self.devices = plan, owners, list(devices)
+        self.local = [d for d in self.devices if d.process_index == jax.process_index()]
+        self._lengths = _row_lengths(leaves, owners) if rows else {}
+        sizes = [x.size for x, owner in zip(leaves, owners, strict=True) if owner is not None]
+        self.elements = len(self.devices) * sum(self._lengths.values()) if rows else sum(sizes)
+        self._send = jax.jit(self._from_rows if rows else self._from_each)
+        self._one = jax.jit(self._from_one, static_argnums=0)
+
+    def pack(self, new: Mapping[int, jax.Array]) -> list[jax.Array]:
+        """An owner's new tensors, by position, as a row `(1, length)` a dtype, if in rows."""
+        rows = []
+        for dtype, length in self._lengths.items():
+            own = [jnp.zeros(0, dtype), *(x.ravel() for x in new.values() if x.dtype == dtype)]
+            row = jnp.concatenate(own)
+            rows.append(jnp.pad(row, (0, length - row.size))[None])
+        return rows
+
+    def send(
+        self,
+        params: Sequence[jax.Array],
+        old: Sequence[Mapping[Any, jax.Array]],
+        new: Mapping[Any, Mapping[int, jax.Array]],
+        rows: Mapping[Any, Sequence[jax.Array]],
+    ) -> list[jax.Array]:
+        """The new parameters on every device.
+
+        Args:
+          params: the old ones.
+          old: the same by device.
+          new: by device of this process, its tensors by position.
+          rows: by device, what `pack` made of them.
+        """
+        return self._send(self._rows(rows) if self._lengths else self._each(old, new), params)
+
+    def lower(self, params: Sequence[jax.Array]) -> jax.stages.Lowered:
+        """What is sent, lowered."""
+        sharding = NamedSharding(self._plan.mesh, self._plan.batch_spec)
+        rows = [
+            jax.ShapeDtypeStruct((len(self.devices), length), dtype, sharding=sharding)
+            for dtype, length in self._lengths.items()
+        ]
+        return self._send.lower(rows or params, params)
+
+    def one(self, owner: int, x: jax.Array | None, like: Any) -> np.ndarray:
+        """One array from its owner, in the host memory of every process.
+
+        Args:
+          owner: its place among the devices.
+          x: what the owner has; None where that is another process's.
+          like: its shape and dtype.
+        """
+        if len(self.local) == len(self.devices):
+            return np.array(x)
+        each: list[Any] = [
+            x if d == self.devices[owner] else jax.device_put(np.zeros(like.shape, like.dtype), d)
+            for d in self.local
+        ]
+        whole = jax.make_array_from_single_device_arrays(like.shape, self._plan.sharding(), each)
+        return np.array(self._one(owner, whole).addressable_data(0))
+
+    def _rows(self, rows: Mapping[Any, Sequence[jax.Array]]) -> list[jax.Array]:
+        sharding = NamedSharding(self._plan.mesh, self._plan.batch_spec)
+        return [
+            jax.make_array_from_single_device_arrays(
+                (len(self.devices), length), sharding, [rows[d][k] for d in self.local]
+            )
+            for k, length in enumerate(self._lengths.values())
+        ]
+
+    def _each(
+        self, old: Sequence[Mapping[Any, jax.Array]], new: Mapping[Any, Mapping[int, jax.Array]]
+    ) -> list[jax.Array]:
+        sharding, found = self._plan.sharding(), []
+        for i, of in enumerate(old):
+            each = [new[d].get(i, of[d]) for d in self.local]
+            found.append(jax.make_array_from_single_device_arrays(each[0].shape, sharding, each))
+        return found
+
+    def _on_devices(self, fun: Any, spec: Any, sent: Any, params: Sequence[jax.Array]) -> Any:
+        return jax.shard_map(
+            fun,
+            mesh=self._plan.mesh,
+            in_specs=(spec, jax.P()),
+            out_specs=jax.P(),
+            check_vma=False,
+        )(sent, params)
+
+    def _from_each(self, sent: Sequence[jax.Array], params: Sequence[jax.Array]) -> list[jax.Array]:
+        owned = [(i, owner) for i, owner in enumerate(self._owners) if owner is not None]
+
+        def on_device(sent: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
+            out, owners = list(params), [owner for _, owner in owned]
+            found = from_owners([sent[i] for i, _ in owned], owners, self._plan.group.axes)
+            for (i, _), x in zip(owned, found, strict=True):
+                out[i] = x
+            return out
+
+        return self._on_devices(on_device, jax.P(), sent, params)
+
+    def _from_one(self, owner: int, x: jax.Array) -> jax.Array:
+        axes = self._plan.group.axes
+        return self._on_devices(lambda xs, _: from_owners(xs, [owner], axes), jax.P(), [x], [])[0]
+
+    def _from_rows(self, rows: Sequence[jax.Array], params: Sequence[jax.Array]) -> list[jax.Array]:
+        def on_device(rows: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
+            found = [rows_of_all(row[0], self._plan.group.axes) for row in rows]
+            of = dict(zip(self._lengths, found, strict=True))
+            out, begin = list(params), Counter()
+            for i, (x, owner) in enumerate(zip(params, self._owners, strict=True)):
+                if owner is not None:
+                    start = begin[x.dtype, owner]
+                    out[i] = of[x.dtype][owner, start : start + x.size].reshape(x.shape)
+                    begin[x.dtype, owner] += x.size
+            return out
+
+        return self._on_devices(on_device, self._plan.batch_spec, rows, params)
+
+
+def by_device(x: jax.Array) -> dict[Any, jax.Array]:
+    """What each device of this process has of an array."""
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def _row_lengths(leaves: Sequence[jax.Array], owners: Sequence[int | None]) -> dict[Any, int]:
+    """By dtype, elements of the owner that has most."""
+    totals: Counter[Any] = Counter()
+    for x, owner in zip(leaves, owners, strict=True):
+        if owner is not None:
+            totals[x.dtype, owner] += x.size
+    found: dict[Any, int] = {}
+    for (dtype, _), size in totals.items():
+        found[dtype] = max(found.get(dtype, 0), size)
+    return found
