@@ -18,14 +18,10 @@ import pytest
 import gshard
 from gshard._util.cgroup import cgroup_limits
 from gshard.cli.doctor import devices, probes
-from gshard.cli.doctor.apart import ask, telling
-from gshard.cli.doctor.cluster import cluster, reached
-from gshard.cli.doctor.disk import disks, written
-from gshard.cli.doctor.hardware import Hardware, hardware, to_install
-from gshard.cli.doctor.machine import machine
-from gshard.cli.doctor.network import network
-from gshard.cli.doctor.variables import variables
-from gshard.cli.doctor.versions import package, versions
+from gshard.cli.doctor.check import ask, telling
+from gshard.cli.doctor.machine import Hardware, disks, hardware, machine, to_install, written
+from gshard.cli.doctor.network import cluster, network, reached
+from gshard.cli.doctor.versions import package, variables, versions
 from gshard.cli.main import main
 from gshard.distributed.rendezvous import LOOPBACK, Address
 from tests.terminal import on_terminal

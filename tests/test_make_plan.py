@@ -19,8 +19,7 @@ from gshard._util.units import bytes_of, count_of
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
-from gshard.cli.paper import DEGREES, SIZES, rounded, table_1
-from gshard.cli.plan import exit_code
+from gshard.cli.plan import DEGREES, SIZES, exit_code, rounded, table_1
 from gshard.train.shard_train_state import shard_train_state
 from tests import setups
 

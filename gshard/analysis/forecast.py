@@ -27,7 +27,7 @@ from gshard.analysis.setup import (
     step_of,
     without_arrays,
 )
-from gshard.cli.words import status
+from gshard.cli.common import status
 from gshard.sharding.budget import Promise, promise
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD

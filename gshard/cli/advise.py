@@ -14,9 +14,7 @@ from gshard.analysis.forecast import plan_config
 from gshard.analysis.html.page import page_of, place
 from gshard.analysis.tune import Verdict, advise, best_of_each
 from gshard.analysis.tune_report import advice, as_rows
-from gshard.cli.command_line import config_parser, named_config
-from gshard.cli.common import NO, YES
-from gshard.cli.words import in_words, leave_accelerators
+from gshard.cli.common import NO, YES, config_parser, in_words, leave_accelerators, named_config
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8

@@ -9,10 +9,7 @@ from typing import Any
 from gshard.analysis.audit import Audit, audit
 from gshard.analysis.config import Config
 from gshard.analysis.setup import batch_of, divided, load_setup, step_of
-from gshard.cli.command_line import config_parser, named_config
-from gshard.cli.common import NO, YES
-from gshard.cli.this_computer import mesh_here
-from gshard.cli.words import in_words, status
+from gshard.cli.common import NO, YES, config_parser, in_words, mesh_here, named_config, status
 
 _EXAMPLE = """examples:
   gshard audit my_project.toml

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
+import signal
 import sys
+import threading
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from gshard._util.errors import GShardError, GShardWarning, did_you_mean
+from gshard.analysis.config import Config, read_config
+from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.
 YES = 0
@@ -41,3 +59,283 @@ def _write_no_more() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+Asked = TypeVar("Asked", Config, Config | None)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _Stopped(SystemExit):
+    """A signal asks this program to end; its code is what a shell says of it."""
+
+
+def leave_accelerators() -> None:
+    """Keeps JAX to the CPU: nothing runs, and a job of somebody's may hold the accelerators.
+
+    Where JAX has started it stays as it is.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
+def in_words(
+    read: Callable[[], tuple[Any, Asked]], work: Callable[[Any, Asked], tuple[str, int]]
+) -> int:
+    """Does the work of a command; an error of the user's is one line, and so is each warning, once.
+
+    Args:
+      read: gives the parsed words and the config. It may exit, as argparse does.
+      work: takes both, and gives what to print and the exit code. What else is printed meanwhile,
+        such as by the model, goes to stderr.
+
+    Returns:
+      The exit code (see `gshard.answer`); 130 after Ctrl-C, and 128 and its number after a signal
+      that ends a program: then too whatever the work has opened is closed.
+    """
+    with _stopped_by_signals(), _warnings_as_lines():
+        try:
+            asked = read()
+            with contextlib.redirect_stdout(sys.stderr):
+                text, code = _worked(work, asked)
+            return print_answer(text, code)
+        except GShardError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return NO_ANSWER
+        except Exception as error:  # of the model's own, and where: Python would exit as for a no
+            sys.excepthook(type(error), error, error.__traceback__)
+            return NO_ANSWER
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except _Stopped as stopped:
+            return int(str(stopped))
+
+
+def _worked(
+    work: Callable[[Any, Asked], tuple[str, int]], asked: tuple[Any, Asked]
+) -> tuple[str, int]:
+    try:
+        return work(*asked)
+    except _Stopped:
+        raise
+    except SystemExit as ended:
+        raise GShardError(
+            f"the model ends the program: SystemExit({ended.code!r}). Raise an error that says why."
+        ) from ended
+
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[Callable[[str], Any]]:
+    """Shows on a terminal's stderr what is being done; gives a function that says what next."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as shown:
+        yield shown.update
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Turns signals that end the program into an exception, so that nothing is left behind.
+
+    Not those that something else hears or ignores (`nohup`), nor outside the main thread.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    heard = [x for x in _SIGNALS if main and signal.getsignal(x) is signal.SIG_DFL]
+    for number in heard:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Gathers gshard's warnings and prints each once; those of others show as ever."""
+    # Several levels are looked at, and say the same.
+    said: dict[str, None] = {}
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def gather(message: Warning | str, category: type[Warning], *more: Any) -> None:
+            if issubclass(category, GShardWarning):
+                said[re.sub(r" at level '\w+'", "", str(message))] = None
+            else:
+                show(message, category, *more)
+
+        warnings.showwarning = gather
+        warnings.simplefilter("always", GShardWarning)
+        try:
+            yield
+        finally:
+            for text in said:
+                print(f"warning: {text}", file=sys.stderr)
+
+
+_MEANINGS = {
+    "levels": "levels to look at, such as os,os_g (default: all four)",
+    "devices": "number of devices",
+    "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
+    "replica": "copies of the divided state (hybrid sharding)",
+    "micro_batch_size": "rows that one device takes at a time",
+    "micro_batches": "how many times in one step (k)",
+    "accumulate": "how gradients accumulate: level, local, scatter or sync",
+    "reshard_after_forward": "true, false, or how many neighbours keep a layer between them",
+    "offload": "true: the optimizer state rests in the host's memory",
+}
+
+
+def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
+    """The parser of a command that is asked about a config; `given_config` reads its words.
+
+    Args:
+      name: `gshard plan`.
+      about: what it does, a sentence.
+      examples: what its help ends with.
+
+    Returns:
+      One that takes CONFIG, an option for every key, and `--json`.
+    """
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?",
+                        help="a TOML file, or module:function")  # fmt: skip
+    group = parser.add_argument_group("over what CONFIG says")
+    for key, meaning in _MEANINGS.items():
+        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
+    group.add_argument(
+        "--arguments.NAME", metavar="X", dest="_", default=argparse.SUPPRESS,
+        help="an argument of the model's function, such as --arguments.layers 4",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    return parser
+
+
+def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:
+    """The parsed words and the config that they ask about; None when none is named.
+
+    Raises:
+      GShardError: as `read_config`.
+    """
+    words, of_model = _apart(parser, words)
+    given, rest = parser.parse_known_args(words)
+    if rest and not rest[0].startswith("-"):
+        parser.error(
+            f"{rest[0]!r} is one word too many. There is one CONFIG, and several values of an "
+            "option are joined by commas, such as --levels os,os_g."
+        )
+    if rest:
+        known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
+        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
+    options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
+    if given.config is None and not of_model:
+        return given, None
+    if given.config is None:
+        parser.error(f"--{next(iter(of_model))} goes with a CONFIG")
+    return given, read_config(given.config, options | of_model)
+
+
+def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
+    """The same where a CONFIG must be named.
+
+    Raises:
+      GShardError: as `read_config`.
+    """
+    given, config = given_config(parser, words)
+    if config is None:
+        parser.error("name a CONFIG")
+    return given, config
+
+
+def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The words that argparse knows, and the values of `--arguments.NAME`, wherever they stand."""
+    others, found, left = [], {}, list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if not name.startswith("--arguments."):
+            others.append(word)
+        elif equals or left:
+            found[name.removeprefix("--")] = _value(value if equals else left.pop(0))
+        else:
+            parser.error(f"{name} needs a value")
+    return others, found
+
+
+def _value(word: str) -> Any:
+    """A word as TOML reads a value, or Python a bool; what is none, such as `os_g`, as a text."""
+    if word in ("True", "False"):
+        return word == "True"
+    try:
+        return tomllib.loads(f"x = {word}")["x"]
+    except tomllib.TOMLDecodeError:
+        return word
+
+
+MOST_VIRTUAL = 64  # every one is a thread, and the whole program is compiled for all of them
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def mesh_here(config: Config, command: str) -> Mesh:
+    """The mesh of a config on this computer; nothing may have used JAX before.
+
+    Accelerators where there are as many as asked for, else virtual devices of the CPU.
+
+    Raises:
+      GShardError: there is no number, or it is too large; `command` begins the message.
+    """
+    count = config.device_count()
+    if count <= MOST_VIRTUAL:
+        virtual_devices(count)  # has no effect on accelerators
+    given = jax.devices()
+    if given[0].platform == "cpu" or len(given) < count:
+        if count > MOST_VIRTUAL:
+            raise GShardError(
+                f"{command} works on this computer's devices, and {count} virtual ones are too "
+                f"many (at most {MOST_VIRTUAL}). Give --devices {MOST_VIRTUAL} or less; gshard "
+                "plan --target compiles for real machines of any size."
+            )
+        given = jax.devices("cpu")
+    return make_mesh(replica=config.replica, devices=given[:count])
+
+
+def free_memory(mesh: Mesh) -> int | None:
+    """Bytes that are free for all devices of a mesh together; None where nobody says.
+
+    Those of accelerators are their own, those of virtual devices the computer's.
+    """
+    devices = mesh.devices.flat
+    if devices[0].platform == "cpu":
+        return min(filter(None, (_free_pages(), _free_in_group())), default=None)
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in x for x in stats):
+        return None
+    return len(stats) * min(x["bytes_limit"] - x.get("bytes_in_use", 0) for x in stats)
+
+
+def _free_pages() -> int | None:
+    with contextlib.suppress(OSError):  # Linux: what can be had without swapping
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _free_in_group() -> int | None:
+    """Of a container's memory, where it has a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        return max(limit - int((_CGROUP / "memory.current").read_text()), 1)
+    return None

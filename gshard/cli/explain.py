@@ -13,10 +13,15 @@ from gshard._util.units import bytes_of
 from gshard.analysis.config import Config
 from gshard.analysis.explain import Explanation, explain
 from gshard.analysis.setup import divided, initialised, load_setup
-from gshard.cli.command_line import config_parser, named_config
-from gshard.cli.common import YES
-from gshard.cli.this_computer import free_memory, mesh_here
-from gshard.cli.words import in_words, status
+from gshard.cli.common import (
+    YES,
+    config_parser,
+    free_memory,
+    in_words,
+    mesh_here,
+    named_config,
+    status,
+)
 from gshard.sharding.plan import Plan
 
 _EXAMPLE = """examples:

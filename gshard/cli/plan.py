@@ -5,20 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
 
 from gshard._util.errors import GShardError, some
 from gshard.analysis.aot.compiled import check_json, compile_for
 from gshard.analysis.aot.report import compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import Forecast, plan_config
+from gshard.analysis.forecast import Forecast, make_plan, plan_config
 from gshard.analysis.forecast_report import table, text_of
 from gshard.analysis.html.page import page_of, place
-from gshard.cli.command_line import config_parser, given_config
-from gshard.cli.common import NO, NO_ANSWER, YES
-from gshard.cli.paper import DEGREES, LEVELS, SIZES, rounded, table_1
-from gshard.cli.words import in_words, leave_accelerators
+from gshard.analysis.setup import Setup
+from gshard.cli.common import (
+    NO,
+    NO_ANSWER,
+    YES,
+    config_parser,
+    given_config,
+    in_words,
+    leave_accelerators,
+)
 
 _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml
@@ -132,3 +143,31 @@ def _paper() -> str:
     for n in DEGREES:
         rows.add_row(str(n), *(rounded(found[s][n][level]) for s in SIZES for level in LEVELS))
     return text_of([rows])
+
+
+SIZES = {"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 1_000_000_000_000}
+DEGREES = (1, 4, 16, 64, 256, 1024)
+LEVELS = ("os", "os_g", "p_g_os")
+
+
+def table_1() -> dict[str, dict[int, dict[str, int]]]:
+    """Bytes of model states on one device, by size of model, degree and level."""
+    return {name: {n: _bytes(elements, n) for n in DEGREES} for name, elements in SIZES.items()}
+
+
+def _bytes(elements: int, devices: int) -> dict[str, int]:
+    params = {"parameters": jax.ShapeDtypeStruct((elements,), jnp.float32)}
+    setup = Setup((params, optax.adam(1e-3)), shard={"precision": "bfloat16"})
+    # Two micro-batches: the paper counts the gradient that is kept between them.
+    found = make_plan(setup, devices, levels=LEVELS, micro_batches=2)
+    return {name: of.params + of.gradients + of.optimizer for name, of in found.levels.items()}
+
+
+def rounded(count: int) -> str:
+    """Bytes in GB as the paper prints them: 7.5, 31.4, 0.12; from 100 on without a fraction."""
+    amount = Decimal(count) / 10**9
+    if amount >= 100:
+        return str(amount.quantize(Decimal(1), ROUND_DOWN))
+    digits = Decimal("0.1") if amount >= 10 else Decimal("0.01")
+    text = str(amount.quantize(digits, ROUND_HALF_UP))
+    return text.rstrip("0").rstrip(".")

@@ -14,13 +14,9 @@ from rich.console import Console
 from gshard.cli.common import NO, NO_ANSWER, YES, print_answer, print_text
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.check import Check
-from gshard.cli.doctor.cluster import cluster
-from gshard.cli.doctor.disk import disks
-from gshard.cli.doctor.hardware import Hardware, hardware
-from gshard.cli.doctor.machine import machine
-from gshard.cli.doctor.network import network
-from gshard.cli.doctor.variables import variables
-from gshard.cli.doctor.versions import versions
+from gshard.cli.doctor.machine import Hardware, disks, hardware, machine
+from gshard.cli.doctor.network import cluster, network
+from gshard.cli.doctor.versions import variables, versions
 
 _SECONDS = 120.0
 _EXAMPLE = """example:

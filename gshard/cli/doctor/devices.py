@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 
-from gshard.cli.doctor.apart import Answer, ask
-from gshard.cli.doctor.check import Check, size
-from gshard.cli.doctor.hardware import Hardware, to_install, visible
+from gshard.cli.doctor.check import Answer, Check, ask, size
+from gshard.cli.doctor.machine import Hardware, to_install, visible
 from gshard.distributed import env_vars
 
 TOLERANCE = 1e-5
