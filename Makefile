@@ -1,7 +1,7 @@
 # Each target makes .venv first when it is missing, and installs what the target needs.
 #   make PYTHON=python3.12 ...           choose the Python that .venv is made with
 #   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
-#   make test ARGS="tests/test_numbers.py -k os_g"
+#   make test ARGS="tests/train/test_numbers.py -k os_g"
 #   make test JOBS=0                     one process: for a debugger, or where memory is short
 
 CONFIG ?= configs/demo.toml

@@ -16,7 +16,7 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_ENABLE_X64", None)
-# One more compilation for each of thousands of steps; tests/test_loss_check.py turns it on.
+# One more compilation for each of thousands of steps; tests/train/test_loss_check.py turns it on.
 os.environ["GSHARD_CHECK_LOSS"] = "0"
 
 import jax  # noqa: E402

@@ -1,7 +1,7 @@
 """Compiles layers of experts for eight GPUs that are not there; prints their memory, as JSON.
 
 There are too few experts to be divided, so that what is divided is behind them. Run in a process of
-its own by `tests/test_memory_order.py`.
+its own by `tests/train/comm/test_memory_layout.py`.
 """
 
 from __future__ import annotations

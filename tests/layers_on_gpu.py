@@ -1,6 +1,6 @@
 """Compiles an unrolled model for eight GPUs that are not there; prints what is whole, as JSON.
 
-Run in a process of its own by `tests/test_reshard.py`.
+Run in a process of its own by `tests/train/fsdp/test_regather.py`.
 """
 
 from __future__ import annotations

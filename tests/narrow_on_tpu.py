@@ -1,6 +1,6 @@
 """Compiles a step that reads a narrow matrix for TPU chips that are not there; prints JSON.
 
-Run in a process of its own by `tests/test_memory_order.py`.
+Run in a process of its own by `tests/train/comm/test_memory_layout.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles train steps for eight TPU chips that are not there, and prints their memory as JSON.
 
-Run in a process of its own by `tests/test_offload.py`.
+Run in a process of its own by `tests/train/optim/test_offload.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compiles gradients, update and publish in one program for devices that are not there; JSON.
 
 What `DataParallel.backward` runs with `overlap_with_ddp=True`; started by
-`tests/test_zero_redundancy.py`.
+`tests/pytorch/test_zero_redundancy_optimizer.py`.
 """
 
 from __future__ import annotations

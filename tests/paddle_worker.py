@@ -22,7 +22,7 @@ def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> 
 
     import numpy as np
 
-    from tests.test_paddle import Net, loss_fn, rows, train, wrap
+    from tests.paddle.test_group_sharded import Net, loss_fn, rows, train, wrap
 
     def own(seed):
         each = ROWS // processes

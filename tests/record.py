@@ -20,7 +20,7 @@ COLUMNS = ("file", *OUTCOMES, "seconds of tests", "date", "commit", "Python", "J
 HEAD = f"""# Record of full test runs
 
 Written by `make test-all`, on {os.cpu_count()} cores; a file that is run alone
-(`make test-all ARGS=tests/test_numbers.py`) replaces its row. Seconds are those of all its tests
+(`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are those of all its tests
 together; several run at a time.
 
 | {" | ".join(COLUMNS)} |

@@ -23,7 +23,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
     import jax
     import numpy as np
 
-    from tests.test_checkpoints import Training
+    from tests.checkpoint.test_checkpoints import Training
 
     warnings.simplefilter("ignore", gshard.GShardWarning)
     devices = int(processes) * int(each)

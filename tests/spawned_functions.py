@@ -118,7 +118,7 @@ def until_told() -> None:
 
 def no_sync(rows_of_all: list[np.ndarray]) -> np.ndarray:
     """Losses of steps of which every third reduces gradients; each rank takes its part of rows."""
-    from tests.test_spawn import train
+    from tests.distributed.launch.test_spawn import train
 
     gshard.init_parallel_env()
     rank, size = gshard.get_rank(), gshard.get_world_size()

@@ -1,6 +1,6 @@
 """Compiles a scanned model for eight GPUs that are not there; prints its memory, as JSON.
 
-Run in a process of its own by `tests/test_publish.py`.
+Run in a process of its own by `tests/train/optim/test_param_all_gather.py`.
 """
 
 from __future__ import annotations

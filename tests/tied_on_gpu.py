@@ -1,6 +1,6 @@
 """Compiles a model whose head is its embedding for GPUs that are not there; prints memory, as JSON.
 
-Run in a process of its own by `tests/test_memory_order.py`.
+Run in a process of its own by `tests/train/comm/test_memory_layout.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles a step for TPU slices that are not there; prints meshes and what moves, as JSON.
 
-Run in a process of its own by `tests/test_torus.py`.
+Run in a process of its own by `tests/sharding/test_torus.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles a `dp` step for devices that are not there; prints its all-reduces, as JSON.
 
-Run in a process of its own by `tests/test_turns.py`.
+Run in a process of its own by `tests/train/comm/test_reduce_buckets.py`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     import optax
     from flax import nnx
 
-    from tests.test_zero_redundancy import Net, loss_fn, rows
+    from tests.pytorch.test_zero_redundancy_optimizer import Net, loss_fn, rows
 
     def own(seed):
         each = ROWS // processes

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.processes import run_workers
-from tests.test_zero_redundancy import on_one_device, rows
+from tests.pytorch.test_zero_redundancy_optimizer import on_one_device, rows
 from tests.zero_worker import PARTITIONS, ROWS, STEPS, UNEVEN
 
 

@@ -26,7 +26,7 @@ from gshard.cli.main import main
 from gshard.distributed.rendezvous import LOOPBACK, Address
 from tests.terminal import on_terminal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(*words, path=(), cwd=None, **told):

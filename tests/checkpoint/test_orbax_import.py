@@ -9,7 +9,15 @@ import orbax.checkpoint as ocp
 import pytest
 
 import gshard
-from tests.test_checkpoints import ROWS, Fields, assert_equal_bits, fields, shard, tx, values
+from tests.checkpoint.test_checkpoints import (
+    ROWS,
+    Fields,
+    assert_equal_bits,
+    fields,
+    shard,
+    tx,
+    values,
+)
 from tests.zoo import ZOO
 
 pytestmark = [

@@ -18,7 +18,7 @@ from gshard._util.errors import GShardError
 from gshard.analysis.hlo import KINDS, Program, read_program
 from gshard.analysis.hlo.parser import read_arrays, read_groups, read_module
 
-DUMPS = Path(__file__).parent / "data" / "hlo"
+DUMPS = Path(__file__).parents[2] / "dumps"
 AG, RS, AR, CP = "all-gather", "reduce-scatter", "all-reduce", "collective-permute"
 FLAT_2x4 = tuple(range(8))
 

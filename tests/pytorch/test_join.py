@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from tests.test_zero_redundancy import Net, devices, loss_fn, rows
+from tests.pytorch.test_zero_redundancy_optimizer import Net, devices, loss_fn, rows
 
 ZRO = gshard.ZeroRedundancyOptimizer
 

@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 from gshard.cli.main import main
-from tests.test_checkpoints import shard
+from tests.checkpoint.test_checkpoints import shard
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),

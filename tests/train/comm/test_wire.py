@@ -23,7 +23,7 @@ from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import parse_target
 from tests.ahead_of_time import python_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 LAYER = 4 * 4096**2 + 3 * 4096 * 11008  # attention, and a gated MLP
 TABLE = 32000 * 4096  # the embedding; the head is as large
 NORMS = (2 * 32 + 1) * 4096

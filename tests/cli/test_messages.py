@@ -28,7 +28,7 @@ from gshard.sharding.level import LEVELS
 from tests import setups
 from tests.terminal import on_terminal
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
 
 

@@ -24,7 +24,7 @@ from gshard.sharding.level import LEVELS
 from tests.reference import assert_same_leaves, assert_same_values, flat
 from tests.tiers import quick
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "llama-1b": 1_235_814_400,

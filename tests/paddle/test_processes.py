@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.paddle.test_group_sharded import assert_same, on_one_device, rows
 from tests.paddle_worker import LEVELS, ROWS, STEPS
 from tests.processes import run_workers
-from tests.test_paddle import assert_same, on_one_device, rows
 from tests.tiers import quick
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 DEVICES, ROWS, STEPS = 5, 40, 3  # 5 devices: most leaves are padded
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 Factory = Callable[[], optax.GradientTransformation]
 OPTIMIZERS: dict[str, Factory] = {

@@ -366,7 +366,7 @@ class Stored:
     ],
 )
 def test_programs_of_other_machines(name, mesh, rows):
-    text = (Path(__file__).parent / "data" / "hlo" / f"{name}.hlo.txt").read_text()
+    text = (Path(__file__).parents[1] / "dumps" / f"{name}.hlo.txt").read_text()
     mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
     found = audit(Stored(text), plan=Plan(mesh))
     assert {

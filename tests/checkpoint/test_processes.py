@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import gshard
+from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
 from tests.processes import run_workers
 from tests.saving_worker import AFTER, BEFORE
-from tests.test_checkpoints import Training, assert_equal_bits
 from tests.tiers import quick
 
 pytestmark = [

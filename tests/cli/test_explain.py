@@ -185,7 +185,7 @@ def test_audit_needs_a_step(folder, capsys):
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command as a user starts it: JAX has not started, with no flags of the tests."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, "-W", "error", "-m", "gshard", *words]

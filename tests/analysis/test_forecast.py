@@ -255,7 +255,7 @@ def test_bad_input(call, said):
 
 
 def test_the_command_in_a_folder_of_the_user_s(tmp_path):
-    (tmp_path / "mine.py").write_text((Path(__file__).parent / "setups.py").read_text())
+    (tmp_path / "mine.py").write_text((Path(__file__).parents[1] / "setups.py").read_text())
     (tmp_path / "mine.toml").write_text('model = "mine:mlp"\ndevices = 8\n')
     ran = subprocess.run(
         [sys.executable, "-m", "gshard", "plan", "mine.toml", "--json", "--arguments.layers", "5"],

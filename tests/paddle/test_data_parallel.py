@@ -11,7 +11,15 @@ from flax import nnx
 
 import gshard
 from gshard.analysis.hlo import read_program
-from tests.test_paddle import WIDTH, Net, assert_same, loss_fn, on_one_device, rows, whole
+from tests.paddle.test_group_sharded import (
+    WIDTH,
+    Net,
+    assert_same,
+    loss_fn,
+    on_one_device,
+    rows,
+    whole,
+)
 from tests.tiers import quick
 
 

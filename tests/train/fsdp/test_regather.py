@@ -13,8 +13,17 @@ import pytest
 import gshard
 from gshard.analysis.hlo import read_program
 from tests.ahead_of_time import found_by
-from tests.test_first_use import LAYERS, LOSSES, D, cross_entropy, layer, one_device, params, rows
 from tests.tiers import quick
+from tests.train.fsdp.test_interpreter import (
+    LAYERS,
+    LOSSES,
+    D,
+    cross_entropy,
+    layer,
+    one_device,
+    params,
+    rows,
+)
 
 MESHES = {"4": {"shard": 4}, "6": {"shard": 6}, "2x4": {"a": 2, "b": 4}, "4x2": {"a": 4, "b": 2}}
 # On 2x4 half of the last axis, all of it; on 4x2 the last axis and half of the one before it.
