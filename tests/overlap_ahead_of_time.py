@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding
 import gshard
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.hlo.parser import read_module
-from gshard.train.gradients import Options, gradients
+from gshard.train.gradients import gradients
 from gshard.train.optim.optimizer import update_and_publish
+from gshard.train.options import Options
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 

@@ -20,8 +20,8 @@ COLUMNS = ("file", *OUTCOMES, "seconds of tests", "date", "commit", "Python", "J
 HEAD = f"""# Record of full test runs
 
 Written by `make test-all`, on {os.cpu_count()} cores; a file that is run alone
-(`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are those of all its tests
-together; several run at a time.
+(`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are the sum over its
+tests; several run at a time.
 
 | {" | ".join(COLUMNS)} |
 {"|---" * len(COLUMNS)}|

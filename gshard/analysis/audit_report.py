@@ -2,19 +2,156 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from gshard._util.errors import GShardError
 from gshard._util.units import bytes_of
 
 if TYPE_CHECKING:
-    from gshard.analysis.audit import Audit, Row
     from gshard.sharding.budget import Movement, Promise
+
+
+_OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
+
+
+@dataclass(frozen=True)
+class Row:
+    """Collectives of one kind over one group, for one purpose.
+
+    Attributes:
+      kind: such as `reduce-scatter`.
+      axes: the mesh axes that communicate; None when no set of axes makes these groups.
+      dtype: XLA's name. On CPU XLA moves bf16 as f32.
+      purpose: `gather`, `scatter`, `publish`, `reduce`, `extras` (what is not trained, made whole),
+        `agree` (what the loss returns anew, fp8 statistics), `scalar`: what gshard wrote it for;
+        `user` for what the user's own function communicates, such as a synchronised BatchNorm;
+        `optimizer` for what the user's optimizer must communicate (norms, factored moments,
+        matrices that it multiplies), whoever wrote it; `compiler` for what else XLA put in.
+      scalar: all operands have one element.
+      count: collectives in the program's text.
+      asynchronous: how many of them overlap with computation.
+      conditional: whether some lie in a branch that not every run takes.
+      times: executions per run; None, as in the next three, when a loop's length is not known.
+      elements: payload per device and run: outputs of all-gathers, inputs of everything else.
+      payload_bytes: the same in bytes.
+      wire_bytes: bytes that a device sends per run, by the ring algorithms.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    dtype: str
+    purpose: str
+    scalar: bool
+    count: int
+    asynchronous: int
+    conditional: bool
+    times: int | None
+    elements: int | None
+    payload_bytes: int | None
+    wire_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """A compiled program's communication and memory.
+
+    Attributes:
+      collectives: one row per kind, axes, dtype and purpose, scalars apart.
+      memory: bytes on one device by use: `argument`, `output`, `alias` (outputs in the memory of
+        donated arguments), `temp`, `peak`, and `host_*`. What the backend does not report is
+        missing.
+      promise: what the plan promised; None when the audited function has none.
+    """
+
+    collectives: tuple[Row, ...]
+    memory: dict[str, int]
+    promise: Promise | None
+
+    def elements(self, kind: str, scalars: bool = False) -> int:
+        """Elements that collectives of one kind move on a device in one run.
+
+        Args:
+          kind: such as `all-gather`.
+          scalars: whether losses, norms and other single numbers count.
+
+        Raises:
+          GShardError: one of them lies in a loop whose length the program does not tell.
+        """
+        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
+        return sum(_known(row, row.elements) for row in rows)
+
+    def wire_bytes(self, kind: str | None = None) -> int:
+        """Bytes that a device sends in one run, of one kind or of all.
+
+        Raises:
+          GShardError: as `elements`.
+        """
+        rows = (row for row in self.collectives if kind in (None, row.kind))
+        return sum(_known(row, row.wire_bytes) for row in rows)
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """Promises that do not hold, in words; none where there is no promise."""
+        return () if self.promise is None else exceeded(self.promise, self.collectives)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole audit in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "collectives": [
+                row | {"axes": None if row["axes"] is None else list(row["axes"])}
+                for row in map(dataclasses.asdict, self.collectives)
+            ],
+            "memory": dict(self.memory),
+            "promise": None if self.promise is None else _promise_dict(self.promise),
+        }
+
+    def __str__(self) -> str:
+        return report(self)
+
+
+def _known(row: Row, amount: int | None) -> int:
+    if amount is None:
+        raise GShardError(
+            f"{row.kind} ({row.purpose}) runs in a loop whose length is not constant, so what it "
+            "moves is not known; audit the loop's body, or fix its length (lax.scan, fori_loop)"
+        )
+    return amount
+
+
+def _promise_dict(promise: Promise) -> dict[str, Any]:
+    return dataclasses.asdict(promise) | {"moved": [dataclasses.asdict(m) for m in promise.moved]}
+
+
+def exceeded(promise: Promise, rows: Iterable[Row]) -> tuple[str, ...]:
+    """What moves more elements than was promised, in words; none where the promise holds.
+
+    Nothing is promised of single numbers, nor of what an optimizer or a loss asks for itself. What
+    the compiler put in was not promised either, and is named.
+    """
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for row in rows:
+        if not row.scalar and row.purpose not in _OF_THE_USER:
+            found.setdefault((row.kind, row.purpose), []).append(row.elements)
+    bounds: dict[tuple[str, str], int] = {}
+    for moved in promise.moved:
+        key = (moved.kind, moved.purpose)
+        bounds[key] = bounds.get(key, 0) + moved.elements
+    said = []
+    for key, amounts in found.items():
+        bound, amount = bounds.get(key, 0), total(amounts)
+        if amount is None or amount > bound:
+            many = "an unknown number" if amount is None else f"{amount:,}"
+            said.append(f"{key[0]} for {key[1]}: promised {bound:,} elements, found {many}")
+    return tuple(said)
+
 
 _WIDTH = 160
 

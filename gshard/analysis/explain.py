@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,8 +14,8 @@ from jax.sharding import Mesh
 from gshard._util.errors import GShardError, GShardWarning
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
-from gshard.analysis.explain_report import report
-from gshard.analysis.forecast import LevelForecast, of_level
+from gshard.analysis.explain_report import Beside, Copy, Explanation, Held, Measured
+from gshard.analysis.forecast import of_level
 from gshard.analysis.setup import Choices
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import HOST, Layout
@@ -31,122 +29,6 @@ if TYPE_CHECKING:
     from gshard.sharding.plan import Plan
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
-
-
-@dataclass(frozen=True)
-class Held:
-    """One array of the state.
-
-    Attributes:
-      path: with the part of the state in front, such as `opt_state/inner/0/mu/Dense_0/kernel`.
-      part: `params`, `opt_state`, `extras` or `step`.
-      shape: logical.
-      dtype: its name.
-      lies: in words, such as `dim 0 / 8 + 3 padded` or `whole, on host`.
-      bytes: at rest for one device, padding included.
-      on_host: these lie in the host's memory.
-      padding: of the bytes, zeros that make the dimension divisible (on average of the devices).
-      spare: of the bytes, what dividing it would free; 0 where it is divided.
-      reason: why it is whole, or divided in this way.
-      change: what makes it lie otherwise; empty where nothing does.
-      marked: it is whole although the level divides this part of the state.
-    """
-
-    path: str
-    part: str
-    shape: tuple[int, ...]
-    dtype: str
-    lies: str
-    bytes: int
-    on_host: bool
-    padding: int
-    spare: int
-    reason: str
-    change: str
-    marked: bool
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What holds the memory of a train state.
-
-    Attributes:
-      level: its name.
-      devices: in all.
-      group_size: devices in one shard group (N).
-      leaves: every array of the state, most bytes first.
-      planned: bytes for one device by part, `plan.bytes_per_device`.
-      measured: what is alive; None for an abstract state.
-      levels: the same state at every level, for a step of `micro_batches`.
-      cannot: levels that this state cannot have, with the reason.
-      wire: bytes that a device sends in a step, by number of micro-batches and by the way to
-        accumulate: `level` (what the level says), `local`, `scatter`, `sync`, and `kept` (what was
-        gathered stays for the backward pass).
-      micro_batches: of the table of levels.
-    """
-
-    level: str
-    devices: int
-    group_size: int
-    leaves: tuple[Held, ...]
-    planned: dict[str, int]
-    measured: Measured | None
-    levels: dict[str, LevelForecast]
-    cannot: dict[str, str]
-    wire: dict[int, dict[str, int]]
-    micro_batches: int
-
-    @property
-    def at_rest(self) -> int:
-        """Bytes at rest in one device's memory, by the plan."""
-        return self.levels[self.level].at_rest
-
-    @property
-    def exact(self) -> bool | None:
-        """Whether every live byte of the state is where the plan has it; None: it is abstract."""
-        return None if self.measured is None else not self.measured.differs
-
-    @property
-    def marked(self) -> tuple[Held, ...]:
-        """Arrays that are whole although the level divides their part of the state."""
-        return tuple(x for x in self.leaves if x.marked)
-
-    def saves(self, level: str) -> int:
-        """Bytes of one device's memory at rest that another level saves; less than 0: takes."""
-        return self.at_rest - self.levels[level].at_rest
-
-    @property
-    def halved_by(self) -> str | None:
-        """The first level at which this state takes half of the memory, or less."""
-        return next(
-            (name for name, x in self.levels.items() if 2 * x.at_rest <= self.at_rest), None
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, strings and numbers, ready for JSON."""
-        found = {name: getattr(self, name) for name in ("level", "devices", "group_size")}
-        return found | {
-            "at_rest": self.at_rest,
-            "exact": self.exact,
-            "planned": dict(self.planned),
-            "leaves": [dataclasses.asdict(x) for x in self.leaves],
-            "measured": None if self.measured is None else dataclasses.asdict(self.measured),
-            "micro_batches": self.micro_batches,
-            "levels": {
-                name: dataclasses.asdict(x) | {"at_rest": x.at_rest, "saves": self.saves(name)}
-                for name, x in self.levels.items()
-            },
-            "cannot": dict(self.cannot),
-            "halved_by": self.halved_by,
-            "wire": {str(k): dict(row) for k, row in self.wire.items()},
-        }
-
-    def text(self, most: int | None = 20) -> str:
-        """The explanation with so many arrays, those that hold most; None for all."""
-        return report(self, most)
-
-    def __str__(self) -> str:
-        return self.text()
 
 
 def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> Explanation:
@@ -252,65 +134,6 @@ def _wire(plan: Plan, micro_batches: int) -> dict[str, int]:
 
 
 Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Live arrays that are not the state's, of one shape, dtype and place.
-
-    Attributes:
-      shape: global shape.
-      dtype: its name.
-      lies: `on cpu:0`, `whole on 8 devices`, `divided over 8 devices`; `, on host` after it.
-      count: arrays.
-      bytes: on the device that holds most of them.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    lies: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Live arrays that look like a part of the state, though they are not the state's.
-
-    Attributes:
-      of: `parameters`, `optimizer state` or `extras`.
-      lies: as in `Beside`, or `on 8 devices`.
-      count: arrays.
-      shapes: the largest of them, in words.
-      bytes: on one device, all of them.
-    """
-
-    of: str
-    lies: str
-    count: int
-    shapes: tuple[str, ...]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Bytes that are alive in this process.
-
-    Attributes:
-      state: by device the bytes of the state, by part as `plan.bytes_per_device` has them.
-      differs: leaves whose bytes or place are not the plan's, in words; none: all is as planned.
-      beside: live arrays that are not the state's, most bytes first.
-      beside_bytes: the sum of them by device.
-      copies: parts of a state among them.
-      backend: by device what the backend says of its memory, where it says anything.
-    """
-
-    state: dict[str, dict[str, int]]
-    differs: tuple[str, ...]
-    beside: tuple[Beside, ...]
-    beside_bytes: dict[str, int]
-    copies: tuple[Copy, ...]
-    backend: dict[str, dict[str, int]]
 
 
 def measure(state: Any, plan: Plan) -> Measured:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, shown, whole_number
 from gshard.analysis.config import Config
-from gshard.analysis.forecast_report import report
-from gshard.analysis.memory.footprint import PLATFORMS, Buffer, Footprint, footprint, trace_step
+from gshard.analysis.forecast_report import Forecast, LevelForecast
+from gshard.analysis.memory.footprint import PLATFORMS, Footprint, footprint, trace_step
 from gshard.analysis.setup import (
     Choices,
     Setup,
@@ -27,59 +26,10 @@ from gshard.analysis.setup import (
     step_of,
     without_arrays,
 )
-from gshard.cli.common import status
-from gshard.sharding.budget import Promise, promise
+from gshard.sharding.budget import Promise, largest_layer, promise
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD
 from gshard.sharding.plan import Plan
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """What every level takes and sends.
-
-    Attributes:
-      parameters: elements that are trained (Psi).
-      devices: in all.
-      replica: copies of the divided state.
-      choices: of the step.
-      levels: by name.
-      plans: by name of the level, where every leaf lies.
-      target: name of the machine, where it is known.
-      usable: bytes of one of its devices that programs can use.
-    """
-
-    parameters: int
-    devices: int
-    replica: int
-    choices: Choices
-    levels: dict[str, LevelForecast]
-    plans: dict[str, Plan] = field(repr=False, compare=False)
-    target: str | None = None
-    usable: int | None = None
-
-    def fits(self, level: str) -> bool | None:
-        """Whether a level fits a device by this forecast; None where the device is not known."""
-        of = self.levels[level]
-        return None if self.usable is None else (of.peak or of.needs) <= self.usable
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
-        return {
-            "parameters": self.parameters,
-            "devices": self.devices,
-            "replica": self.replica,
-            "target": self.target,
-            "usable": self.usable,
-            "choices": dataclasses.asdict(self.choices),
-            "levels": {
-                name: level.as_dict() | {"fits": self.fits(name)}
-                for name, level in self.levels.items()
-            },
-        }
-
-    def __str__(self) -> str:
-        return report(self)
 
 
 def make_plan(
@@ -158,25 +108,36 @@ def make_plan(
     return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
 
 
-def plan_config(config: Config, activations: bool = True) -> Forecast:
-    """The forecast for what a command was asked about; a terminal shows which level is looked at.
+def plan_config(
+    config: Config, activations: bool = True, report: Callable[[str], Any] | None = None
+) -> Forecast:
+    """The forecast for what a command was asked about.
+
+    Args:
+      config: what was asked about.
+      activations: whether to trace the step.
+      report: called with a line of progress for every level.
 
     Raises:
       GShardError: as `make_plan`, and without a number of devices.
     """
     devices = config.device_count()
-    with status("importing the model") as say:
-        found = make_plan(
-            config.model,
-            devices,
-            levels=config.levels,
-            arguments=config.arguments,
-            replica=config.replica,
-            activations=activations,
-            platform=None if config.target is None else config.target.platform,
-            **vars(config.choices),
-            report=lambda level: say(f"{level}: tracing for {devices} devices"),
-        )
+
+    def tracing(level: str) -> None:
+        if report is not None:
+            report(f"{level}: tracing for {devices} devices")
+
+    found = make_plan(
+        config.model,
+        devices,
+        levels=config.levels,
+        arguments=config.arguments,
+        replica=config.replica,
+        activations=activations,
+        platform=None if config.target is None else config.target.platform,
+        **vars(config.choices),
+        report=tracing,
+    )
     if config.target is None:
         return found
     usable = config.target.chip.usable
@@ -204,58 +165,6 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class LevelForecast:
-    """What one level takes on one device, in bytes, and sends.
-
-    Attributes:
-      params: parameters at rest.
-      gradients: what the micro-batches of a step carry.
-      optimizer: its state, with master copies and all counts of steps.
-      extras: frozen parameters, batch statistics, an average.
-      host: of these, at rest in the host's memory.
-      batch: the rows of one step.
-      gathered: the largest layer, whole while it is used; 0 where parameters rest whole.
-      wire: sent in one step as chosen.
-      wire_by_flavour: the same for every way to accumulate (`local`, `scatter`, `sync`), and with
-        what was gathered kept for the backward pass (`kept`).
-      peak: the most that a device holds during a step, from its trace; None where it was not
-        traced.
-      largest: what it holds then, the largest first.
-    """
-
-    params: int
-    gradients: int
-    optimizer: int
-    extras: int
-    host: int
-    batch: int
-    gathered: int
-    wire: int
-    wire_by_flavour: dict[str, int]
-    peak: int | None = None
-    largest: tuple[Buffer, ...] = ()
-
-    @property
-    def at_rest(self) -> int:
-        """What lies in the device's memory between steps."""
-        return self.params + self.optimizer + self.extras
-
-    @property
-    def needs(self) -> int:
-        """What a step needs besides activations."""
-        return self.at_rest + self.gradients + self.gathered + self.batch
-
-    @property
-    def activations(self) -> int | None:
-        """What a step holds at its peak beyond that; None where it was not traced."""
-        return None if self.peak is None else max(0, self.peak - self.needs)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, strings and numbers, ready for JSON."""
-        return {**dataclasses.asdict(self), "activations": self.activations}
-
-
 def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
     """What the level of a plan takes and sends, with a batch of so many bytes on a device."""
 
@@ -275,22 +184,6 @@ def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
         wire=this.wire_bytes,
         wire_by_flavour={name: promised(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
     )
-
-
-def largest_layer(plan: Plan) -> int:
-    """Bytes of the largest layer that is gathered: one of a scanned stack, or a leaf by itself."""
-    stacks: dict[str, int] = {}
-    alone = 0
-    for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):
-        if leaf.dim is None:
-            continue
-        size = leaf.stored_size * leaf.dtype.itemsize
-        if leaf.scan_dim is None:
-            alone = max(alone, size)
-        else:
-            stack = f"{leaf.path.split('/')[0]} {leaf.shape[leaf.scan_dim]}"
-            stacks[stack] = stacks.get(stack, 0) + size // leaf.shape[leaf.scan_dim]
-    return max([alone, *stacks.values()])
 
 
 def footprint_of(

@@ -2,18 +2,120 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from gshard._util.units import bytes_of, count_of
+from gshard.analysis.memory.footprint import Buffer
+from gshard.analysis.setup import Choices
+from gshard.sharding.plan import Plan
 
-if TYPE_CHECKING:
-    from gshard.analysis.forecast import Forecast
+
+@dataclass(frozen=True)
+class LevelForecast:
+    """What one level takes on one device, in bytes, and sends.
+
+    Attributes:
+      params: parameters at rest.
+      gradients: what the micro-batches of a step carry.
+      optimizer: its state, with master copies and all counts of steps.
+      extras: frozen parameters, batch statistics, an average.
+      host: of these, at rest in the host's memory.
+      batch: the rows of one step.
+      gathered: the largest layer, whole while it is used; 0 where parameters rest whole.
+      wire: sent in one step as chosen.
+      wire_by_flavour: the same for every way to accumulate (`local`, `scatter`, `sync`), and with
+        what was gathered kept for the backward pass (`kept`).
+      peak: the most that a device holds during a step, from its trace; None where it was not
+        traced.
+      largest: what it holds then, the largest first.
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    extras: int
+    host: int
+    batch: int
+    gathered: int
+    wire: int
+    wire_by_flavour: dict[str, int]
+    peak: int | None = None
+    largest: tuple[Buffer, ...] = ()
+
+    @property
+    def at_rest(self) -> int:
+        """What lies in the device's memory between steps."""
+        return self.params + self.optimizer + self.extras
+
+    @property
+    def needs(self) -> int:
+        """What a step needs besides activations."""
+        return self.at_rest + self.gradients + self.gathered + self.batch
+
+    @property
+    def activations(self) -> int | None:
+        """What a step holds at its peak beyond that; None where it was not traced."""
+        return None if self.peak is None else max(0, self.peak - self.needs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything in dicts, lists, strings and numbers, ready for JSON."""
+        return {**dataclasses.asdict(self), "activations": self.activations}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What every level takes and sends.
+
+    Attributes:
+      parameters: elements that are trained (Psi).
+      devices: in all.
+      replica: copies of the divided state.
+      choices: of the step.
+      levels: by name.
+      plans: by name of the level, where every leaf lies.
+      target: name of the machine, where it is known.
+      usable: bytes of one of its devices that programs can use.
+    """
+
+    parameters: int
+    devices: int
+    replica: int
+    choices: Choices
+    levels: dict[str, LevelForecast]
+    plans: dict[str, Plan] = field(repr=False, compare=False)
+    target: str | None = None
+    usable: int | None = None
+
+    def fits(self, level: str) -> bool | None:
+        """Whether a level fits a device by this forecast; None where the device is not known."""
+        of = self.levels[level]
+        return None if self.usable is None else (of.peak or of.needs) <= self.usable
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the plans in dicts, lists, strings and numbers, ready for JSON."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "replica": self.replica,
+            "target": self.target,
+            "usable": self.usable,
+            "choices": dataclasses.asdict(self.choices),
+            "levels": {
+                name: level.as_dict() | {"fits": self.fits(name)}
+                for name, level in self.levels.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        return report(self)
 
 
 def report(found: Forecast) -> str:

@@ -12,7 +12,8 @@ from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
 from gshard.analysis.cost_model import Cost, cost
-from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, of_level
+from gshard.analysis.forecast import abstract_mesh, footprint_of, of_level
+from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import Footprint
 from gshard.analysis.setup import Choices, Setup, batch_bytes, divided, load_setup, without_arrays
 from gshard.sharding.level import LEVELS, Level

@@ -1,1 +1,5 @@
-"""The `gshard` command."""
+"""The `gshard` command: plan, advise, audit, explain, launch, doctor, verify.
+
+May import: everything.
+Start reading: `main`, then `plan`.
+"""

@@ -10,11 +10,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import plan_config
 from gshard.analysis.html.page import page_of, place
 from gshard.analysis.tune import Verdict, advise, best_of_each
 from gshard.analysis.tune_report import advice, as_rows
-from gshard.cli.common import NO, YES, config_parser, in_words, leave_accelerators, named_config
+from gshard.cli.common import (
+    NO,
+    YES,
+    config_parser,
+    forecast_with_progress,
+    in_words,
+    leave_accelerators,
+    named_config,
+)
 
 _EXAMPLE = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8
@@ -39,7 +46,7 @@ def main(words: list[str]) -> int:
             found = _with_progress(config)
             if file is not None:
                 rows = as_rows(found if given.all else best_of_each(found))
-                file.write(page_of(config, plan_config(config), advice=rows).encode())
+                file.write(page_of(config, forecast_with_progress(config), advice=rows).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         said = json.dumps(_as_dict(config, found)) if given.json else None

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from gshard._util.units import bytes_of
 from gshard.analysis.config import Config
-from gshard.analysis.explain import Explanation, explain
+from gshard.analysis.explain import explain
+from gshard.analysis.explain_report import Explanation
 from gshard.analysis.setup import divided, initialised, load_setup
 from gshard.cli.common import (
     YES,

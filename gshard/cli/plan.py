@@ -17,8 +17,8 @@ from gshard.analysis.aot.compiled import check_json, compile_for
 from gshard.analysis.aot.report import compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import Forecast, make_plan, plan_config
-from gshard.analysis.forecast_report import table, text_of
+from gshard.analysis.forecast import make_plan
+from gshard.analysis.forecast_report import Forecast, table, text_of
 from gshard.analysis.html.page import page_of, place
 from gshard.analysis.setup import Setup
 from gshard.cli.common import (
@@ -26,6 +26,7 @@ from gshard.cli.common import (
     NO_ANSWER,
     YES,
     config_parser,
+    forecast_with_progress,
     given_config,
     in_words,
     leave_accelerators,
@@ -75,7 +76,7 @@ def main(words: list[str]) -> int:
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
         with place(given.html) as file:
-            found = plan_config(config, activations=not given.shapes)
+            found = forecast_with_progress(config, activations=not given.shapes)
             programs = {} if target is None else compiled(config, target)
             if file is not None:
                 file.write(page_of(config, found, compiled=programs).encode())

@@ -1,1 +1,5 @@
-"""Global batches, the data loader, and checks that processes agree about them."""
+"""Global batches, the data loader, and checks that the processes agree about them.
+
+May import: `_util`, `train_state`, `sharding`, `distributed`.
+Start reading: `batch`, then `loader`.
+"""

@@ -4,4 +4,7 @@
 can do then; `backward`, `accumulation`: its gradients from one call to the next; `phases`,
 `on_model`: what is compiled. `wrapped_optimizer`, `scaling`: what steps. `checkpoint`: a directory.
 `models`, `groups`, `excluded`, `named`, `reached`: arguments and values in gshard's terms.
+
+May import: everything but `pytorch` and `cli`.
+Start reading: `group_sharded`.
 """

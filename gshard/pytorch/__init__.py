@@ -2,4 +2,7 @@
 
 `parameters` says what is optimized, `param_group` with which live hyperparameters, `grouped` makes
 one optax transformation of it; `even` and `greedy` say where its state lies and step it.
+
+May import: everything but `cli`.
+Start reading: `zero_redundancy_optimizer`.
 """

@@ -20,11 +20,12 @@ from gshard.pytorch.param_groups import Labels, ParamGroup, Tree, group_states, 
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE
-from gshard.train.gradients import Options
 from gshard.train.local_gradients import Unreduced
-from gshard.train.optim.optimizer import GShardState, update_and_publish
+from gshard.train.optim.optimizer import update_and_publish
+from gshard.train.options import Options
 from gshard.train.shard_train_state import place, shard_train_state
 from gshard.train.value_and_grad import end_reduction
+from gshard.train_state.opt_state import GShardState
 
 
 class Even:

@@ -25,8 +25,8 @@ from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts,
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import from_owners, rows_of_all
-from gshard.train.gradients import Options
 from gshard.train.local_gradients import Unreduced
+from gshard.train.options import Options
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.value_and_grad import end_reduction
 

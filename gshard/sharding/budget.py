@@ -228,3 +228,19 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     if micro_batches == 1 and sync and accumulate != "local":
         return "scatter"
     return plan.level.accumulate if accumulate == "level" else accumulate
+
+
+def largest_layer(plan: Plan) -> int:
+    """Bytes of the largest layer that is gathered: one of a scanned stack, or a leaf by itself."""
+    stacks: dict[str, int] = {}
+    alone = 0
+    for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):
+        if leaf.dim is None:
+            continue
+        size = leaf.stored_size * leaf.dtype.itemsize
+        if leaf.scan_dim is None:
+            alone = max(alone, size)
+        else:
+            stack = f"{leaf.path.split('/')[0]} {leaf.shape[leaf.scan_dim]}"
+            stacks[stack] = stacks.get(stack, 0) + size // leaf.shape[leaf.scan_dim]
+    return max([alone, *stacks.values()])

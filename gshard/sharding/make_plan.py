@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from contextvars import ContextVar
 from typing import Any
 
@@ -20,7 +21,7 @@ from gshard.sharding.layout import HOST, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.model_axes import user_names, warn_of_data_axes, warn_of_idle_axes
-from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.plan import DividedTransformation, Plan, all_whole
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
@@ -31,34 +32,41 @@ _advice = ContextVar(
 )
 
 
-def planned(
-    state: Any,
-    kind: Kind,
-    tx: optax.GradientTransformation,
-    mesh: Mesh | AbstractMesh,
-    group: Group,
-    level: Level,
-    rule: Rule,
-    scan_axes: ScanAxes,
-    precision: Precision | None,
-    offload: bool = False,
-) -> Plan:
-    """Decides every layout of an abstract train state.
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made from, besides its level.
 
-    Args:
+    Attributes:
       state: the user's state, its arrays abstract (`shape` and `dtype` are read).
       kind: of the state.
       tx: the user's optimizer.
       mesh: devices, or an `AbstractMesh`.
       group: the data axes of the mesh.
-      level: what is divided.
       rule: answers for every leaf.
-      scan_axes: which dimension a scan walks, beyond what Flax's metadata says: a mapping from path
-        pattern to dimension, or the names that the metadata uses (default `layers`, `layer`,
-        `scan`).
+      wrap: makes the optimizer follow a plan.
+      scan_axes: which dimension a scan iterates over, beyond what Flax's metadata says: a mapping
+        from path pattern to dimension, or the names that the metadata uses (default `layers`,
+        `layer`, `scan`).
       precision: dtypes to compute and reduce in, or None.
-      offload: what only an update touches, and divided parameters, rest in the host's memory.
+      offload: what only an update touches, and sharded parameters, are stored in host memory.
     """
+
+    state: Any
+    kind: Kind
+    tx: optax.GradientTransformation
+    mesh: Mesh | AbstractMesh
+    group: Group
+    rule: Rule
+    wrap: Callable[[Plan], DividedTransformation]
+    scan_axes: ScanAxes = None
+    precision: Precision | None = None
+    offload: bool = False
+
+
+def planned(level: Level, request: Request) -> Plan:
+    """Decides every layout of an abstract train state at one level."""
+    state, kind, group, precision = request.state, request.kind, request.group, request.precision
+    scan_axes = request.scan_axes
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
     names, axes = kind.scan_names(state), kind.mesh_names(state)
@@ -68,7 +76,9 @@ def planned(
         scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
         user = user_names(path, leaf, axes.get(path), group)
         whole_at_rest = not level.divides_params
-        return lay_out(path, leaf, scan_dim, group, rule if divides else None, user, whole_at_rest)
+        return lay_out(
+            path, leaf, scan_dim, group, request.rule if divides else None, user, whole_at_rest
+        )
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
@@ -80,9 +90,6 @@ def planned(
             for path, leaf, like in zip(paths, leaves, alike, strict=True)
         ]
         return jax.tree.unflatten(structure, found)
-
-    def at(other: Level) -> Plan:
-        return planned(state, kind, tx, mesh, group, other, rule, scan_axes, precision, offload)
 
     refuse_twice(paths, "parameters")
     not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
@@ -103,10 +110,10 @@ def planned(
     opt_state = parts.opt_state
     if precision is not None:
         updated = jax.tree.unflatten(structure, [master.get(x.path, x) for x in computed])
-        opt_state = _in_dtypes_of(tx, updated, opt_state)
+        opt_state = _in_dtypes_of(request.tx, updated, opt_state)
     plan = Plan(
         level,
-        mesh,
+        request.mesh,
         group,
         params=jax.tree.unflatten(structure, stored),
         grads=jax.tree.unflatten(structure, reduced),
@@ -115,11 +122,12 @@ def planned(
         precision=precision,
         extras=extras,
         kind=kind,
-        tx=tx,
+        tx=request.tx,
         template=state,
-        at=at,
+        at=lambda other: planned(other, request),
+        wrap=request.wrap,
     )
-    if offload:
+    if request.offload:
         plan = _offloaded(plan)
     _warn_of_whole_leaves(divided, level)
     warn_of_idle_axes(list(by_path.values()), group)

@@ -24,8 +24,20 @@ from gshard.sharding.layout import DEVICE, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
-from gshard.train.optim.optimizer import DividedTransformation, GShardState, divide, fetched_at_once
 from gshard.train_state import Kind, Parts, kind_of
+from gshard.train_state.opt_state import GShardState
+
+
+class DividedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that carries the plan it follows.
+
+    Attributes:
+      plan: the plan.
+      fetch_sizes: bytes per device that an update fetches from the host together, by group.
+    """
+
+    plan: Plan
+    fetch_sizes: Callable[[], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +58,7 @@ class Plan:
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
       at: the plan of the same state, with the same choices, at another level.
+      wrap: makes the user's optimizer follow a plan.
     """
 
     level: Level
@@ -61,6 +74,7 @@ class Plan:
     tx: optax.GradientTransformation
     template: Any
     at: Callable[[Level], Plan]
+    wrap: Callable[[Plan], DividedTransformation]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -75,7 +89,7 @@ class Plan:
     @functools.cached_property
     def optimizer(self) -> DividedTransformation:
         """The user's optimizer, made to follow this plan."""
-        return divide(self.tx, self)
+        return self.wrap(self)
 
     @functools.cached_property
     def fetched_at_once(self) -> tuple[int, ...]:
@@ -83,7 +97,7 @@ class Plan:
 
         One group of everything where the optimizer computes across parameters.
         """
-        return fetched_at_once(self) if self.bytes_per_device["host"] else ()
+        return self.optimizer.fetch_sizes() if self.bytes_per_device["host"] else ()
 
     def sharding(self, layout: Layout | None = None) -> NamedSharding:
         """The sharding of one leaf, memory included; of a whole one when no layout is given."""

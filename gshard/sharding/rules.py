@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from gshard._util import validation
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.pytree import differences, flatten, refuse_twice
 from gshard._util.validation import dimension, shown, whole_number
 from gshard.train_state import SCAN_NAMES
 
@@ -252,3 +256,78 @@ def scan_dim_of(
 def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
     matches = (p for p in scan_axes if validation.pattern(p, "scan_axes").search(path))
     return next(matches, None)
+
+
+def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
+    """Paths of the parameters that are not trained: those of `frozen=`, and all integers.
+
+    Args:
+      params: a tree of arrays, concrete or abstract.
+      frozen: None; a pattern of paths or several; a function of a `Leaf`; or a tree like the
+        parameters with True where one is frozen.
+
+    Raises:
+      GShardError: `frozen` is none of these, a tree of another structure, or leaves nothing.
+    """
+    paths, leaves, _ = flatten(params)
+    refuse_twice(paths, "parameters")
+    chosen = _frozen(paths, leaves, frozen)
+    fixed = {
+        p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)
+    }
+    if paths and len(chosen | fixed) == len(paths):
+        raise GShardError(
+            f"frozen={shown(frozen)} and integer dtypes leave no parameter to train, of "
+            f"{some(paths)}."
+        )
+    return frozenset(chosen | fixed)
+
+
+def _frozen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
+    if frozen is None:
+        return set()
+    if isinstance(frozen, str):
+        return _matching_paths(paths, [frozen])
+    if isinstance(frozen, (list, tuple)) and all(isinstance(x, str) for x in frozen):
+        return _matching_paths(paths, frozen)
+    if callable(frozen):
+        return _accepted_paths(paths, leaves, frozen)
+    given, flags, _ = flatten(frozen)
+    if given != paths:
+        raise GShardError(
+            f"frozen={shown(frozen)} is not a tree like the parameters: "
+            f"{differences(given, paths)}. "
+            "Give True or False for each parameter, a pattern of paths, or a function of a "
+            "gshard.Leaf."
+        )
+    _refuse_other_answers(paths, flags, "frozen")
+    return {path for path, flag in zip(paths, flags, strict=True) if flag}
+
+
+def _matching_paths(paths: list[str], patterns: Sequence[str]) -> set[str]:
+    found: set[str] = set()
+    for text in patterns:
+        compiled = validation.pattern(text, "frozen")
+        matches = {path for path in paths if compiled.search(path)}
+        if not matches:
+            warn(
+                f"frozen: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
+                f"There are {some(paths)}."
+            )
+        found |= matches
+    return found
+
+
+def _accepted_paths(paths: list[str], leaves: list[Any], test: Callable[[Leaf], Any]) -> set[str]:
+    answers = [
+        test(Leaf(path, tuple(x.shape), x.dtype, None, 1))
+        for path, x in zip(paths, leaves, strict=True)
+    ]
+    _refuse_other_answers(paths, answers, "the function frozen=")
+    return {path for path, answer in zip(paths, answers, strict=True) if answer}
+
+
+def _refuse_other_answers(paths: list[str], answers: Sequence[Any], what: str) -> None:
+    for path, answer in zip(paths, answers, strict=True):
+        if not isinstance(answer, (bool, np.bool_)):
+            raise GShardError(f"{what} says {shown(answer)} for {path}: say True or False.")

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
-from gshard.analysis.forecast import LevelForecast, of_level
-from gshard.analysis.setup import Choices
+from gshard.sharding.budget import Promise, largest_layer, promise
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 
@@ -49,26 +48,34 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
         least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}
-    found = {name: of_level(plan, Choices()) for name, plan in plans.items()}
-    fitting = [name for name in LEVELS if found[name].needs <= memory]
+    found = {name: promise(plan) for name, plan in plans.items()}
+    needs = {name: _bytes_of_a_step(plan, found[name]) for name, plan in plans.items()}
+    fitting = [name for name in LEVELS if needs[name] <= memory]
     if fitting:
         chip = chip_of(mesh.local_devices[0]) or CHIPS["h100"]  # the order is the same on others
         fitting.sort(key=_PREFERRED.index)
         return plans[min(fitting, key=lambda name: _seconds(found[name], chip))]
-    least = min(found, key=lambda name: found[name].needs)
+    least = min(needs, key=lambda name: needs[name])
     warn(
         f"level='auto': even at {least!r} the state and gradients take "
-        f"{bytes_of(found[least].needs)} on a device, more than {bytes_of(memory)} ({SHARE:.0%} of "
+        f"{bytes_of(needs[least])} on a device, more than {bytes_of(memory)} ({SHARE:.0%} of "
         f"its memory). Use more devices, or offload=True."
     )
     return plans[least]
 
 
-def _seconds(level: LevelForecast, chip: Chip) -> float:
-    """For what levels differ in: the wire, the update, the link to the host; to two digits.
+def _bytes_of_a_step(plan: Plan, budget: Promise) -> int:
+    """What a step needs on one device besides its batch and activations."""
+    step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
+    return sum(budget.resident.values()) + step + largest_layer(plan)
 
-    The terms of the model of `cost`, without the loss.
+
+def _seconds(budget: Promise, chip: Chip) -> float:
+    """Time for what levels differ in: the wire, the update, the link to the host; to two digits.
+
+    The terms of `gshard.analysis.cost_model` that do not depend on the loss.
     """
-    wire = level.wire / chip.link
-    update = 2 * (level.optimizer + level.host) / chip.memory_bandwidth
-    return float(f"{wire + update + 2 * level.host / chip.host_link:.2g}")
+    host = sum(budget.host.values())
+    wire = budget.wire_bytes / chip.link
+    update = 2 * (budget.resident["optimizer"] + host) / chip.memory_bandwidth
+    return float(f"{wire + update + 2 * host / chip.host_link:.2g}")

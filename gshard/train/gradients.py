@@ -14,60 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
-from gshard._util.validation import flag, whole_number
 from gshard.data.batch import check_leaves, check_rows
-from gshard.sharding.budget import accumulation, resharding
+from gshard.sharding.budget import accumulation
 from gshard.sharding.plan import Plan, all_whole
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.train.comm.collectives import agree, largest, reduce_scalar
 from gshard.train.comm.reduce import accumulating, held_apart, reduce, reduced_specs
 from gshard.train.local_gradients import Unreduced
 from gshard.train.loss import typed_key
 from gshard.train.microbatch import MicroBatch, over_micro_batches, total_weight
 from gshard.train.non_trainable import extra_layouts, in_storage, pinned
+from gshard.train.options import Options
 from gshard.train_state import OVERWRITTEN, Parts, PureLoss
-
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients are made; the same names as in `make_train_step`.
-
-    `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
-    """
-
-    has_aux: bool = False
-    micro_batches: int = 1
-    accumulate: str = "level"
-    buffer_max_size: int = BUFFER_MAX_SIZE
-    sync_buffers: bool = False
-    reshard_after_forward: bool | int = True
-    sync_comm: bool = False
-    by_rows: bool = False
-    end_buffer_size: int = END_BUFFER_SIZE
-
-    def __post_init__(self) -> None:
-        for name in ("has_aux", "sync_buffers", "sync_comm"):
-            flag(name, getattr(self, name))
-        whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
-        whole_number("end_buffer_size", self.end_buffer_size, 1, " of elements")
-
-
-def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
-    """Refuses options that this plan cannot follow, and names one that changes nothing."""
-    accumulation(plan, options.micro_batches, options.accumulate, sync)
-    resharding(plan, options.reshard_after_forward)
-    if plan.gathers:
-        return
-    why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"
-    for name, default in (("reshard_after_forward", True), ("sync_comm", False)):
-        value = getattr(options, name)
-        if value is not default:
-            warn(
-                f"{name}={value} changes nothing {why}, where no parameter is divided. Leave it "
-                "out, or use level 'p_g_os' on several devices."
-            )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gshard.train.random_keys import DEVICE, Draws, draws_of
 from gshard.train_state import OVERWRITTEN, PureLoss
 
 if TYPE_CHECKING:
-    from gshard.train.gradients import Options
+    from gshard.train.options import Options
 
 
 @jax.tree_util.register_dataclass

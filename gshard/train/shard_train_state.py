@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,13 +17,13 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import flag, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level, is_auto, parse_level
-from gshard.sharding.make_plan import planned, warn_of_unused
+from gshard.sharding.make_plan import Request, planned, warn_of_unused
 from gshard.sharding.mesh import data_group
-from gshard.sharding.plan import Plan
+from gshard.sharding.plan import DividedTransformation, Plan
 from gshard.sharding.precision import as_precision
-from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of
+from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen_paths
 from gshard.train.auto_level import choose_plan
-from gshard.train.optim.optimizer import DividedTransformation
+from gshard.train.optim.optimizer import divide
 from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of
 
 
@@ -102,14 +103,14 @@ def shard_train_state(
         raise GShardError(
             "this state is divided already. Take its plain form with plan.unwrap(state) first."
         )
-    kind = kind.freeze(template, frozen)
+    kind = kind.freeze(template, frozen, frozen_paths)
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
-    dtypes = as_precision(precision)
 
-    def plan_at(level: Level) -> Plan:
-        return planned(template, kind, tx, mesh, group, level, rule, scan_axes, dtypes, offload)
-
+    request = Request(
+        template, kind, tx, mesh, group, rule, divide, scan_axes, as_precision(precision), offload
+    )
+    plan_at = partial(planned, request=request)
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])

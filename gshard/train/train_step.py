@@ -16,13 +16,15 @@ from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
 from gshard.train import loss_check
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
-from gshard.train.gradients import Options, check_options, gradients
+from gshard.train.gradients import gradients
 from gshard.train.loss import fold_keys, typed_key
-from gshard.train.optim.optimizer import GShardState, keep_unless, update_and_publish
+from gshard.train.optim.optimizer import keep_unless, update_and_publish
+from gshard.train.options import Options, check_options
 from gshard.train.post_update import after_update
 from gshard.train_state import Parts
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch
+from gshard.train_state.opt_state import GShardState
 
 
 def make_train_step(

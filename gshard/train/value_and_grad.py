@@ -16,9 +16,10 @@ from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
 from gshard.train.comm.collectives import agree
 from gshard.train.comm.reduce import accumulating, reduce, reduced_specs
-from gshard.train.gradients import Gradients, Options, check_options, gradients, unreduced_gradients
+from gshard.train.gradients import Gradients, gradients, unreduced_gradients
 from gshard.train.local_gradients import Unreduced
 from gshard.train.non_trainable import pinned
+from gshard.train.options import Options, check_options
 from gshard.train_state import OVERWRITTEN
 
 

@@ -2,122 +2,23 @@
 
 A *kind* (`Linen` or `Nnx`) splits a state into parts, merges parts into a state, and turns the
 user's loss into one pure function of whole parameters.
+
+May import: `_util`.
+Start reading: `components`, then `linen`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import optax
-from flax import linen as nn
-from flax import nnx
-from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding
-
-from gshard._util.errors import GShardError
-from gshard._util.validation import shown
 from gshard.train_state.components import SCAN_NAMES as SCAN_NAMES
 from gshard.train_state.components import Parts as Parts
 from gshard.train_state.components import PureLoss as PureLoss
 from gshard.train_state.fp8 import OVERWRITTEN as OVERWRITTEN
-from gshard.train_state.fp8 import updated
 from gshard.train_state.frozen import FROZEN as FROZEN
+from gshard.train_state.kind import Kind as Kind
+from gshard.train_state.kind import abstract as abstract
+from gshard.train_state.kind import abstract_like as abstract_like
+from gshard.train_state.kind import as_state as as_state
+from gshard.train_state.kind import is_init as is_init
+from gshard.train_state.kind import is_nnx_pair as is_nnx_pair
+from gshard.train_state.kind import kind_of as kind_of
 from gshard.train_state.linen import PARAMETERS as PARAMETERS
-from gshard.train_state.linen import Linen
-from gshard.train_state.nnx import Nnx
-
-Kind = Linen | Nnx
-
-
-def kind_of(state: Any) -> Kind:
-    """The kind of a train state.
-
-    Raises:
-      GShardError: when it is none that gshard knows.
-    """
-    if isinstance(state, TrainState):
-        return Linen()
-    if is_nnx_pair(state):
-        if isinstance(state[1], nnx.ModelAndOptimizer):
-            raise GShardError(
-                "the optimizer is an nnx.ModelAndOptimizer, whose own model would go stale. Pass "
-                "(model, nnx.Optimizer(model, tx, wrt=nnx.Param))."
-            )
-        return Nnx(state[1].wrt)
-    what = f"a {type(state).__name__}"
-    if isinstance(state, (tuple, list)):
-        what += f" of ({', '.join(type(item).__name__ for item in state)})"
-    raise GShardError(
-        f"state is {what}. Pass a flax TrainState, an NNX (model, optimizer) pair with "
-        "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), (params, optax transformation), or a "
-        "function that makes one of these."
-    )
-
-
-def as_state(state: Any) -> Any:
-    """`(params, tx)` as a `TrainState` without `apply_fn`; other states as they are."""
-    if (
-        isinstance(state, tuple)
-        and len(state) == 2
-        and isinstance(state[1], optax.GradientTransformation)
-        and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
-    ):
-        params, tx = state  # not by create, which fails for a list of NumPy arrays
-        trained = updated(params)
-        nowhere = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(trained))
-        opt_state = jax.eval_shape(tx.init, trained) if nowhere else tx.init(trained)
-        fields: dict[str, Any] = {"apply_fn": None, "opt_state": opt_state}
-        return TrainState(step=0, params=params, tx=tx, **fields)
-    return state
-
-
-def is_init(state: Any) -> bool:
-    """Whether this is a function that makes a train state: models can be called too."""
-    others = (type, TrainState, tuple, nn.Module, nnx.Module)
-    return callable(state) and not isinstance(state, others)
-
-
-def is_nnx_pair(state: Any) -> bool:
-    """Whether this is an NNX `(model, optimizer)`."""
-    return (
-        isinstance(state, tuple)
-        and len(state) == 2
-        and isinstance(state[0], nnx.Module)
-        and isinstance(state[1], nnx.Optimizer)
-    )
-
-
-def abstract(init: Callable[..., Any], *args: Any) -> Any:
-    """The state that `init(*args)` would make, its arrays abstract."""
-    return nnx.eval_shape(lambda: as_state(init(*args)))
-
-
-def abstract_like(state: Any) -> Any:
-    """The same state with abstract arrays; those that lie over a mesh say how."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        try:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=_named(x))
-        except (TypeError, ValueError) as error:
-            raise GShardError(
-                f"the state holds {shown(x)} where an array is expected. Take it out, or mark its "
-                "field with struct.field(pytree_node=False)."
-            ) from error
-
-    def of_variable(x: Any) -> Any:  # NNX takes an abstract array outside a Variable for static
-        return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x
-
-    if not is_nnx_pair(state):
-        return jax.tree.map(shape, state)
-    graph, arrays = nnx.split(state)
-    return nnx.merge(
-        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    )
-
-
-def _named(x: Any) -> NamedSharding | None:
-    sharding = getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None

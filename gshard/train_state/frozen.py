@@ -6,46 +6,17 @@ frozen one was. Optax's own transformations take such trees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from gshard._util import validation
-from gshard._util.errors import GShardError, did_you_mean, some, warn
-from gshard._util.pytree import differences, flatten, path_of, refuse_twice
-from gshard._util.validation import shown
-from gshard.sharding.rules import Leaf
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten, path_of
 
 FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
-
-
-def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
-    """Paths of the parameters that are not trained: those of `frozen=`, and all integers.
-
-    Args:
-      params: a tree of arrays, concrete or abstract.
-      frozen: None; a pattern of paths or several; a function of a `Leaf`; or a tree like the
-        parameters with True where one is frozen.
-
-    Raises:
-      GShardError: `frozen` is none of these, a tree of another structure, or leaves nothing.
-    """
-    paths, leaves, _ = flatten(params)
-    refuse_twice(paths, "parameters")
-    chosen = _chosen(paths, leaves, frozen)
-    fixed = {
-        p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)
-    }
-    if paths and len(chosen | fixed) == len(paths):
-        raise GShardError(
-            f"frozen={shown(frozen)} and integer dtypes leave no parameter to train, of "
-            f"{some(paths)}."
-        )
-    return frozenset(chosen | fixed)
 
 
 def take_out(params: Any, frozen: Set[str]) -> tuple[Any, dict[str, Any]]:
@@ -161,53 +132,3 @@ def no_change(params: dict[str, Any]) -> dict[str, Any]:
 
 def _is_gap(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
-
-
-def _chosen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
-    if frozen is None:
-        return set()
-    if isinstance(frozen, str):
-        return _matching(paths, [frozen])
-    if isinstance(frozen, (list, tuple)) and all(isinstance(x, str) for x in frozen):
-        return _matching(paths, frozen)
-    if callable(frozen):
-        return _accepted(paths, leaves, frozen)
-    given, flags, _ = flatten(frozen)
-    if given != paths:
-        raise GShardError(
-            f"frozen={shown(frozen)} is not a tree like the parameters: "
-            f"{differences(given, paths)}. "
-            "Give True or False for each parameter, a pattern of paths, or a function of a "
-            "gshard.Leaf."
-        )
-    _refuse_others(paths, flags, "frozen")
-    return {path for path, flag in zip(paths, flags, strict=True) if flag}
-
-
-def _matching(paths: list[str], patterns: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for text in patterns:
-        compiled = validation.pattern(text, "frozen")
-        matches = {path for path in paths if compiled.search(path)}
-        if not matches:
-            warn(
-                f"frozen: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
-                f"There are {some(paths)}."
-            )
-        found |= matches
-    return found
-
-
-def _accepted(paths: list[str], leaves: list[Any], test: Callable[[Leaf], Any]) -> set[str]:
-    answers = [
-        test(Leaf(path, tuple(x.shape), x.dtype, None, 1))
-        for path, x in zip(paths, leaves, strict=True)
-    ]
-    _refuse_others(paths, answers, "the function frozen=")
-    return {path for path, answer in zip(paths, answers, strict=True) if answer}
-
-
-def _refuse_others(paths: list[str], answers: Sequence[Any], what: str) -> None:
-    for path, answer in zip(paths, answers, strict=True):
-        if not isinstance(answer, (bool, np.bool_)):
-            raise GShardError(f"{what} says {shown(answer)} for {path}: say True or False.")

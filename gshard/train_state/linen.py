@@ -29,7 +29,6 @@ from gshard.train_state.fp8 import (
 )
 from gshard.train_state.frozen import (
     FROZEN,
-    frozen_paths,
     no_change,
     put_back,
     take_out,
@@ -50,9 +49,11 @@ class Linen:
     frozen: frozenset[str] = frozenset()
     arguments: ClassVar = ("state",)  # of a train step, before the batch
 
-    def freeze(self, state: Any, frozen: Any) -> Linen:
+    def freeze(
+        self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
+    ) -> Linen:
         """The kind of states whose parameters are trained but for `frozen` and for integers."""
-        return Linen(frozen_paths(updated(state.params), frozen))
+        return Linen(paths_of(updated(state.params), frozen))
 
     def narrow(self, state: Any) -> Any:
         """A state as its optimizer makes it, its optimizer state without the frozen parameters."""

@@ -38,7 +38,7 @@ class Nnx:
     wrt: Any
     arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
 
-    def freeze(self, state: Any, frozen: Any) -> Nnx:
+    def freeze(self, state: Any, frozen: Any, paths_of: Any = None) -> Nnx:
         """Refuses `frozen=`, which the optimizer's filter says."""
         if frozen is not None:
             raise GShardError(

@@ -1,1 +1,5 @@
-"""The model and optimizer that the Paddle and PyTorch faces wrap."""
+"""The model and optimizer that the faces for Paddle and PyTorch wrap.
+
+May import: `_util`, `train_state`, `sharding`, `distributed`, `data`, `train`, `checkpoint`.
+Start reading: `wrapped_model`, then `accumulation`.
+"""

@@ -14,10 +14,11 @@ from flax import nnx
 
 from gshard._util.errors import GShardError
 from gshard.sharding.plan import Plan
-from gshard.train.gradients import Options, unreduced_gradients
+from gshard.train.gradients import unreduced_gradients
 from gshard.train.local_gradients import Unreduced
 from gshard.train.loss import Weighted
 from gshard.train.optim.optimizer import keep_unless
+from gshard.train.options import Options
 from gshard.train.value_and_grad import end_extras, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)

@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 
-import gshard
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
@@ -31,6 +30,7 @@ from gshard.analysis.aot.buffers import Buffers, read_buffers, traffic
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import memory_of, rows_of
 from gshard.analysis.setup import Choices, batch_of, divided, load_setup, step_of
+from gshard.sharding.mesh import make_mesh
 
 Say = Callable[[str], None]
 _TOO_LARGE = re.compile(
@@ -42,7 +42,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """Lowers and compiles the step of a request; what is known of it, ready for JSON."""
     target = parse_target(request["target"])
-    mesh = gshard.make_mesh(devices=target.described_devices(), replica=request.get("replica", 1))
+    mesh = make_mesh(devices=target.described_devices(), replica=request.get("replica", 1))
     say("importing the model")
     setup = load_setup(request["model"], request.get("arguments"))
     names = [field.name for field in dataclasses.fields(Choices)]

@@ -12,7 +12,7 @@ from gshard.analysis.audit_report import total
 from gshard.analysis.forecast_report import table, text_of
 
 if TYPE_CHECKING:
-    from gshard.analysis.forecast import Forecast
+    from gshard.analysis.forecast_report import Forecast
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from gshard.analysis.forecast import Forecast
+from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.html.bars import FILLS, legend
 from gshard.analysis.html.markup import Markup, el, joined
 from gshard.analysis.html.tables import scrolling

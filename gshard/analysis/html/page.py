@@ -9,7 +9,7 @@ from typing import Any
 from gshard._util.units import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import Forecast, LevelForecast
+from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.html.bars import Bar, bars, definitions, legend
 from gshard.analysis.html.markup import STYLE, Markup, el, joined
 from gshard.analysis.html.mesh import mesh_grid

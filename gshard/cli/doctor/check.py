@@ -40,8 +40,8 @@ def size(count: float) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
 
 
-_RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from gshard.cli.doctor import probes; "
-_RUN += "probes.main(*sys.argv[2:])"
+_RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+_RUN += "from gshard.cli.doctor import probes; probes.main(*sys.argv[2:])"
 # This process's place in a job is not that of a process that checks alone.
 _NOT_PASSED = (
     env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID,

@@ -18,8 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import gshard
+from gshard._util.errors import GShardError, GShardWarning
+from gshard.distributed.initialize import get_rank, init_parallel_env
+from gshard.distributed.launch.spawn import spawn
+from gshard.sharding.host_arrays import full_params
 from gshard.sharding.level import LEVELS
+from gshard.sharding.mesh import make_mesh, virtual_devices
+from gshard.train.shard_train_state import shard_train_state
+from gshard.train.train_step import make_train_step
 
 _STEPS = 2
 
@@ -28,7 +34,7 @@ def main(name: str, arguments: str) -> None:
     """Runs a probe; whatever libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    warnings.simplefilter("ignore", gshard.GShardWarning)
+    warnings.simplefilter("ignore", GShardWarning)
     try:
         found = PROBES[name](**json.loads(arguments))
     except Exception as error:
@@ -43,7 +49,7 @@ def devices() -> dict[str, Any]:
         found = jax.local_devices()
     except AssertionError:  # all that JAX says then
         raise RuntimeError("JAX has no plugin for what JAX_PLATFORMS names") from None
-    mesh = gshard.make_mesh()
+    mesh = make_mesh()
     inside = set(mesh.devices.flat)
     stats = [device.memory_stats() or {} for device in found]
     return {
@@ -63,10 +69,10 @@ def numbers(virtual: int) -> dict[str, Any]:
       virtual: CPU devices to make; 0 for those that are there.
     """
     if virtual:
-        with suppress(gshard.GShardError):  # XLA_FLAGS says how many
-            gshard.virtual_devices(virtual)
+        with suppress(GShardError):  # XLA_FLAGS says how many
+            virtual_devices(virtual)
     here = jax.local_devices()
-    mesh = gshard.make_mesh(devices=here)
+    mesh = make_mesh(devices=here)
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -80,11 +86,11 @@ def numbers(virtual: int) -> dict[str, Any]:
         wanted = _on_one_device(params, tx, batch)
         found = {}
         for level in LEVELS:
-            state, plan = gshard.shard_train_state((params, tx), mesh, level, segment_size=0)
-            step = gshard.make_train_step(_loss, plan)
+            state, plan = shard_train_state((params, tx), mesh, level, segment_size=0)
+            step = make_train_step(_loss, plan)
             for _ in range(_STEPS):
                 state, _ = step(state, batch)
-            got = gshard.full_params(state)
+            got = full_params(state)
             found[level] = max(
                 float(np.abs(np.asarray(got[name]) - wanted[name]).max()) for name in params
             )
@@ -110,14 +116,14 @@ def _on_one_device(params: Any, tx: Any, batch: Any) -> dict[str, np.ndarray]:
 
 def gloo(patience: int) -> dict[str, Any]:
     """What two new processes, which have so many seconds to meet, find as the sum of 1 and 2."""
-    sums = gshard.spawn(_sum_over_processes, nprocs=2, virtual_devices=1, start_timeout=patience)
+    sums = spawn(_sum_over_processes, nprocs=2, virtual_devices=1, start_timeout=patience)
     return {"sums": sums}
 
 
 def _sum_over_processes() -> float:
-    gshard.init_parallel_env()
-    mesh = gshard.make_mesh()
-    own = np.full((1,), gshard.get_rank() + 1, np.float32)
+    init_parallel_env()
+    mesh = make_mesh()
+    own = np.full((1,), get_rank() + 1, np.float32)
     return float(_sum(mesh)(jax.make_array_from_process_local_data(_rows(mesh), own)))
 
 
@@ -127,7 +133,7 @@ def nccl(elements: int = 2**24) -> dict[str, Any]:
     Args:
       elements: that each device gives, of 4 bytes.
     """
-    mesh = gshard.make_mesh(devices=jax.local_devices())
+    mesh = make_mesh(devices=jax.local_devices())
     count = mesh.size
     rows = np.broadcast_to(np.arange(1, count + 1, dtype=np.float32)[:, None], (count, elements))
     given, add = jax.device_put(rows, _rows(mesh)), _sum(mesh)

@@ -1,1 +1,4 @@
-"""Every collective of the core, buckets, and the reduction of gradients."""
+"""Every collective of the core, the buckets that share one, and the reduction of gradients.
+
+Start reading: `collectives`.
+"""

@@ -22,7 +22,7 @@ from gshard.train.comm.collectives import (
 )
 
 if TYPE_CHECKING:
-    from gshard.train.gradients import Options
+    from gshard.train.options import Options
 
 
 def accumulating(plan: Plan, accumulate: str) -> list[Layout]:

@@ -1,1 +1,4 @@
-"""The user's optax optimizer on shards: updates, offload, matrix products."""
+"""The user's optax optimizer on shards: updates, offload, matrix products.
+
+Start reading: `optimizer`.
+"""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,51 +20,22 @@ from jax.extend.core import Literal
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, body_of
 from gshard._util.pytree import flatten, same_leaves
+from gshard.sharding.plan import DividedTransformation, Plan
 from gshard.train.comm.buckets import BUFFER_MAX_SIZE
 from gshard.train.local_gradients import refuse_unreduced
 from gshard.train.optim.matrix_products import with_whole_products
 from gshard.train.optim.offload import at_rest, fetched, sizes_at_once, streamed
 from gshard.train.optim.param_shards import cut, held, own_parts, publish
-from gshard.train_state.loss_scale import ScalerState
-from gshard.train_state.nonfinite import Guard
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
+from gshard.train_state.opt_state import GShardState
 
 
-class GShardState(NamedTuple):
-    """State of the plan-aware optimizer.
-
-    Attributes:
-      inner: the user's optimizer state, in the layouts of the plan.
-      master: master copies of parameters that are computed with in another dtype, by path.
-      scaler: of the loss.
-      guard: counts of steps that were skipped.
-    """
-
-    inner: Any
-    master: dict[str, Any]
-    scaler: ScalerState
-    guard: Guard
-
-    @classmethod
-    def new(cls, inner: Any, master: dict[str, Any]) -> GShardState:
-        """Of a fresh state."""
-        return cls(inner, master, ScalerState.unused(), Guard.new())
-
-
-class DividedTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that carries the plan it follows."""
-
-    plan: Plan
-
-
-def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformation:
-    """Wraps `tx` so that it updates a state that lies as `plan` says, in the user's own loop.
+def divide(plan: Plan) -> DividedTransformation:
+    """Wraps the plan's `tx` so that it follows the plan in the user's own loop.
 
     The updates come back as the parameters lie (whole at `dp`, `os` and `os_g`), so that
     `optax.apply_updates` keeps every layout.
     """
+    tx = plan.tx
 
     def init(params: Any) -> GShardState:
         params = fetched(plan.kind.trained(params), plan.params)
@@ -96,7 +68,7 @@ def divide(tx: optax.GradientTransformation, plan: Plan) -> DividedTransformatio
         return plan.kind.whole_update(_differences(late, moved, trained), params), state
 
     made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
-    made.plan = plan
+    made.plan, made.fetch_sizes = plan, partial(_fetch_sizes, plan)
     return made
 
 
@@ -138,7 +110,7 @@ def _update(
     return on_device
 
 
-def fetched_at_once(plan: Plan) -> tuple[int, ...]:
+def _fetch_sizes(plan: Plan) -> tuple[int, ...]:
     """What an update of a train step fetches from the host: bytes on one device, by group."""
     found: list[int] = []
 

@@ -106,7 +106,8 @@ def test_xla_is_told_the_same():
 
 def test_without_its_compiler_a_target_says_what_to_install():
     """No compiler is found where the path has none of a site."""
-    code = "from gshard.analysis.aot.target import parse_target; parse_target({!r}).described_devices()"
+    code = "from gshard.analysis.aot.target import parse_target as parse; "
+    code += "parse({!r}).described_devices()"
     for text, extra in (("h100:1x8", "gshard[aot-gpu]"), ("tpu-v5e:2x4", "gshard[aot-tpu]")):
         hidden = "import sys; sys.modules.update(libtpu=None, jax_plugins=None); "
         done = subprocess.run(

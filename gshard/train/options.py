@@ -1,0 +1,51 @@
+"""Options of a step for its gradients, and whether a plan can follow them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gshard._util.errors import warn
+from gshard._util.validation import flag, whole_number
+from gshard.sharding.budget import accumulation, resharding
+from gshard.sharding.plan import Plan
+from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are made; the same names as in `make_train_step`.
+
+    `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
+    """
+
+    has_aux: bool = False
+    micro_batches: int = 1
+    accumulate: str = "level"
+    buffer_max_size: int = BUFFER_MAX_SIZE
+    sync_buffers: bool = False
+    reshard_after_forward: bool | int = True
+    sync_comm: bool = False
+    by_rows: bool = False
+    end_buffer_size: int = END_BUFFER_SIZE
+
+    def __post_init__(self) -> None:
+        for name in ("has_aux", "sync_buffers", "sync_comm"):
+            flag(name, getattr(self, name))
+        whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
+        whole_number("end_buffer_size", self.end_buffer_size, 1, " of elements")
+
+
+def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
+    """Refuses options that this plan cannot follow, and names one that changes nothing."""
+    accumulation(plan, options.micro_batches, options.accumulate, sync)
+    resharding(plan, options.reshard_after_forward)
+    if plan.gathers:
+        return
+    why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"
+    for name, default in (("reshard_after_forward", True), ("sync_comm", False)):
+        value = getattr(options, name)
+        if value is not default:
+            warn(
+                f"{name}={value} changes nothing {why}, where no parameter is divided. Leave it "
+                "out, or use level 'p_g_os' on several devices."
+            )

@@ -1,0 +1,123 @@
+"""The folders of the package: what stands in the root, and which way imports go."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "gshard"
+
+# A folder imports from itself and from those before it.
+FOLDERS = [
+    "_util", "train_state", "sharding", "distributed", "data", "train", "checkpoint", "analysis",
+    "wrapped", "paddle", "pytorch", "cli",
+]  # fmt: skip
+ABOVE_ALL = ("gshard", "gshard.__main__")
+
+
+def sources(package: Path) -> dict[str, str]:
+    """The text of every module, by dotted name; a package stands for its `__init__`."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def imports(texts: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+    """(module, module it imports, line); also inside functions and under TYPE_CHECKING."""
+    for module, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{module}, line {node.lineno}: a relative import"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    names.append(inner if inner in texts else node.module or "")
+            for name in names:
+                if name.split(".")[0] == "gshard":
+                    assert name in texts, f"{module}, line {node.lineno}: there is no {name}"
+                    yield module, name, node.lineno
+
+
+def rank(module: str) -> int:
+    """The position of a module's folder; the root comes after all of them."""
+    return len(FOLDERS) if module in ABOVE_ALL else FOLDERS.index(module.split(".")[1])
+
+
+def upward(texts: Mapping[str, str]) -> list[str]:
+    """Imports from a folder that comes later."""
+    return [
+        f"{module}, line {line}: imports {name}, which comes later"
+        for module, name, line in imports(texts)
+        if rank(name) > rank(module)
+    ]
+
+
+def circles(texts: Mapping[str, str]) -> list[str]:
+    """Modules that import each other, directly or not."""
+    wanted: dict[str, set[str]] = {module: set() for module in texts}
+    for module, name, _ in imports(texts):
+        wanted[module].add(name)
+    while free := [module for module, names in wanted.items() if not names & wanted.keys()]:
+        for module in free:
+            del wanted[module]
+    # What is left is in a circle or leads to one.
+    return [f"{module} imports {sorted(names & wanted.keys())}" for module, names in wanted.items()]
+
+
+def test_twelve_folders_in_the_root():
+    inside = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sorted(path.name for path in inside if path.is_dir()) == sorted(FOLDERS)
+    files = sorted(path.name for path in inside if path.is_file())
+    assert files == ["__init__.py", "__main__.py", "py.typed"]
+
+
+def test_tests_mirror_the_folders():
+    folders = {path.name for path in (PACKAGE.parent / "tests").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__", "dumps"} <= set(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_each_folder_says_what_it_holds(folder):
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
+    assert "May import" in text, "say which folders it may import"
+    assert "Start reading" in text, "say where to start reading"
+
+
+def test_imports_go_one_way():
+    assert not upward(sources(PACKAGE))
+
+
+def test_no_circles():
+    assert not circles(sources(PACKAGE))
+
+
+LATER = "gshard.train.loss"
+IMPORTS = {
+    "plain": f"import {LATER}",
+    "of a name": f"from {LATER} import x",
+    "of a module": "from gshard.train import loss",
+    "in a function": f"def f():\n    from {LATER} import x",
+    "for annotations": f"if TYPE_CHECKING:\n    from {LATER} import x",
+}
+
+
+@pytest.mark.parametrize("text", IMPORTS.values(), ids=IMPORTS)
+def test_an_upward_import_and_a_circle_are_found(text):
+    texts = {"gshard.train": "", LATER: "", "gshard.sharding.plan": text}
+    assert upward(texts)
+    assert not circles(texts)
+    texts = {"gshard.train": "", LATER: "import gshard.train.step", "gshard.train.step": text}
+    assert circles(texts)
+    assert not upward(texts)
+
+
+def test_the_root_may_import_all_and_is_imported_by_none():
+    assert not upward({"gshard": "import gshard.cli.main", "gshard.cli.main": ""})
+    assert upward({"gshard": "", "gshard.cli.main": "import gshard"})
