@@ -25,7 +25,7 @@ from benchmarks.processes import in_processes, is_first
 from benchmarks.timing import Ratio, in_turn, ratio
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group
-from gshard.train.comm.collectives import publish_leaves, reduce_leaves, scatter_leaves
+from gshard.train.comm.collectives import all_gather_updated, reduce_leaves, scatter_leaves
 
 KINDS = ("reduce-scatter", "all-gather", "all-reduce")
 EVERYTHING = 2**40  # elements of a bucket that is never full
@@ -55,12 +55,12 @@ def cell(kind: str, elements: int, leaves: int, mesh: Any, rounds: int) -> Line:
         "all-reduce": (whole, whole),
     }[kind]
 
-    def run(buffer_max_size: int) -> Callable[[], None]:
+    def run(bucket_size: int) -> Callable[[], None]:
         def on_device(xs: list[jax.Array]) -> list[jax.Array]:
             if kind == "all-reduce":
-                return reduce_leaves(xs, axes, buffer_max_size)
-            move = scatter_leaves if kind == "reduce-scatter" else publish_leaves
-            return move(xs, layouts, buffer_max_size)
+                return reduce_leaves(xs, axes, bucket_size)
+            move = scatter_leaves if kind == "reduce-scatter" else all_gather_updated
+            return move(xs, layouts, bucket_size)
 
         moved = jax.jit(
             jax.shard_map(

@@ -42,7 +42,7 @@ def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Calla
 
 def _by_optimizer(problem: Problem, batch: np.ndarray, partition: str) -> Callable[[], float]:
     """PyTorch's class: each device's gradients, which `step` reduces."""
-    opt = gshard.ZeroRedundancyOptimizer(
+    opt = gshard.pytorch.ZeroRedundancyOptimizer(
         problem.params,
         optax.adamw,
         parameters_as_bucket_view=True,

@@ -15,7 +15,7 @@ from benchmarks.groups import ADDRESS, RANK, SIZE, free_address, rank, size
 def connect(devices: int) -> None:
     """This process of a group gets its part of so many virtual devices, and meets the others."""
     gshard.virtual_devices(devices // size())
-    gshard.init_parallel_env(os.environ[ADDRESS], size(), rank())
+    gshard.distributed.initialize(os.environ[ADDRESS], size(), rank())
 
 
 def in_processes(module: str, processes: int, devices: int) -> bool:

@@ -54,7 +54,7 @@ def divided(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
     )
 
 
-def promised(plan: gshard.Plan) -> dict[str, dict[str, int]]:
+def budgeted(plan: gshard.Plan) -> dict[str, dict[str, int]]:
     """Wire bytes of one device and step by kind: what is promised, and theory.
 
     `promise` counts elements at every hop over the shard axes; whatever the hops are, a device
@@ -66,7 +66,7 @@ def promised(plan: gshard.Plan) -> dict[str, dict[str, int]]:
     hops = sum(1 / math.prod(plan.group.sizes[:i]) for i in range(len(plan.group.sizes)))
     of_whole = [x.dtype.itemsize for x in jax.tree.leaves(plan.grads) if x.dim is None]
     bytes_of: dict[str, float] = defaultdict(float)
-    for moved in gshard.promise(plan).moved:
+    for moved in gshard.budget(plan).moved:
         if moved.purpose == "reduce":
             bytes_of[moved.kind] += 2 * moved.elements * max(of_whole)
         else:
@@ -130,7 +130,7 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
         **traffic(text),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-        **promised(divided(params, mesh, level)[1]),
+        **budgeted(divided(params, mesh, level)[1]),
         "versions": versions(),
     }
 

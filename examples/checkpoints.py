@@ -49,7 +49,7 @@ class Checkpoints:
         steps = range(self.saved, self.config.steps)
         if self.checkpointer is None:
             return steps
-        return gshard.until_preempted(steps, last=self.save_and_wait)
+        return gshard.distributed.until_preempted(steps, last=self.save_and_wait)
 
     def after_step(self, state) -> None:
         """Begins to save every so many steps, and after the last; training goes on meanwhile."""
@@ -86,7 +86,7 @@ def refuse_other_settings(config: Config) -> None:
                     f"{config.checkpoints} holds a training with {name}={then.get(name)}, and now "
                     f"{name}={now[name]}: choose another folder for checkpoints"
                 )
-    elif gshard.get_rank() == 0:
+    elif gshard.distributed.process_index() == 0:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             new = file.with_suffix(".new")

@@ -46,7 +46,7 @@ class Config:
     steps: int = setting(100, "optimizer steps per level")
     batch_size: int = setting(32, "rows of the global batch")
     micro_batches: int = setting(4, "micro-batches per step")
-    segment_size: int = setting(2**14, "leaves of more elements (of one layer) are divided")
+    min_shard_size: int = setting(2**14, "leaves of more elements (of one layer) are divided")
     seed: int = setting(0, "of the parameters, the batches and the sample")
     prompt: str = setting("def ", "start of the sampled text")
     sample_bytes: int = setting(300, "length of the sampled text")

@@ -62,7 +62,7 @@ class Training:
     def end(self) -> str:
         """How it ended, and the newest step that is saved."""
         code = self.process.wait()
-        if code not in (0, gshard.PREEMPTED):
+        if code not in (0, gshard.distributed.PREEMPTED_EXIT_CODE):
             raise TrainingError(f"the training ended with {code}:\n{self.said.read_text()}")
         how = f"SIGTERM: saved, exit code {code}" if code else "its end"
         return f"from step {self.went_on_from()} to {self.newest()} ({how})"

@@ -52,13 +52,13 @@ def loss_fn(model: SimpleNet, x: jax.Array) -> jax.Array:
 
 def main(steps: int = 10) -> float:
     """The largest difference of a parameter between the two ways."""
-    by_hand, automatic = (gshard.DataParallel(SimpleNet(nnx.Rngs(0))) for _ in range(2))
+    by_hand, automatic = (gshard.paddle.DataParallel(SimpleNet(nnx.Rngs(0))) for _ in range(2))
     steppers = [nnx.Optimizer(m, optax.sgd(0.01), wrt=nnx.Param) for m in (by_hand, automatic)]
     for step in range(steps):
         x = np.random.default_rng(step).normal(size=(16, 2)).astype(np.float32)
         with by_hand.no_sync():
             by_hand.backward(loss_fn, x)
-        gshard.fused_allreduce_gradients(by_hand.parameters(), None)
+        gshard.paddle.fused_allreduce_gradients(by_hand.parameters(), None)
         automatic.backward(loss_fn, x)
         for model, optimizer in zip((by_hand, automatic), steppers, strict=True):
             optimizer.update(model, model.grads)

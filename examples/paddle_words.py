@@ -52,7 +52,7 @@ def train(level: str, steps: int) -> tuple[list[float], nnx.Module]:
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(learning_rate=0.05, weight_decay=0.00001)
     )
-    model, optimizer, _ = gshard.group_sharded_parallel(
+    model, optimizer, _ = gshard.paddle.group_sharded_parallel(
         model, optimizer, level, **({"segment_size": 2**18} if level == "p_g_os" else {})
     )
     losses = []

@@ -41,10 +41,12 @@ def held(tree: Any, device: jax.Device) -> int:
 
 def train(width: int, layers: int, devices: int, steps: int, divided: bool) -> dict[str, float]:
     """What one device holds after some steps, and the sum of all parameters."""
-    ddp = gshard.DataParallel(model_of(width, layers), group=gshard.new_group(range(devices)))
+    ddp = gshard.pytorch.DataParallel(
+        model_of(width, layers), group=gshard.distributed.new_group(range(devices))
+    )
     if divided:
-        opt = gshard.ZeroRedundancyOptimizer(
-            ddp.parameters(), optax.adam, gshard.new_group(range(devices)), lr=0.01
+        opt = gshard.pytorch.ZeroRedundancyOptimizer(
+            ddp.parameters(), optax.adam, gshard.distributed.new_group(range(devices)), lr=0.01
         )
     else:
         plain = nnx.Optimizer(ddp, optax.adam(0.01), wrt=nnx.Param)

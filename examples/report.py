@@ -164,10 +164,10 @@ def draw_memory(axes, runs: list[Run]) -> None:
         top = promised_top = 0.0
         for part, color in COLORS.items():
             height = (run.bytes[part] or 0) / MIB
-            promised = run.promised_bytes[part] / MIB
+            budgeted = run.promised_bytes[part] / MIB
             axes.bar(i, height, 0.6, top, color=color, label=None if i else part)
-            axes.bar(i, promised, 0.7, promised_top, fill=False, edgecolor="black")
-            top, promised_top = top + height, promised_top + promised
+            axes.bar(i, budgeted, 0.7, promised_top, fill=False, edgecolor="black")
+            top, promised_top = top + height, promised_top + budgeted
         axes.text(i, max(top, promised_top), f"{top:.2f}", ha="center", va="bottom")
     axes.bar(0, 0, fill=False, edgecolor="black", label="promised")  # for the legend, last
     axes.set_xticks(range(len(runs)), [run.name for run in runs])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import gshard
 
-gshard.init_parallel_env()  # before anything else uses JAX
+gshard.distributed.initialize()  # before anything else uses JAX
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -50,7 +50,7 @@ def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
 def own_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
     """This process's part of batch `step`: the same batch, however many processes share it."""
     x = np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)
-    own = np.array_split(x, gshard.get_world_size())[gshard.get_rank()]
+    own = np.array_split(x, gshard.distributed.process_count())[gshard.distributed.process_index()]
     return own, np.sin(own.sum(axis=1))
 
 
@@ -69,14 +69,16 @@ def main() -> None:
 
     if ROWS % jax.device_count():
         raise SystemExit(f"{ROWS} rows do not divide over {jax.device_count()} devices")
-    model, optimizer, _ = gshard.group_sharded_parallel(
-        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
+    model, optimizer, _ = gshard.paddle.group_sharded_parallel(
+        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", min_shard_size=2**14
     )
     with gshard.Checkpointer(args.output, keep_last=3) as checkpointer:
         if checkpointer.latest_step() is not None:
             checkpointer.restore(like=(model, optimizer))
         start = int(optimizer.step)
-        say(f"from step {start}, {jax.device_count()} devices, {gshard.get_world_size()} processes")
+        say(
+            f"from step {start}, {jax.device_count()} devices, {gshard.distributed.process_count()} processes"
+        )
 
         def save() -> None:
             checkpointer.wait()
@@ -90,7 +92,9 @@ def main() -> None:
             say(f"saved after step {int(optimizer.step)}")
 
         loss = None
-        for step in gshard.until_preempted(range(start, args.steps), last=save_and_wait):
+        for step in gshard.distributed.until_preempted(
+            range(start, args.steps), last=save_and_wait
+        ):
             loss = model.backward(loss_fn, own_rows(step))
             optimizer.step()
             optimizer.clear_grad()
@@ -102,7 +106,7 @@ def main() -> None:
 
 def say(text: str) -> None:
     """Once for all processes."""
-    if gshard.get_rank() == 0:
+    if gshard.distributed.process_index() == 0:
         print(text, file=sys.stderr, flush=True)
 
 

@@ -43,8 +43,8 @@ def main(config: Config) -> None:
     # ---- processes, devices, text, model ---------------------------------------------------------
 
     jax.config.update("jax_platforms", "cpu")
-    gshard.init_parallel_env()  # alone, or one of several processes that share the devices
-    rank, processes = gshard.get_rank(), gshard.get_world_size()
+    gshard.distributed.initialize()  # alone, or one of several processes that share the devices
+    rank, processes = gshard.distributed.process_index(), gshard.distributed.process_count()
     each = config.devices // processes
     if config.devices % processes:
         raise ConfigError(f"devices={config.devices} do not divide over {processes} processes")

@@ -100,21 +100,21 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
 def measured(level: str, step, state, batch) -> Run:
     """What the compiled step carries and communicates, beside the promise. Nothing runs yet."""
     audit = gshard.audit(step, state, batch)
-    promise = audit.promise
+    budget = audit.budget
     return Run(
         level,
         bytes={"gradients": carried_by_micro_batch_loop(step.lower(state, batch).compile())},
-        promised_bytes={part: promise.resident[part] for part in PARTS},
+        promised_bytes={part: budget.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},
-        promised_moved={kind: promise.elements(kind) for kind in KINDS},
-        at_most=tuple(moved.kind for moved in promise.moved if moved.at_most),
+        promised_moved={kind: budget.elements(kind) for kind in KINDS},
+        at_most=tuple(moved.kind for moved in budget.moved if moved.at_most),
     )
 
 
 def how_to_divide(config: Config) -> dict:
     # A scanned stack of layers is divided inside a layer, never between layers.
     scan_axes = {"^blocks/": 0} if config.model.scan else None
-    return {"segment_size": config.segment_size, "scan_axes": scan_axes}
+    return {"min_shard_size": config.min_shard_size, "scan_axes": scan_axes}
 
 
 def tokens(config: Config) -> int:

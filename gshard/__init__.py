@@ -1,79 +1,110 @@
-"""gshard: ZeRO data parallelism for JAX and Flax in one call."""
+"""gshard: ZeRO data parallelism for JAX and Flax in one call.
+
+The public API is `__all__`, with the names of three modules: `gshard.distributed` (join and start
+processes), `gshard.paddle` and `gshard.pytorch` (the calls that Paddle's and PyTorch's
+users know).
+"""
 
 from __future__ import annotations
 
-from gshard._util.errors import ArgumentTypeError as ArgumentTypeError
-from gshard._util.errors import CallOrderError as CallOrderError
-from gshard._util.errors import DonatedStateError as DonatedStateError
-from gshard._util.errors import GShardError as GShardError
-from gshard._util.errors import GShardWarning as GShardWarning
-from gshard._util.errors import NonFiniteError as NonFiniteError
-from gshard._util.errors import UnevenInputsError as UnevenInputsError
-from gshard._util.version import __version__ as __version__
-from gshard.analysis.audit import audit as audit
-from gshard.analysis.audit_report import Audit as Audit
-from gshard.analysis.explain import explain as explain
-from gshard.analysis.explain_report import Explanation as Explanation
-from gshard.analysis.forecast import make_plan as make_plan
-from gshard.analysis.forecast_report import Forecast as Forecast
-from gshard.analysis.forecast_report import LevelForecast as LevelForecast
-from gshard.analysis.setup import Setup as Setup
-from gshard.checkpoint.checkpointer import Checkpointer as Checkpointer
-from gshard.checkpoint.checkpointer import Restored as Restored
-from gshard.checkpoint.checksums import Damage as Damage
-from gshard.checkpoint.errors import DamagedCheckpointError as DamagedCheckpointError
-from gshard.checkpoint.errors import SaveFailedError as SaveFailedError
-from gshard.checkpoint.orbax_import import import_orbax as import_orbax
-from gshard.checkpoint.safetensors.load import import_params as import_params
-from gshard.checkpoint.safetensors.save import export as export
-from gshard.data.batch import shard_batch as shard_batch
-from gshard.data.loader import DataLoader as DataLoader
-from gshard.data.loader import global_batches as global_batches
-from gshard.distributed.exit import PREEMPTED as PREEMPTED
-from gshard.distributed.initialize import barrier as barrier
-from gshard.distributed.initialize import get_rank as get_rank
-from gshard.distributed.initialize import get_world_size as get_world_size
-from gshard.distributed.initialize import init_parallel_env as init_parallel_env
-from gshard.distributed.launch.process_group import ProcessFailedError as ProcessFailedError
-from gshard.distributed.launch.process_group import Spawned as Spawned
-from gshard.distributed.launch.spawn import spawn as spawn
-from gshard.distributed.preemption import preempted as preempted
-from gshard.distributed.preemption import until_preempted as until_preempted
-from gshard.distributed.rendezvous import NotArrivedError as NotArrivedError
-from gshard.paddle.checkpoint import load_group_sharded_model as load_group_sharded_model
-from gshard.paddle.checkpoint import save_group_sharded_model as save_group_sharded_model
-from gshard.paddle.data_parallel import DataParallel as DataParallel
-from gshard.paddle.data_parallel import fused_allreduce_gradients as fused_allreduce_gradients
-from gshard.paddle.group_sharded import group_sharded_parallel as group_sharded_parallel
-from gshard.paddle.state_dict import load as load
-from gshard.paddle.state_dict import save as save
-from gshard.paddle.state_dict import set_state_dict as set_state_dict
-from gshard.paddle.state_dict import state_dict as state_dict
-from gshard.pytorch.join import Join as Join
-from gshard.pytorch.zero_redundancy_optimizer import (
-    ZeroRedundancyOptimizer as ZeroRedundancyOptimizer,
+from gshard import distributed, paddle, pytorch
+from gshard._util.errors import (
+    ArgumentTypeError,
+    CallOrderError,
+    DonatedStateError,
+    GShardError,
+    GShardWarning,
+    NonFiniteError,
+    UnevenInputsError,
 )
-from gshard.sharding.budget import Promise as Promise
-from gshard.sharding.budget import promise as promise
-from gshard.sharding.host_arrays import full_params as full_params
-from gshard.sharding.mesh import make_mesh as make_mesh
-from gshard.sharding.mesh import new_group as new_group
-from gshard.sharding.mesh import virtual_devices as virtual_devices
-from gshard.sharding.plan import Plan as Plan
-from gshard.sharding.precision import Precision as Precision
-from gshard.sharding.rules import Choice as Choice
-from gshard.sharding.rules import Leaf as Leaf
-from gshard.sharding.rules import by_path as by_path
-from gshard.sharding.rules import by_predicate as by_predicate
-from gshard.sharding.rules import by_shape as by_shape
-from gshard.train.eval_step import make_eval_step as make_eval_step
-from gshard.train.local_gradients import Unreduced as Unreduced
-from gshard.train.loss import Reduced as Reduced
-from gshard.train.loss import Weighted as Weighted
-from gshard.train.shard_train_state import shard_train_state as shard_train_state
-from gshard.train.train_step import make_train_step as make_train_step
-from gshard.train.value_and_grad import reduce_gradients as reduce_gradients
-from gshard.train.value_and_grad import value_and_grad as value_and_grad
-from gshard.train_state.loss_scale import GradScaler as GradScaler
-from gshard.train_state.loss_scale import ScalerState as ScalerState
-from gshard.train_state.opt_state import GShardState as GShardState
+from gshard._util.version import __version__
+from gshard.analysis.audit import audit
+from gshard.analysis.audit_report import Audit
+from gshard.analysis.explain import explain
+from gshard.analysis.explain_report import Explanation
+from gshard.analysis.forecast import forecast
+from gshard.analysis.forecast_report import Forecast, LevelForecast
+from gshard.analysis.setup import TrainSetup
+from gshard.checkpoint.checkpointer import Checkpointer, Restored
+from gshard.checkpoint.checksums import Damage
+from gshard.checkpoint.errors import DamagedCheckpointError, SaveFailedError
+from gshard.checkpoint.orbax_import import import_orbax
+from gshard.checkpoint.safetensors.load import load_safetensors
+from gshard.checkpoint.safetensors.save import save_safetensors
+from gshard.data.batch import shard_batch
+from gshard.data.loader import DataLoader, global_batches
+from gshard.sharding.budget import Budget, budget
+from gshard.sharding.host_arrays import full_params
+from gshard.sharding.mesh import make_mesh, virtual_devices
+from gshard.sharding.plan import Plan
+from gshard.sharding.precision import Precision
+from gshard.sharding.rules import LeafInfo, ShardDim, by_path, by_predicate, by_shape
+from gshard.train.eval_step import make_eval_step
+from gshard.train.local_gradients import LocalGradients
+from gshard.train.loss import Reduced, Weighted
+from gshard.train.shard_train_state import shard_train_state
+from gshard.train.train_step import make_train_step
+from gshard.train.value_and_grad import reduce_gradients, value_and_grad
+from gshard.train_state.loss_scale import GradScaler, ScalerState
+from gshard.train_state.opt_state import ShardedOptState
+
+__all__ = [
+    "ArgumentTypeError",
+    "Audit",
+    "Budget",
+    "CallOrderError",
+    "Checkpointer",
+    "Damage",
+    "DamagedCheckpointError",
+    "DataLoader",
+    "DonatedStateError",
+    "Explanation",
+    "Forecast",
+    "GShardError",
+    "GShardWarning",
+    "GradScaler",
+    "LeafInfo",
+    "LevelForecast",
+    "LocalGradients",
+    "NonFiniteError",
+    "Plan",
+    "Precision",
+    "Reduced",
+    "Restored",
+    "SaveFailedError",
+    "ScalerState",
+    "ShardDim",
+    "ShardedOptState",
+    "TrainSetup",
+    "UnevenInputsError",
+    "Weighted",
+    "__version__",
+    "audit",
+    "budget",
+    "by_path",
+    "by_predicate",
+    "by_shape",
+    "distributed",
+    "explain",
+    "forecast",
+    "full_params",
+    "global_batches",
+    "import_orbax",
+    "load_safetensors",
+    "make_eval_step",
+    "make_mesh",
+    "make_train_step",
+    "paddle",
+    "pytorch",
+    "reduce_gradients",
+    "save_safetensors",
+    "shard_batch",
+    "shard_train_state",
+    "value_and_grad",
+    "virtual_devices",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names: folders that a user has no business with stay out of completion."""
+    return __all__

@@ -44,14 +44,14 @@ def fresh(level: str) -> Any:
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
     tx = optax.adamw(1e-3)
-    return gshard.shard_train_state((params, tx), gshard.make_mesh(), level, segment_size=0)
+    return gshard.shard_train_state((params, tx), gshard.make_mesh(), level, min_shard_size=0)
 
 
 def batch(step: int) -> dict[str, np.ndarray]:
     """This process's rows."""
     x = np.random.default_rng((1, step)).normal(size=(ROWS, 7)).astype(np.float32)
-    each = ROWS // gshard.get_world_size()
-    return {"x": x[gshard.get_rank() * each :][:each]}
+    each = ROWS // gshard.distributed.process_count()
+    return {"x": x[gshard.distributed.process_index() * each :][:each]}
 
 
 def checksum(state: Any, plan: gshard.Plan) -> str:
@@ -79,7 +79,7 @@ class Record:
 
     def note(self, **entry: Any) -> None:
         """One line, on the disk, of the first process."""
-        if gshard.get_rank() == 0:
+        if gshard.distributed.process_index() == 0:
             with self._path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
@@ -100,7 +100,7 @@ def check(checkpointer: gshard.Checkpointer, record: Record, state: Any, plan: A
 
 def refuse_debris(directory: Path, number: int) -> None:
     """Before a save the first process, which makes the folders, sees whole steps alone."""
-    if gshard.get_rank() == 0:
+    if gshard.distributed.process_index() == 0:
         there = set(os.listdir(directory))
         steps = sorted(int(name) for name in there - {LOCK} if name.isdigit())
         assert there - {LOCK} == {str(x) for x in steps}, f"debris: {there}"
@@ -180,9 +180,9 @@ def files_end_at(size: int) -> Iterator[None]:
 
 def saves_on_a_bad_disk(directory: str) -> list[str]:
     """What failed saves of step 2 say, where the last process cannot write."""
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     state, _ = fresh("p_g_os")
-    last, said = gshard.get_rank() == gshard.get_world_size() - 1, []
+    last, said = gshard.distributed.process_index() == gshard.distributed.process_count() - 1, []
     with gshard.Checkpointer(directory) as checkpointer:
         checkpointer.save(1, state)
         for call in (checkpointer.wait, lambda: checkpointer.save(3, state)):
@@ -199,8 +199,8 @@ def saves_on_a_bad_disk(directory: str) -> list[str]:
 
 
 def main(run: str, level: str, steps: str, point: str, rank: str) -> None:
-    gshard.init_parallel_env()
-    kills = point != "none" and gshard.get_rank() == int(rank)
+    gshard.distributed.initialize()
+    kills = point != "none" and gshard.distributed.process_index() == int(rank)
     train(Path(run), level, int(steps), arming(point) if kills else lambda: None)
 
 

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import gshard
 
 
-def stack(width: int = 256, layers: int = 4) -> gshard.Setup:
+def stack(width: int = 256, layers: int = 4) -> gshard.TrainSetup:
     def init() -> TrainState:
         params = {"w": jnp.zeros((layers, width, width))}
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
@@ -26,7 +26,7 @@ def stack(width: int = 256, layers: int = 4) -> gshard.Setup:
 
     print('{"stage": "what a model prints is no message"}')
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)
-    return gshard.Setup(init, loss, row, shard={"scan_axes": {"w": 0}})
+    return gshard.TrainSetup(init, loss, row, shard={"scan_axes": {"w": 0}})
 
 
 def aborts() -> None:
@@ -42,11 +42,11 @@ def leaves() -> None:
     os._exit(3)
 
 
-def wrong_loss() -> gshard.Setup:
+def wrong_loss() -> gshard.TrainSetup:
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         raise TypeError("a loss that was never right")
 
-    return gshard.Setup(({"w": jnp.zeros((8, 8))}, optax.sgd(1.0)), loss, jnp.zeros((1, 8)))
+    return gshard.TrainSetup(({"w": jnp.zeros((8, 8))}, optax.sgd(1.0)), loss, jnp.zeros((1, 8)))
 
 
 def sleeps(path: str) -> None:
@@ -54,7 +54,7 @@ def sleeps(path: str) -> None:
     time.sleep(600)
 
 
-def sleeps_in_child(path: str) -> gshard.Setup:
+def sleeps_in_child(path: str) -> gshard.TrainSetup:
     if os.getsid(0) == os.getpid():  # the process that compiles leads a session
         sleeps(path)
     return stack()

@@ -65,9 +65,9 @@ def main(folder: Path) -> None:
     del params
     jax.block_until_ready(state)
     with Peak() as export:
-        gshard.export(state, folder / "x")
+        gshard.save_safetensors(state, folder / "x")
     with Peak() as back:
-        state = gshard.import_params(state, folder / "x")
+        state = gshard.load_safetensors(state, folder / "x")
     print(json.dumps([LEAF, 5 * LEAF, export.most, back.most, export.left]))
 
 

@@ -86,7 +86,7 @@ def divided(
     mesh = devices
     if isinstance(devices, int):
         mesh = gshard.make_mesh(devices=jax.devices()[:devices])
-    state, plan = gshard.shard_train_state(plain, mesh, level, segment_size=4, **options)
+    state, plan = gshard.shard_train_state(plain, mesh, level, min_shard_size=4, **options)
     return state, plan, named(plain)
 
 

@@ -17,7 +17,7 @@ import gshard
 
 def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
 
     import numpy as np
     import optax
@@ -33,9 +33,9 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
         ("replica", "os", gshard.make_mesh(replica=2), {}),
     ):
         state, _, _ = divided("linen", level, its_mesh, **options)
-        gshard.export(state, folder / name)
+        gshard.save_safetensors(state, folder / name)
         other, _, _ = divided("linen", "p_g_os", mesh, seed=5)
-        back = gshard.full_params(gshard.import_params(other, folder / name))
+        back = gshard.full_params(gshard.load_safetensors(other, folder / name))
         found |= {f"{name}/{path.replace('/', '.')}": x for path, x in flat(back).items()}
 
     def fails(call, *args, **options) -> None:
@@ -45,20 +45,27 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
             said.append(str(error).replace("\n", " "))
 
     state, _, _ = divided("linen", "p_g_os", mesh)
-    fails(gshard.export, state, folder / "none" / "x")
-    fails(gshard.export, state, folder / "bad", metadata={"a": "1"} if rank == 0 else {"a": 1})
+    fails(gshard.save_safetensors, state, folder / "none" / "x")
+    fails(
+        gshard.save_safetensors,
+        state,
+        folder / "bad",
+        metadata={"a": "1"} if rank == 0 else {"a": 1},
+    )
     full = folder / "full"
     if rank == 0:
         full.write_text("old")
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-    gshard.barrier()
+    gshard.distributed.barrier()
     large = {name: np.ones(20_001, np.float32) for name in "abcde"}  # fails at the first of them
-    fails(gshard.export, gshard.shard_train_state((large, optax.sgd(0.1)), mesh, 3)[0], full)
+    fails(
+        gshard.save_safetensors, gshard.shard_train_state((large, optax.sgd(0.1)), mesh, 3)[0], full
+    )
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    fails(gshard.import_params, state, folder / ("p_g_os" if rank == 0 else "none"))
-    gshard.export(state, folder / "after")  # and nobody hangs
+    fails(gshard.load_safetensors, state, folder / ("p_g_os" if rank == 0 else "none"))
+    gshard.save_safetensors(state, folder / "after")  # and nobody hangs
     np.savez(file, said="\n".join(said), **found)
 
 

@@ -18,12 +18,16 @@ import gshard
 
 def steps(count: int = 10**6, rank: int = -1, signal_or_code: int = 0, at: int = 20) -> None:
     """Meets the others over and over; one rank may end itself, in the first start of a job."""
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     for step in range(count):
-        gshard.barrier()
+        gshard.distributed.barrier()
         if step == 0:
             print("first step", flush=True)
-        if step == at and gshard.get_rank() == rank and os.environ["GSHARD_RESTARTS"] == "0":
+        if (
+            step == at
+            and gshard.distributed.process_index() == rank
+            and os.environ["GSHARD_RESTARTS"] == "0"
+        ):
             if signal_or_code > 0:
                 sys.exit(signal_or_code)
             if signal_or_code:
@@ -37,18 +41,18 @@ def describe(*arguments: str) -> dict[str, object]:
     """Who this process is, and how it was started."""
     import jax
 
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     listeners = {}
-    if gshard.get_rank() == 0:
+    if gshard.distributed.process_index() == 0:
         port = int(os.environ["GSHARD_COORDINATOR"].rpartition(":")[2])
         for name in ("tcp", "tcp6"):
             rows = [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
             mine = [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
             listeners[name] = mine
-    gshard.barrier()
+    gshard.distributed.barrier()
     return {
-        "rank": gshard.get_rank(),
-        "world_size": gshard.get_world_size(),
+        "rank": gshard.distributed.process_index(),
+        "world_size": gshard.distributed.process_count(),
         "local_devices": len(jax.local_devices()),
         "devices": len(jax.devices()),
         "local": os.environ["GSHARD_LOCAL_PROCESS_ID"],
@@ -62,15 +66,15 @@ def describe(*arguments: str) -> dict[str, object]:
 
 def until_told(polls: bool = True) -> None:
     """Trains until SIGTERM, which it hears or not."""
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     seen = 0
 
     def last() -> None:
         print(f"saved at {seen}", flush=True)
 
     batches = range(10**6)
-    for seen in gshard.until_preempted(batches, last) if polls else batches:
-        gshard.barrier()
+    for seen in gshard.distributed.until_preempted(batches, last) if polls else batches:
+        gshard.distributed.barrier()
         if seen == 0:
             print("first step", flush=True)
         time.sleep(0.005)

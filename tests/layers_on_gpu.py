@@ -65,7 +65,7 @@ def main() -> None:
     found = {}
     for name, options in (
         ("default", {}),
-        ("sync", {"sync_comm": True}),
+        ("sync", {"prefetch": False}),
         ("kept", {"reshard_after_forward": False}),
     ):
         compiled = gshard.make_train_step(loss, plan, **options).lower(state, batch).compile()

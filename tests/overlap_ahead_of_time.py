@@ -20,7 +20,7 @@ import gshard
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.hlo.parser import read_module
 from gshard.train.gradients import gradients
-from gshard.train.optim.optimizer import update_and_publish
+from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.options import Options
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
@@ -36,19 +36,19 @@ def main() -> None:
     mesh = gshard.make_mesh(devices=parse_target(sys.argv[1]).described_devices())
     kernel, bias = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, WIDTH), (WIDTH,)))
     params = {f"layer_{i}": {"kernel": kernel, "bias": bias} for i in range(LAYERS)}
-    state, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, "os", segment_size=0)
+    state, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, "os", min_shard_size=0)
     parts = plan.kind.split(state)
     pure = plan.kind.loss(loss, (), parts.static)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         own = dataclasses.replace(parts, params=params)
         found = gradients(pure, own, batch, None, plan, Options())
-        new = update_and_publish(plan, found.grads, opt_state, params, {}, None, WIDTH**2)
+        new = update_and_all_gather(plan, found.grads, opt_state, params, {}, None, WIDTH**2)
         return found.loss, new
 
     rows = NamedSharding(mesh, plan.batch_spec)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32, sharding=rows)
-    abstract = plan.abstract_parts()
+    abstract = plan.abstract_components()
     lowered = jax.jit(step, donate_argnums=1).lower(abstract.params, abstract.opt_state, x)
     module = read_module(lowered.compile().as_text())
     order = module.computations[module.entry].instructions

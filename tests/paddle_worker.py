@@ -18,7 +18,7 @@ LEVELS, STEPS, ROWS = ("os", "p_g_os"), 3, 16
 
 def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
 
     import numpy as np
 
@@ -31,12 +31,12 @@ def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> 
     model, optimizer, _ = wrap(level)
     losses = np.array(train(model, optimizer, map(own, range(STEPS - 1))))
     folder = Path(file).with_name(level)
-    gshard.save_group_sharded_model(model, folder, optimizer)
+    gshard.paddle.save_group_sharded_model(model, folder, optimizer)
     other, its, _ = wrap("os_g", Net(7))
-    gshard.load_group_sharded_model(other, folder, its)
+    gshard.paddle.load_group_sharded_model(other, folder, its)
     with other.no_sync():
         other.backward(loss_fn, own(STEPS - 1))
-    gshard.fused_allreduce_gradients(other.parameters(), None)
+    gshard.paddle.fused_allreduce_gradients(other.parameters(), None)
     its.step()
     params = {f"params/{name}": x for name, x in other.state_dict().items()}
     np.savez(file, losses=losses, **params)

@@ -169,7 +169,7 @@ def by_no_sync(run: Run, model: Any, tx: Any, mesh: Any, rows: Callable) -> tupl
     import numpy as np
     from flax import nnx
 
-    dp = gshard.DataParallel(model.init(0), group=mesh)
+    dp = gshard.paddle.DataParallel(model.init(0), group=mesh)
     optimizer = nnx.Optimizer(dp, tx, wrt=nnx.Param)
     update = nnx.jit(lambda optimizer, dp, grads: optimizer.update(dp, grads))
     losses, each = [], []
@@ -199,19 +199,19 @@ def main(
     coordinator: str, processes: int, rank: int, file: str, devices_each: str, tier: str
 ) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
 
     import jax
     import numpy as np
     import optax
 
     mesh, each = gshard.make_mesh(), int(devices_each)
-    across = gshard.new_group([each - 1, each])
+    across = gshard.distributed.new_group([each - 1, each])
     small = ({"w": np.ones(4, np.float32)}, optax.sgd(0.1))
-    _, plan = gshard.shard_train_state(small, mesh, "os", segment_size=1)
+    _, plan = gshard.shard_train_state(small, mesh, "os", min_shard_size=1)
     own = np.arange(rank * ROWS // processes, (rank + 1) * ROWS // processes)
     found = {
-        "ranks": np.array([gshard.get_rank(), gshard.get_world_size()]),
+        "ranks": np.array([gshard.distributed.process_index(), gshard.distributed.process_count()]),
         "devices": np.array([len(jax.local_devices()), len(jax.devices())]),
         "owners": np.array([d.process_index for d in across]),
         "group": np.array([d.id for d in across]),

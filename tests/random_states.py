@@ -49,7 +49,7 @@ class Case(NamedTuple):
     scan_axes: Mapping[str, int]
     mesh: tuple[dict[str, int], int]
     level: str
-    segment_size: int
+    min_shard_size: int
     indivisible: str
     tx: optax.GradientTransformation
     as_pair: bool
@@ -91,7 +91,7 @@ class Case(NamedTuple):
                 (state.params, state.tx) if self.as_pair else state,
                 mesh_of(*self.mesh),
                 self.level,
-                segment_size=self.segment_size,
+                min_shard_size=self.min_shard_size,
                 indivisible=self.indivisible,
                 scan_axes=self.scan_axes,
             )

@@ -33,7 +33,7 @@ def ends(directory: str, how: str) -> None:
 
 def trains(folder: Path, kills: list[int]) -> None:
     """Twelve steps, from the newest that is there; the last rank is killed in those of `kills`."""
-    restarts, last = int(os.environ["GSHARD_RESTARTS"]), gshard.get_world_size() - 1
+    restarts, last = int(os.environ["GSHARD_RESTARTS"]), gshard.distributed.process_count() - 1
     state, plan = fresh("p_g_os")
     step = gshard.make_train_step(loss_fn, plan)
     with (
@@ -45,18 +45,20 @@ def trains(folder: Path, kills: list[int]) -> None:
         for number in range((checkpointer.latest_step() or 0) + 1, STEPS + 1):
             state, metrics = step(state, batch(number))
             total = checksum(state, plan)
-            if gshard.get_rank() == 0:
+            if gshard.distributed.process_index() == 0:
                 entry = [number, [metrics["loss"].item().hex(), total]]
                 losses.write(json.dumps(entry) + "\n")
                 losses.flush()
                 fsync(losses.fileno())
             checkpointer.save(number, state)
-            if gshard.get_rank() == last and kills[restarts : restarts + 1] == [number]:
+            if gshard.distributed.process_index() == last and kills[restarts : restarts + 1] == [
+                number
+            ]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(directory: str, how: str, *kills: str) -> None:
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     if how == "trains":
         trains(Path(directory), [int(kill) for kill in kills])
     else:

@@ -18,7 +18,7 @@ BEFORE, AFTER = (0, 1), (2, 3)
 
 
 def main(coordinator: str, processes: str, rank: str, file: str, each: str, folder: str) -> None:
-    gshard.init_parallel_env(coordinator, int(processes), int(rank))
+    gshard.distributed.initialize(coordinator, int(processes), int(rank))
     gshard.virtual_devices(int(each))
     import jax
     import numpy as np
@@ -86,10 +86,10 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
             said.append(str(error))
     found["said"] = said
     damaged = next((directory / "together" / "2").glob("arrays/ocdbt.process_1/d/*"))
-    gshard.barrier()
+    gshard.distributed.barrier()
     if me == 0:
         damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-    gshard.barrier()
+    gshard.distributed.barrier()
     try:
         together.restore(2, like=run.state)
     except gshard.DamagedCheckpointError as error:

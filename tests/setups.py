@@ -1,4 +1,4 @@
-"""Functions that make a `gshard.Setup`, for tests that name one as `tests.setups:...`."""
+"""Functions that make a `gshard.TrainSetup`, for tests that name one as `tests.setups:...`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import gshard
 
 
-def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gshard.Setup:
+def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gshard.TrainSetup:
     """A multilayer perceptron in Linen, as `(params, tx)`."""
     net = nn.Sequential([nn.Dense(width) for _ in range(layers)])
 
@@ -26,10 +26,10 @@ def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gsha
         return jnp.square(net.apply({"params": params}, x)).mean()
 
     shard = {} if precision is None else {"precision": precision}
-    return gshard.Setup(init, loss, jax.ShapeDtypeStruct((1, width), jnp.float32), shard)
+    return gshard.TrainSetup(init, loss, jax.ShapeDtypeStruct((1, width), jnp.float32), shard)
 
 
-def adapters(width: int = 1024, layers: int = 4) -> gshard.Setup:
+def adapters(width: int = 1024, layers: int = 4) -> gshard.TrainSetup:
     """Small ones are trained, beside large layers that are frozen."""
 
     def init():
@@ -43,14 +43,14 @@ def adapters(width: int = 1024, layers: int = 4) -> gshard.Setup:
         return jax.lax.scan(layer, x, params)[0].mean()
 
     shard = {"frozen": "^base$", "scan_axes": {"": 0}}
-    return gshard.Setup(init, loss, jnp.zeros((1, width)), shard)
+    return gshard.TrainSetup(init, loss, jnp.zeros((1, width)), shard)
 
 
 class _State(TrainState):
     batch_stats: dict
 
 
-def norm(width: int = 200) -> gshard.Setup:
+def norm(width: int = 200) -> gshard.TrainSetup:
     """Linen with batch statistics, in a `TrainState` of its own."""
 
     class Net(nn.Module):
@@ -75,10 +75,10 @@ def norm(width: int = 200) -> gshard.Setup:
         y, new = net.apply(variables, x, mutable=["batch_stats"])
         return jnp.square(y - 1).mean(), new
 
-    return gshard.Setup(init, loss, jnp.zeros((2, width)), step={"mutable": ("batch_stats",)})
+    return gshard.TrainSetup(init, loss, jnp.zeros((2, width)), step={"mutable": ("batch_stats",)})
 
 
-def pair(width: int = 192) -> gshard.Setup:
+def pair(width: int = 192) -> gshard.TrainSetup:
     """An NNX model and its optimizer."""
 
     def init():
@@ -88,20 +88,20 @@ def pair(width: int = 192) -> gshard.Setup:
     def loss(model, x):
         return jnp.square(model(x)).mean()
 
-    return gshard.Setup(init, loss, jnp.zeros((1, width)))
+    return gshard.TrainSetup(init, loss, jnp.zeros((1, width)))
 
 
-def fails() -> gshard.Setup:
+def fails() -> gshard.TrainSetup:
     """Cannot be made."""
     raise RuntimeError("no such data set")
 
 
-def refuses() -> gshard.Setup:
+def refuses() -> gshard.TrainSetup:
     """Cannot be made, and says so itself."""
     raise gshard.GShardError("Choose one of [none] or [full].")
 
 
-def breaks() -> gshard.Setup:
+def breaks() -> gshard.TrainSetup:
     """Has a loss that fails as it is traced."""
 
     def loss(params, x):
@@ -110,7 +110,7 @@ def breaks() -> gshard.Setup:
     return dataclasses.replace(mlp(), loss_fn=loss)
 
 
-def talks() -> gshard.Setup:
+def talks() -> gshard.TrainSetup:
     """Prints."""
     print("a setup is made")
     made = mlp()
@@ -119,42 +119,42 @@ def talks() -> gshard.Setup:
         print("a loss is traced")
         return made.loss_fn(params, x)
 
-    return gshard.Setup(made.state, loss, made.batch)
+    return gshard.TrainSetup(made.state, loss, made.batch)
 
 
-def leaves() -> gshard.Setup:
+def leaves() -> gshard.TrainSetup:
     """Ends the program."""
     raise SystemExit(3)
 
 
-def leaves_in_loss() -> gshard.Setup:
+def leaves_in_loss() -> gshard.TrainSetup:
     """Its loss ends the program."""
 
     def loss(params, x):
         raise SystemExit(4)
 
-    return gshard.Setup(mlp().state, loss, mlp().batch)
+    return gshard.TrainSetup(mlp().state, loss, mlp().batch)
 
 
-def interrupts() -> gshard.Setup:
+def interrupts() -> gshard.TrainSetup:
     """As Ctrl-C does."""
     raise KeyboardInterrupt
 
 
-def warns() -> gshard.Setup:
+def warns() -> gshard.TrainSetup:
     """Warns."""
     warnings.warn("this model is old", DeprecationWarning, stacklevel=1)
     return mlp()
 
 
-def fails_in_loss(width: int = 256) -> gshard.Setup:
+def fails_in_loss(width: int = 256) -> gshard.TrainSetup:
     """Its loss cannot be traced."""
     made = mlp(width)
 
     def loss(params, x):
         return (x @ jnp.zeros((3, 3))).mean()
 
-    return gshard.Setup(made.state, loss, made.batch)
+    return gshard.TrainSetup(made.state, loss, made.batch)
 
 
 NUMBER = 3

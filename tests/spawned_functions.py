@@ -18,16 +18,16 @@ import gshard
 
 def place(size: int) -> dict[str, object]:
     """Who this is, a sum over all, and a result larger than any pipe."""
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     mesh = gshard.make_mesh()
-    rank = gshard.get_rank()
+    rank = gshard.distributed.process_index()
     ones = np.full((len(jax.local_devices()),), rank + 1.0, np.float32)
     rows = jax.make_array_from_process_local_data(
         jax.sharding.NamedSharding(mesh, jax.P("shard")), ones
     )
     return {
         "rank": rank,
-        "world_size": gshard.get_world_size(),
+        "world_size": gshard.distributed.process_count(),
         "devices": jax.device_count(),
         "sum": float(jnp.sum(rows)),
         "large": jnp.full((size,), rank, jnp.int32),
@@ -35,15 +35,15 @@ def place(size: int) -> dict[str, object]:
 
 
 def rank_of_alone() -> tuple[int, int]:
-    gshard.init_parallel_env()
-    return gshard.get_rank(), gshard.get_world_size()
+    gshard.distributed.initialize()
+    return gshard.distributed.process_index(), gshard.distributed.process_count()
 
 
 def fails(how: str, rank: int) -> str:
     """One rank fails, the others wait for it."""
-    gshard.init_parallel_env()
-    gshard.barrier()
-    if gshard.get_rank() == rank:
+    gshard.distributed.initialize()
+    gshard.distributed.barrier()
+    if gshard.distributed.process_index() == rank:
         if how == "raise":
             raise KeyError("of rank 1")
         if how == "exit":
@@ -52,7 +52,7 @@ def fails(how: str, rank: int) -> str:
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "result":
             return lambda: "cannot be sent"  # type: ignore[return-value]
-    gshard.barrier()
+    gshard.distributed.barrier()
     return "never"
 
 
@@ -94,23 +94,23 @@ def one_fails_others_sleep(deaf: str) -> None:
 
 
 def steps() -> None:
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     for step in range(10**6):
-        gshard.barrier()
+        gshard.distributed.barrier()
         if step == 0:
             print("first step", flush=True)
         time.sleep(0.005)
 
 
 def until_told() -> None:
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     seen = 0
 
     def last() -> None:
         print(f"saved at {seen}", flush=True)
 
-    for seen in gshard.until_preempted(range(10**6), last):
-        gshard.barrier()
+    for seen in gshard.distributed.until_preempted(range(10**6), last):
+        gshard.distributed.barrier()
         if seen == 0:
             print("first step", flush=True)
         time.sleep(0.005)
@@ -120,10 +120,10 @@ def no_sync(rows_of_all: list[np.ndarray]) -> np.ndarray:
     """Losses of steps of which every third reduces gradients; each rank takes its part of rows."""
     from tests.distributed.launch.test_spawn import train
 
-    gshard.init_parallel_env()
-    rank, size = gshard.get_rank(), gshard.get_world_size()
+    gshard.distributed.initialize()
+    rank, size = gshard.distributed.process_index(), gshard.distributed.process_count()
     return np.array(train([np.array_split(rows, size)[rank] for rows in rows_of_all]))
 
 
 if __name__ == "__main__":  # as a program of its own, to be killed
-    gshard.spawn(globals()[sys.argv[1]], nprocs=2, virtual_devices=1)
+    gshard.distributed.spawn(globals()[sys.argv[1]], nprocs=2, virtual_devices=1)

@@ -193,7 +193,7 @@ def test_a_job_of_two_nodes_is_put_back_and_goes_on(cluster):
     until("saved", lambda: (work / "output" / "10").exists() or script.poll(), LIMIT)
     assert script.poll() is None, log.read_text()
     os.kill(int((work / "launchers").read_text().split()[1]), signal.SIGTERM)
-    assert script.wait(LIMIT) == gshard.PREEMPTED, log.read_text()
+    assert script.wait(LIMIT) == gshard.distributed.PREEMPTED_EXIT_CODE, log.read_text()
     assert (work / "scontrol.log").read_text() == f"requeue {JOB_ID}\n"
     saved = re.findall(r"saved after step (\d+)", log.read_text())[-1]
     assert {path.name for path in (work / "log" / str(JOB_ID)).iterdir()} == {

@@ -241,8 +241,8 @@ def test_demo_runs_every_level(demo):
 def test_demo_measures_what_was_promised(demo):
     _, _, _, runs = demo
     for run in runs:
-        for part, promised in run.promised_bytes.items():
-            assert run.bytes[part] == pytest.approx(promised, rel=0.02), (run.name, part)
+        for part, budgeted in run.promised_bytes.items():
+            assert run.bytes[part] == pytest.approx(budgeted, rel=0.02), (run.name, part)
         for kind in KINDS:
             if kind in run.at_most:
                 assert 0 < run.moved[kind] <= run.promised_moved[kind], (run.name, kind)
@@ -365,6 +365,8 @@ def test_unrolled_model_too():
     def loss_fn(params, rows):
         return gpt.next_byte_loss(model, params, rows)
 
-    divided, plan = gshard.shard_train_state(state, gshard.make_mesh(), "p_g_os", segment_size=512)
+    divided, plan = gshard.shard_train_state(
+        state, gshard.make_mesh(), "p_g_os", min_shard_size=512
+    )
     _, metrics = gshard.make_train_step(loss_fn, plan)(divided, rows_BxT1)
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, rows_BxT1), rtol=2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
@@ -58,13 +59,19 @@ def test_installed_version_is_the_one_in_the_source():
     assert installed == gshard.__version__
 
 
-def test_every_public_name_is_there():
-    exported = [name for name in vars(gshard) if not name.startswith("_")]
-    assert exported
-    tree = (PACKAGE / "__init__.py").read_text()
-    for line in re.findall(r"^from gshard.* import (.*)$", tree, re.MULTILINE):
-        name, _, alias = line.partition(" as ")
-        assert name == alias, f"re-export {name} as {name}: a type checker sees nothing else"
+PUBLIC = (gshard, gshard.distributed, gshard.paddle, gshard.pytorch)
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_public_names_are_there_once_and_documented(module):
+    assert len(module.__all__) == len(set(module.__all__))
+    for name in module.__all__:
+        assert name.startswith("__") or inspect.getdoc(getattr(module, name)), name
+
+
+def test_completion_shows_the_public_names_alone():
+    assert dir(gshard) == sorted(gshard.__all__)
+    assert len(gshard.__all__) <= 55
 
 
 # ---- boundaries ---------------------------------------------------------------------------------

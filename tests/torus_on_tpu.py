@@ -50,7 +50,7 @@ def main() -> None:
             "mesh": dict(mesh.shape),
             "in order": all(places == list(range(len(places))) for places in along),
             "scattered": report.elements("reduce-scatter"),
-            "promised": step.promise.elements("reduce-scatter"),
+            "promised": step.budget.elements("reduce-scatter"),
             "reduced": sum(
                 row.elements or 0
                 for row in report.collectives

@@ -66,7 +66,7 @@ def main() -> None:
     batch = jax.ShapeDtypeStruct((mesh.size * ROWS, WIDTH), jnp.float32, sharding=rows)
     found = {}
     for size in (LAYER, 0):
-        step = gshard.make_train_step(loss, plan, buffer_max_size=size)
+        step = gshard.make_train_step(loss, plan, bucket_size=size)
         text = step.lower(state, batch).compile().as_text()
         assert "is_scheduled=true" in text.splitlines()[0]
         found[size] = all_reduces(text)

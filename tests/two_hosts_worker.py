@@ -66,7 +66,7 @@ def numbers(folder: Path, level: str) -> None:
     import jax
     import numpy as np
 
-    rank, processes = gshard.get_rank(), gshard.get_world_size()
+    rank, processes = gshard.distributed.process_index(), gshard.distributed.process_count()
     losses, params = train(level, gshard.make_mesh(), rank, processes)
     found = {f"params/{path}": leaf for path, leaf in params.items()}
     counts = [len(jax.local_devices()), len(jax.devices())]
@@ -74,7 +74,7 @@ def numbers(folder: Path, level: str) -> None:
 
 
 def steps(folder: Path, *options: str) -> None:
-    rank, processes = gshard.get_rank(), gshard.get_world_size()
+    rank, processes = gshard.distributed.process_index(), gshard.distributed.process_count()
     again = int(os.environ["GSHARD_RESTARTS"])
     count = FEW if again and "--few-after-restart" in options else MANY
     state, step = start("p_g_os", gshard.make_mesh())
@@ -83,7 +83,7 @@ def steps(folder: Path, *options: str) -> None:
     def stopped() -> None:
         (folder / f"{rank}.stopped").write_text(str(done))
 
-    for i in gshard.until_preempted(range(count), stopped):
+    for i in gshard.distributed.until_preempted(range(count), stopped):
         state, metrics = step(state, rows(i, rank, processes))
         metrics["loss"].block_until_ready()
         done += 1
@@ -94,5 +94,5 @@ def steps(folder: Path, *options: str) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
     {"numbers": numbers, "steps": steps}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

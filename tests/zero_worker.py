@@ -15,7 +15,7 @@ PARTITIONS, STEPS, ROWS, UNEVEN = ("even", "greedy"), 3, 24, 8
 
 
 def main(coordinator: str, processes: int, rank: int, file: str) -> None:
-    gshard.init_parallel_env(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
 
     import jax
     import numpy as np
@@ -30,8 +30,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
 
     found = {}
     for partition in PARTITIONS:
-        dp = gshard.DataParallel(Net())
-        opt = gshard.ZeroRedundancyOptimizer(
+        dp = gshard.pytorch.DataParallel(Net())
+        opt = gshard.pytorch.ZeroRedundancyOptimizer(
             dp.parameters(),
             optax.adam,
             parameters_as_bucket_view=partition == "greedy",
@@ -60,9 +60,9 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             found[f"{partition}/params/{i}"] = np.asarray(x.addressable_data(0))
         for i, x in enumerate(jax.tree.leaves(opt.state_dict()["state"])):
             found[f"{partition}/state/{i}"] = x
-    dp = gshard.DataParallel(Net())
-    opt = gshard.ZeroRedundancyOptimizer(dp, optax.adam, lr=0.01)
-    with gshard.Join([dp, opt], divide_by_initial_world_size=False) as join:
+    dp = gshard.pytorch.DataParallel(Net())
+    opt = gshard.pytorch.ZeroRedundancyOptimizer(dp, optax.adam, lr=0.01)
+    with gshard.pytorch.Join([dp, opt], divide_by_initial_world_size=False) as join:
         for batch in join(rows(UNEVEN, 10 * rank + i) for i in range(1 + 2 * rank)):
             dp.backward(loss_fn, batch)
             opt.step()

@@ -64,7 +64,7 @@ class Model:
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for `gshard.shard_train_state`."""
-        return {"segment_size": SEGMENT_SIZE} | (
+        return {"min_shard_size": SEGMENT_SIZE} | (
             {"scan_axes": self.scan_axes} if self.scan_axes else {}
         )
 

@@ -104,7 +104,7 @@ def setup(
     optimizer: str = "adamw",
     learning_rate: float = 6e-4,
     seed: int = 0,
-) -> gshard.Setup:
+) -> gshard.TrainSetup:
     """GPT-2 of any size; the defaults are the smallest that was published, 124M.
 
     Args:

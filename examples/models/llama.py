@@ -179,7 +179,7 @@ def setup(
     optimizer: str = "adamw",
     learning_rate: float = 3e-4,
     seed: int = 0,
-) -> gshard.Setup:
+) -> gshard.TrainSetup:
     """Llama of any size; the defaults are Llama 2 7B.
 
     Args:

@@ -165,7 +165,7 @@ def setup(
     optimizer: str = "adamw",
     learning_rate: float = 3e-4,
     seed: int = 0,
-) -> gshard.Setup:
+) -> gshard.TrainSetup:
     """A mixture of experts of any size; the defaults are Mixtral 8x7B.
 
     Args:

@@ -55,7 +55,7 @@ def setup_of(
     learning_rate: float,
     precision: str | None,
     seed: int,
-) -> gshard.Setup:
+) -> gshard.TrainSetup:
     """A model that learns the next token.
 
     Args:
@@ -78,7 +78,7 @@ def setup_of(
         return model.apply({"params": params}, batch["tokens"], batch["next"])
 
     tokens_1xT = jax.ShapeDtypeStruct((1, sequence), jnp.int32)
-    return gshard.Setup(
+    return gshard.TrainSetup(
         init,
         loss_fn,
         batch={"tokens": tokens_1xT, "next": tokens_1xT},

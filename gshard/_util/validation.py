@@ -30,7 +30,7 @@ _PLAIN = (str, int, float, type(None))
 MOST = 10**9  # devices, rows and the like: beyond it only a slip is likely
 
 
-def whole_number(
+def check_integer(
     name: str, value: Any, least: int, meaning: str = "", most: int | None = None
 ) -> int:
     """An integer argument as an `int`: Python's or NumPy's, but no bool.

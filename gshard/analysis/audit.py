@@ -16,7 +16,7 @@ from gshard.analysis.audit_report import Audit, Row, total
 from gshard.analysis.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
-    from gshard.sharding.budget import Promise
+    from gshard.sharding.budget import Budget
     from gshard.sharding.plan import Plan
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
@@ -29,7 +29,7 @@ _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for u
 _MEMORY["peak"] = "peak_memory_in_bytes"
 
 
-def audit(step: Any, *args: Any, plan: Plan | None = None, promise: Promise | None = None) -> Audit:
+def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None = None) -> Audit:
     """Compiles a step for these arguments and reads what it communicates and keeps.
 
     Nothing is executed and no argument is donated. Collectives among one device are left out, they
@@ -40,7 +40,7 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, promise: Promise | No
       *args: its arguments, concrete or abstract with shardings.
       plan: of a jitted function, for the names of the mesh axes. Without it the mesh of the
         compiled function's inputs is used.
-      promise: of a jitted function, for the comparison: `gshard.promise(plan, ...)`.
+      budget: of a jitted function, for the comparison: `gshard.budget(plan, ...)`.
 
     Raises:
       GShardError: `step` cannot be lowered, or its backend gives no program text.
@@ -57,9 +57,9 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, promise: Promise | No
             "the backend gives no text of its compiled programs; audit cannot read it"
         )
     plan = getattr(step, "plan", None) if plan is None else plan
-    promise = getattr(step, "promise", None) if promise is None else promise
+    budget = getattr(step, "promise", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    return Audit(rows_of(text, mesh), memory_of(compiled), promise)
+    return Audit(rows_of(text, mesh), memory_of(compiled), budget)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:

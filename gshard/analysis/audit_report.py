@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError
 from gshard._util.units import bytes_of
 
 if TYPE_CHECKING:
-    from gshard.sharding.budget import Movement, Promise
+    from gshard.sharding.budget import Budget, Movement
 
 
 _OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
@@ -73,7 +73,7 @@ class Audit:
 
     collectives: tuple[Row, ...]
     memory: dict[str, int]
-    promise: Promise | None
+    budget: Budget | None
 
     def elements(self, kind: str, scalars: bool = False) -> int:
         """Elements that collectives of one kind move on a device in one run.
@@ -100,7 +100,7 @@ class Audit:
     @property
     def exceeded(self) -> tuple[str, ...]:
         """Promises that do not hold, in words; none where there is no promise."""
-        return () if self.promise is None else exceeded(self.promise, self.collectives)
+        return () if self.budget is None else exceeded(self.budget, self.collectives)
 
     def as_dict(self) -> dict[str, Any]:
         """The whole audit in dicts, lists, strings and numbers, ready for JSON."""
@@ -110,7 +110,7 @@ class Audit:
                 for row in map(dataclasses.asdict, self.collectives)
             ],
             "memory": dict(self.memory),
-            "promise": None if self.promise is None else _promise_dict(self.promise),
+            "promise": None if self.budget is None else _budget_dict(self.budget),
         }
 
     def __str__(self) -> str:
@@ -126,11 +126,11 @@ def _known(row: Row, amount: int | None) -> int:
     return amount
 
 
-def _promise_dict(promise: Promise) -> dict[str, Any]:
-    return dataclasses.asdict(promise) | {"moved": [dataclasses.asdict(m) for m in promise.moved]}
+def _budget_dict(budget: Budget) -> dict[str, Any]:
+    return dataclasses.asdict(budget) | {"moved": [dataclasses.asdict(m) for m in budget.moved]}
 
 
-def exceeded(promise: Promise, rows: Iterable[Row]) -> tuple[str, ...]:
+def exceeded(budget: Budget, rows: Iterable[Row]) -> tuple[str, ...]:
     """What moves more elements than was promised, in words; none where the promise holds.
 
     Nothing is promised of single numbers, nor of what an optimizer or a loss asks for itself. What
@@ -141,7 +141,7 @@ def exceeded(promise: Promise, rows: Iterable[Row]) -> tuple[str, ...]:
         if not row.scalar and row.purpose not in _OF_THE_USER:
             found.setdefault((row.kind, row.purpose), []).append(row.elements)
     bounds: dict[tuple[str, str], int] = {}
-    for moved in promise.moved:
+    for moved in budget.moved:
         key = (moved.kind, moved.purpose)
         bounds[key] = bounds.get(key, 0) + moved.elements
     said = []
@@ -161,8 +161,8 @@ def report(found: Audit) -> str:
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None, markup=False, emoji=False)
     console.print(_collectives_table(found.collectives))
-    if found.promise is not None:
-        console.print(_promise_table(found.promise, found.collectives))
+    if found.budget is not None:
+        console.print(_budget_table(found.budget, found.collectives))
     console.print(_memory_table(found))
     return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
 
@@ -196,18 +196,18 @@ def _collectives_table(rows: tuple[Row, ...]) -> Table:
     return table
 
 
-def _promise_table(promise: Promise, rows: tuple[Row, ...]) -> Table:
+def _budget_table(budget: Budget, rows: tuple[Row, ...]) -> Table:
     table = _table("Elements moved: promised and found")
     for name in ("kind", "for"):
         table.add_column(name)
     for name in ("promised", "found"):
         table.add_column(name, justify="right")
     rows = tuple(row for row in rows if not row.scalar)
-    promised: dict[tuple[str, str], list[Movement]] = {}
-    for movement in promise.moved:
-        promised.setdefault((movement.kind, movement.purpose), []).append(movement)
-    for key in dict.fromkeys([*promised, *((row.kind, row.purpose) for row in rows)]):
-        movements = promised.get(key, [])
+    budgeted: dict[tuple[str, str], list[Movement]] = {}
+    for movement in budget.moved:
+        budgeted.setdefault((movement.kind, movement.purpose), []).append(movement)
+    for key in dict.fromkeys([*budgeted, *((row.kind, row.purpose) for row in rows)]):
+        movements = budgeted.get(key, [])
         mark = "<= " if any(movement.at_most for movement in movements) else ""
         table.add_row(
             *key,
@@ -222,10 +222,10 @@ def _memory_table(found: Audit) -> Table:
     table.add_column("use")
     for name in ("bytes", "size"):
         table.add_column(name, justify="right")
-    resident = {} if found.promise is None else found.promise.resident
+    resident = {} if found.budget is None else found.budget.resident
     for name, amount in resident.items():
         table.add_row(f"promised: {name}", f"{amount:,}", _size(amount))
-    on_host = {} if found.promise is None else found.promise.host
+    on_host = {} if found.budget is None else found.budget.host
     for name, amount in on_host.items():
         if amount:
             table.add_row(f"promised: {name} on host", f"{amount:,}", _size(amount))

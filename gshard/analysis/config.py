@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import MOST, shown, whole_number
+from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.setup import Choices
 from gshard.sharding.level import LEVELS, parse_levels
@@ -21,7 +21,7 @@ class Config:
     """A model, a machine and a way to train.
 
     Attributes:
-      model: `module:function` that returns a `gshard.Setup`.
+      model: `module:function` that returns a `gshard.TrainSetup`.
       arguments: keyword arguments of the function.
       levels: names of levels.
       devices: how many; None where neither CONFIG nor an option says it.
@@ -108,7 +108,7 @@ def _checked(values: dict[str, Any], where: str) -> Config:
     if not isinstance(values.get("model"), str):
         raise GShardError(
             f"{where} names no model. Add model = 'module:function', a function that returns a "
-            "gshard.Setup."
+            "gshard.TrainSetup."
         )
     arguments, vary = values.get("arguments", {}), values.get("vary", {})
     for key, table in (("arguments", arguments), ("vary", vary)):
@@ -126,7 +126,7 @@ def _checked(values: dict[str, Any], where: str) -> Config:
             raise GShardError(f"{where}: {key}={shown(values[key])} must be {what}.")
     devices, target = values.get("devices"), None
     if devices is not None:
-        devices = whole_number("devices", devices, 1, most=MOST)
+        devices = check_integer("devices", devices, 1, most=MOST)
     if "target" in values:
         target = parse_target(values["target"])
         if devices not in (None, target.devices):
@@ -141,7 +141,7 @@ def _checked(values: dict[str, Any], where: str) -> Config:
         parse_levels(values.get("levels", tuple(LEVELS))),
         devices,
         target,
-        whole_number("replica", values.get("replica", 1), 1, most=MOST),
+        check_integer("replica", values.get("replica", 1), 1, most=MOST),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
     )

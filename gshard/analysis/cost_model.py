@@ -40,14 +40,14 @@ class Cost:
     memory: float
     wire: float
     update: float
-    publish: float
+    all_gather_params: float
     host: float
 
     @property
     def step(self) -> float:
         """All of it."""
         beside = max(self.compute, self.memory, self.wire)
-        return beside + self.update + self.publish + self.host
+        return beside + self.update + self.all_gather_params + self.host
 
     @property
     def binding(self) -> str:
@@ -56,7 +56,7 @@ class Cost:
         amounts = {
             beside: getattr(self, beside),
             "memory of the update": self.update,
-            "wire of publishing": self.publish,
+            "wire of publishing": self.all_gather_params,
             "link to the host": self.host,
         }
         return max(amounts, key=lambda name: amounts[name])
@@ -120,7 +120,7 @@ def cost(
         memory=traffic / stream,
         wire=wire.get("shard", 0) / shard + wire.get("copies", 0) / copies,
         update=update / stream,
-        publish=wire.get("publish", 0) / shard,
+        all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,
     )
 

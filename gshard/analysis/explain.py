@@ -108,8 +108,8 @@ def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
     if path.startswith(f"extras/{OVERWRITTEN}/"):
         return "what the loss returns for it takes its place", "", False
     state = part == "opt_state"
-    if not (plan.level.divides_state if state else plan.level.divides_params):
-        by = (x.name for x in LEVELS.values() if (x.divides_state if state else x.divides_params))
+    if not (plan.level.shards_opt_state if state else plan.level.shards_params):
+        by = (x.name for x in LEVELS.values() if (x.shards_opt_state if state else x.shards_params))
         return f"level {plan.level.name} keeps it whole on every device", f"level {next(by)}", False
     return layout.reason, setting_of(layout.reason), bool(plan.group.size > 1)
 
@@ -292,7 +292,7 @@ def _wanted(plan: Plan) -> list[tuple[str, Counter[Shape]]]:
     for attribute, name in (
         ("params", "parameters"),
         ("opt_state", "optimizer state"),
-        ("extras", "extras"),
+        ("non_trainable", "non_trainable"),
     ):
         logical = [
             (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(getattr(plain, attribute))

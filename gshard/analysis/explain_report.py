@@ -383,5 +383,5 @@ _KEPT = "a state that was divided, or an earlier one, kept by a variable? It is 
 _MEANS = {
     "parameters": f"{_KEPT} Or gradients, or a copy of your own?",
     "optimizer state": _KEPT,
-    "extras": _KEPT,
+    "non_trainable": _KEPT,
 }

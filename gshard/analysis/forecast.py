@@ -11,29 +11,29 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import MOST, shown, whole_number
+from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.config import Config
 from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.memory.footprint import PLATFORMS, Footprint, footprint, trace_step
 from gshard.analysis.setup import (
     Choices,
-    Setup,
+    TrainSetup,
     as_setup,
     batch_bytes,
     batch_of,
-    divided,
     load_setup,
+    sharded_setup,
     step_of,
     without_arrays,
 )
-from gshard.sharding.budget import Promise, largest_layer, promise
+from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD
 from gshard.sharding.plan import Plan
 
 
-def make_plan(
-    model: Setup | str | Any,
+def forecast(
+    model: TrainSetup | str | Any,
     devices: int | Mesh | AbstractMesh,
     *,
     levels: str | int | Sequence[str] = tuple(LEVELS),
@@ -55,8 +55,8 @@ def make_plan(
     two for each level.
 
     Args:
-      model: a `gshard.Setup`, `module:function` that makes one, or what `shard_train_state` takes
-        for a state, concrete or abstract.
+      model: a `gshard.TrainSetup`, `module:function` that makes one, or what `shard_train_state`
+        takes for a state, concrete or abstract.
       devices: how many, or a mesh.
       levels: names; one, or several in one text, with commas.
       arguments: of the function that makes the setup.
@@ -97,7 +97,7 @@ def make_plan(
     for name in names:
         if report is not None:
             report(name)
-        state, plan = divided(setup, devices, name, choices)
+        state, plan = sharded_setup(setup, devices, name, choices)
         level = of_level(plan, choices, batch_bytes(setup, plan, choices))
         if activations and setup.loss_fn is not None:
             seen = footprint_of(setup, state, plan, choices, platform or here)
@@ -127,7 +127,7 @@ def plan_config(
         if report is not None:
             report(f"{level}: tracing for {devices} devices")
 
-    found = make_plan(
+    found = forecast(
         config.model,
         devices,
         levels=config.levels,
@@ -146,8 +146,8 @@ def plan_config(
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
     """The mesh that `make_mesh(replica=)` makes of so many devices, without them."""
-    devices = whole_number("devices", devices, 1, most=MOST)
-    replica = whole_number("replica", replica, 1, most=MOST)
+    devices = check_integer("devices", devices, 1, most=MOST)
+    replica = check_integer("replica", replica, 1, most=MOST)
     if devices % replica:
         raise GShardError(f"replica={replica} does not divide {devices} devices.")
     sizes, names = (devices // replica,), (SHARD,)
@@ -168,26 +168,26 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
     """What the level of a plan takes and sends, with a batch of so many bytes on a device."""
 
-    def promised(**flavour: Any) -> Promise:
-        return promise(plan, **{**choices.of_step, **flavour})
+    def budgeted(**flavour: Any) -> Budget:
+        return budget(plan, **{**choices.of_step, **flavour})
 
-    this = promised()
+    this = budgeted()
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return LevelForecast(
         params=this.resident["params"],
         gradients=this.resident["gradients"],
         optimizer=this.resident["optimizer"] + step,
-        extras=this.resident["extras"],
+        non_trainable=this.resident["non_trainable"],
         host=sum(this.host.values()),
         batch=batch,
         gathered=largest_layer(plan),
         wire=this.wire_bytes,
-        wire_by_flavour={name: promised(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
+        wire_by_flavour={name: budgeted(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
     )
 
 
 def footprint_of(
-    setup: Setup, state: Any, plan: Plan, choices: Choices, platform: str
+    setup: TrainSetup, state: Any, plan: Plan, choices: Choices, platform: str
 ) -> Footprint:
     """The footprint of one step on one device.
 
@@ -220,13 +220,13 @@ def footprint_of(
     return footprint(traced, plan, platform)
 
 
-def _with_host(setup: Setup, plan: Plan, choices: Choices, platform: str) -> Footprint:
+def _with_host(setup: TrainSetup, plan: Plan, choices: Choices, platform: str) -> Footprint:
     """That of the same step on the device, less what rests with the host, and what is fetched.
 
     An update has one group of arrays on the device and the next on its way.
     """
     near = dataclasses.replace(choices, offload=False)
-    state, near_plan = divided(setup, plan.mesh, plan.level.name, near)
+    state, near_plan = sharded_setup(setup, plan.mesh, plan.level.name, near)
     seen = footprint_of(setup, state, near_plan, near, platform)
     away, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
     return dataclasses.replace(

@@ -41,7 +41,7 @@ class LevelForecast:
     params: int
     gradients: int
     optimizer: int
-    extras: int
+    non_trainable: int
     host: int
     batch: int
     gathered: int
@@ -53,7 +53,7 @@ class LevelForecast:
     @property
     def at_rest(self) -> int:
         """What lies in the device's memory between steps."""
-        return self.params + self.optimizer + self.extras
+        return self.params + self.optimizer + self.non_trainable
 
     @property
     def needs(self) -> int:
@@ -147,7 +147,7 @@ def _memory(found: Forecast) -> Table:
         "parameters": [x.params for x in levels],
         "gradients": [x.gradients for x in levels],
         "optimizer": [x.optimizer for x in levels],
-        "extras": [x.extras for x in levels],
+        "non_trainable": [x.non_trainable for x in levels],
         "batch": [x.batch for x in levels],
         "layer gathered": [x.gathered for x in levels],
         **(

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import MOST, flag, shown, whole_number
+from gshard._util.validation import MOST, check_integer, flag, shown
 from gshard.sharding.level import check_accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.shard_train_state import shard_train_state
@@ -26,7 +26,7 @@ from gshard.train_state import abstract, abstract_like, as_state, is_init, kind_
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainSetup:
     """What is to be trained, without arrays.
 
     Attributes:
@@ -53,12 +53,12 @@ class Setup:
 # What neither of both takes here, and what says it.
 _SAID_BY = dict.fromkeys(
     ("micro_batches", "accumulate", "reshard_after_forward", "offload", "level"),
-    "CONFIG says it, or an argument of gshard.make_plan",
+    "CONFIG says it, or an argument of gshard.forecast",
 ) | {
     "mesh": "the number of devices says it",
     "plan": "it is made for every level",
-    "state": "it is state= of gshard.Setup",
-    "loss_fn": "it is loss_fn= of gshard.Setup",
+    "state": "it is state= of gshard.TrainSetup",
+    "loss_fn": "it is loss_fn= of gshard.TrainSetup",
     "init_args": "state= takes no arguments; functools.partial gives them",
 }
 
@@ -71,37 +71,37 @@ def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
     """
     if not isinstance(given, Mapping):
         raise GShardError(
-            f"{name}= of gshard.Setup is {shown(given)}; give further arguments of "
+            f"{name}= of gshard.TrainSetup is {shown(given)}; give further arguments of "
             f"{of.__name__} by name, such as {{}}."
         )
     taken = inspect.signature(of).parameters
     known = [x for x in taken if x not in _SAID_BY]
     for key in given:
         if key in taken and key in _SAID_BY:
-            raise GShardError(f"{name}= of gshard.Setup has no {key!r}: {_SAID_BY[key]}.")
+            raise GShardError(f"{name}= of gshard.TrainSetup has no {key!r}: {_SAID_BY[key]}.")
         if key not in known:
             raise GShardError(
-                f"{name}= of gshard.Setup has no {key!r}.{did_you_mean(key, known)} "
+                f"{name}= of gshard.TrainSetup has no {key!r}.{did_you_mean(key, known)} "
                 f"It takes {', '.join(known)}."
             )
 
 
-def divided(
-    setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
+def sharded_setup(
+    setup: TrainSetup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
     """The state of a setup divided over a mesh, abstract, and its plan. Nothing is initialised."""
     return initialised(without_arrays(setup), mesh, level, choices)
 
 
 def initialised(
-    setup: Setup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
+    setup: TrainSetup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
     """The same with arrays, where the setup makes or holds them and the mesh has devices."""
     arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
     return shard_train_state(setup.state, mesh, level, **arguments)
 
 
-def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:
+def step_of(setup: TrainSetup, plan: Plan, choices: Choices) -> TrainStep:
     """The train step of a setup.
 
     Raises:
@@ -109,16 +109,16 @@ def step_of(setup: Setup, plan: Plan, choices: Choices) -> TrainStep:
     """
     if setup.loss_fn is None or setup.batch is None:
         raise GShardError(
-            "this setup has no loss_fn= or no batch=, so it has no step. Give gshard.Setup both."
+            "this setup has no loss_fn= or no batch=, so it has no step. Give both to TrainSetup."
         )
     return make_train_step(setup.loss_fn, plan, **choices.of_step, **setup.step)
 
 
-def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
+def batch_of(setup: TrainSetup, plan: Plan, choices: Choices) -> Any:
     """The global batch of one step, abstract, with the rows over the data axes."""
     if not jax.tree.leaves(setup.batch):
         raise GShardError(
-            "batch= of gshard.Setup holds no arrays. Give what loss_fn takes, of one row or more."
+            "batch= of gshard.TrainSetup holds no arrays. Give what loss_fn takes, one row or more."
         )
     rows = plan.group.devices * choices.micro_batch_size * choices.micro_batches
     places = NamedSharding(plan.mesh, plan.batch_spec)
@@ -127,7 +127,8 @@ def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if not shape or dtype is None:
             raise GShardError(
-                f"batch= of gshard.Setup holds {shown(x)}; give arrays of one row or more, such as "
+                f"batch= of gshard.TrainSetup holds {shown(x)}; give arrays of one row or more, "
+                "such as "
                 "jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
             )
         if rows * math.prod(shape[1:]) >= 2**63:
@@ -140,7 +141,7 @@ def batch_of(setup: Setup, plan: Plan, choices: Choices) -> Any:
     return jax.tree.map(with_rows, setup.batch)
 
 
-def batch_bytes(setup: Setup, plan: Plan, choices: Choices) -> int:
+def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
     """Bytes of the batch on one device; 0 of a setup without one."""
     if setup.batch is None:
         return 0
@@ -148,7 +149,7 @@ def batch_bytes(setup: Setup, plan: Plan, choices: Choices) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // plan.group.devices
 
 
-def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> Setup:
+def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSetup:
     """The setup that a function makes.
 
     Args:
@@ -205,12 +206,12 @@ def _is_name(key: Any) -> bool:
     return isinstance(key, str)
 
 
-def as_setup(given: Any) -> Setup:
+def as_setup(given: Any) -> TrainSetup:
     """A setup as it is; a train state, or an init function, as a setup without a loss."""
-    return given if isinstance(given, Setup) else Setup(given)
+    return given if isinstance(given, TrainSetup) else TrainSetup(given)
 
 
-def without_arrays(setup: Setup) -> Setup:
+def without_arrays(setup: TrainSetup) -> TrainSetup:
     """The same setup, its state abstract: an init function is traced, once for all plans.
 
     Raises:
@@ -259,10 +260,10 @@ class Choices:
         }
 
     def __post_init__(self) -> None:
-        whole_number("micro_batch_size", self.micro_batch_size, 1, " of rows", most=MOST)
-        whole_number("micro_batches", self.micro_batches, 1, most=MOST)
+        check_integer("micro_batch_size", self.micro_batch_size, 1, " of rows", most=MOST)
+        check_integer("micro_batches", self.micro_batches, 1, most=MOST)
         check_accumulate(self.accumulate)
         if not isinstance(self.reshard_after_forward, (bool, np.bool_)):
             neighbours = " of neighbours (or True or False)"
-            whole_number("reshard_after_forward", self.reshard_after_forward, 1, neighbours)
+            check_integer("reshard_after_forward", self.reshard_after_forward, 1, neighbours)
         flag("offload", self.offload)

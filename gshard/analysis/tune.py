@@ -15,7 +15,14 @@ from gshard.analysis.cost_model import Cost, cost
 from gshard.analysis.forecast import abstract_mesh, footprint_of, of_level
 from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import Footprint
-from gshard.analysis.setup import Choices, Setup, batch_bytes, divided, load_setup, without_arrays
+from gshard.analysis.setup import (
+    Choices,
+    TrainSetup,
+    batch_bytes,
+    load_setup,
+    sharded_setup,
+    without_arrays,
+)
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 
@@ -91,9 +98,9 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
             f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
         )
     options = list(options_of(config))
-    setups: dict[str, Setup] = {}
+    setups: dict[str, TrainSetup] = {}
 
-    def setup_of(option: Option) -> Setup:
+    def setup_of(option: Option) -> TrainSetup:
         key = repr(sorted(option.arguments.items()))
         if key not in setups:
             made = load_setup(config.model, {**config.arguments, **option.arguments})
@@ -119,12 +126,12 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
     return ranked(found)
 
 
-def _repeats(setup: Setup, target: Target, option: Option) -> bool:
+def _repeats(setup: TrainSetup, target: Target, option: Option) -> bool:
     """Whether an option keeps what was gathered and gathers nothing, as the one that does not."""
     if option.choices.reshard_after_forward is not False:
         return False
     mesh = abstract_mesh(target.devices, option.replica)
-    return not divided(setup, mesh, option.level, option.choices)[1].gathers
+    return not sharded_setup(setup, mesh, option.level, option.choices)[1].gathers
 
 
 def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
@@ -142,7 +149,7 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
     return sorted(found, key=order)
 
 
-def _judged(setup: Setup, target: Target, option: Option) -> list[Verdict]:
+def _judged(setup: TrainSetup, target: Target, option: Option) -> list[Verdict]:
     """The verdict on an option; where it does not fit, with the state on the host beside it."""
     first = _verdict(setup, target, option)
     if first.fits or option.choices.offload:
@@ -152,10 +159,10 @@ def _judged(setup: Setup, target: Target, option: Option) -> list[Verdict]:
     return [first, second] if second.host else [first]
 
 
-def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
+def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
     choices, has = option.choices, target.chip.usable or 0
     mesh = abstract_mesh(target.devices, option.replica)
-    state, plan = divided(setup, mesh, option.level, choices)
+    state, plan = sharded_setup(setup, mesh, option.level, choices)
     level = of_level(plan, choices, batch_bytes(setup, plan, choices))
 
     def verdict(needs: int, seconds: Cost | None = None) -> Verdict:
@@ -173,10 +180,10 @@ def _verdict(setup: Setup, target: Target, option: Option) -> Verdict:
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
     at_rest = plan.gathers
-    wire: dict[str, int] = dict.fromkeys(("shard", "copies", "publish"), 0)
+    wire: dict[str, int] = dict.fromkeys(("shard", "copies", "update"), 0)
     for row in seen.collectives:
         if row.kind == "all-gather" and not at_rest:
-            wire["publish"] += row.wire_bytes
+            wire["update"] += row.wire_bytes
         elif row.kind == "all-reduce" and plan.group.copies > 1:
             wire["copies"] += row.wire_bytes
         else:
@@ -239,13 +246,13 @@ def options_of(config: Config) -> Iterator[Option]:
                     micro_batch_size=rows // k,
                     reshard_after_forward=reshard,
                 )
-                replica = config.replica if LEVELS[name].divides_state else 1
+                replica = config.replica if LEVELS[name].shards_opt_state else 1
                 yield Option(name, replica, choices, dict(arguments))
 
 
 def _reshards(chosen: Choices, level: Level) -> tuple[bool | int, ...]:
     """Where parameters rest divided both ways are tried, unless one was asked for."""
-    if not level.divides_params:
+    if not level.shards_params:
         return (True,)
     asked = chosen.reshard_after_forward
     return (True, False) if asked is True else (asked,)
@@ -256,7 +263,7 @@ def copies_of(option: Option, target: Target) -> Iterator[Option]:
 
     Not where a number of copies was asked for.
     """
-    if LEVELS[option.level].divides_state and option.replica == 1:
+    if LEVELS[option.level].shards_opt_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
             yield dataclasses.replace(option, replica=replica)
 

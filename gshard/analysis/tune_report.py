@@ -66,7 +66,7 @@ def _ranked(fit: Sequence[Verdict]) -> Table:
             *_names(x),
             cost.binding,
             *map(seconds_of, (cost.step, cost.compute, cost.memory)),
-            seconds_of(cost.wire + cost.publish),
+            seconds_of(cost.wire + cost.all_gather_params),
             seconds_of(cost.update + cost.host),
             bytes_of(x.needs),
             f"{x.needs / x.has:.0%}",

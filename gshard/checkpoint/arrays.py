@@ -20,9 +20,9 @@ from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_donated
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.shard_train_state import place
-from gshard.train_state import Parts
+from gshard.train_state import Components
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 
@@ -63,7 +63,7 @@ def split_like(like: Any, call: str) -> tuple[Any, Plan]:
     return state, plan
 
 
-def refuse_traced(parts: Parts, call: str) -> None:
+def refuse_traced(parts: Components, call: str) -> None:
     """Raises a `GShardError` inside `jit`, where there are no values."""
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(parts)):
         raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
@@ -83,7 +83,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, L
     waiting = [x for x in jax.tree.leaves(parts, is_leaf=_unreduced) if _unreduced(x)]
     if waiting:
         raise GShardError(
-            "save: the state holds Unreduced gradients, which differ on every device. End them "
+            "save: the state holds LocalGradients, which differ on every device. End them "
             "with gshard.reduce_gradients(acc, plan) and update before you save."
         )
     paths, leaves, _ = flatten(parts)
@@ -112,7 +112,7 @@ def parts_of(
     plan: Plan,
     cast: bool,
     fresh: Mapping[str, Any] = MappingProxyType({}),
-) -> Parts:
+) -> Components:
     """The arrays of a checkpoint as parts of a state.
 
     Args:
@@ -137,7 +137,7 @@ def parts_of(
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
 
 
-def with_parts(parts: Parts, state: Any, plan: Plan) -> Any:
+def with_parts(parts: Components, state: Any, plan: Plan) -> Any:
     """A state like `state` with these arrays; a concrete NNX pair is changed in place."""
     own = plan.kind.split(state)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(own))
@@ -187,4 +187,4 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _unreduced(x: Any) -> bool:
-    return isinstance(x, Unreduced)
+    return isinstance(x, LocalGradients)

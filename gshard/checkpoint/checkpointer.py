@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import jax
 
 from gshard._util.errors import CallOrderError, GShardError, warn
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, parts_of, split_like, with_parts
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.directory import Keep, as_directory, steps_in
@@ -25,10 +25,10 @@ from gshard.checkpoint.restore import checked, existing, steps_everywhere, undam
 from gshard.checkpoint.restore import data_state as read_data_state
 from gshard.checkpoint.save import Contents, Writer
 from gshard.distributed.agree import together
-from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
-from gshard.train_state import Parts
+from gshard.train_state import Components
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -172,7 +172,7 @@ class Checkpointer:
 
         def contents() -> Contents:
             self._refuse_closed()
-            number = whole_number("step", step, 0)
+            number = check_integer("step", step, 0)
             plan = plan_of(state, "save(step, state)")
             arrays, leaves = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
@@ -260,7 +260,7 @@ class Checkpointer:
                 raise
             return dataclasses.replace(found, state=with_parts(parts, state, plan))
 
-    def _read(self, step: int, plan: Plan, cast: bool) -> tuple[Parts, Restored]:
+    def _read(self, step: int, plan: Plan, cast: bool) -> tuple[Components, Restored]:
         folder = self.directory / str(step)
         about = Description.read(folder)
         try:
@@ -289,7 +289,9 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         alone = jax.process_count() == 1
-        told = isinstance(error, SystemExit) and error.code == PREEMPTED  # all processes are
+        told = (
+            isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
+        )  # all processes are
         if error is not None and not (alone or told) and self._writer.busy:
             return  # the others may never come to compare; the thread ends what can be ended
         self.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import CallOrderError, GShardError
-from gshard._util.validation import shown, whole_number
+from gshard._util.validation import check_integer, shown
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
@@ -200,7 +200,7 @@ class Keep:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
             if value is not None:
-                whole_number(f"keep_{name}", value, 1, " of steps (None: no such rule)")
+                check_integer(f"keep_{name}", value, 1, " of steps (None: no such rule)")
         if not isinstance(self.metric, str) or not self.metric:
             raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
         if self.mode not in ("min", "max"):

@@ -58,8 +58,9 @@ def check_fit(
     mend = (
         "Pass cast=True to convert them."
         if not wrong
-        else "It is of another model or optimizer. Weights alone, by name: gshard.export and "
-        "gshard.import_params."
+        else "It is of another model or optimizer. Weights alone, by name: "
+        "gshard.save_safetensors and "
+        "gshard.load_safetensors."
     )
     raise GShardError(
         "\n".join(["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, mend])

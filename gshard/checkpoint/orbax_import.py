@@ -17,7 +17,7 @@ from gshard.checkpoint.arrays import layouts_of, parts_of, split_like, with_part
 from gshard.checkpoint.directory import MANIFEST
 from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.orbax_io import ARRAYS, how_to_read, unreadable
-from gshard.train_state.opt_state import GShardState
+from gshard.train_state.opt_state import ShardedOptState
 
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 
@@ -74,7 +74,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         leaves = structure.flatten_up_to(found)
         return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
 
-    new = GShardState.new(None, {})
+    new = ShardedOptState.new(None, {})
     fresh = zip(*flatten({"opt_state": new})[:2], strict=True)
     layouts = layouts_of(plan)
     for name, info in stored.items():

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.validation import whole_number
+from gshard._util.validation import check_integer
 from gshard.checkpoint.checksums import Damage, Report, damages
 from gshard.checkpoint.directory import DESCRIPTION, steps_in
 from gshard.checkpoint.errors import DamagedCheckpointError, report
@@ -29,7 +29,7 @@ def existing(directory: Path, step: Any, steps: Sequence[int]) -> int:
     Raises:
       GShardError: it is not; the nearest are named.
     """
-    number = whole_number("step", step, 0)
+    number = check_integer("step", step, 0)
     if number not in steps:
         near = sorted(sorted(steps, key=lambda x: abs(x - number))[:3])
         known = f"The nearest are {near}." if near else "It holds no checkpoint."

@@ -9,7 +9,7 @@ from typing import Any
 from gshard.analysis.audit import audit
 from gshard.analysis.audit_report import Audit
 from gshard.analysis.config import Config
-from gshard.analysis.setup import batch_of, divided, load_setup, step_of
+from gshard.analysis.setup import batch_of, load_setup, sharded_setup, step_of
 from gshard.cli.common import NO, YES, config_parser, in_words, mesh_here, named_config, status
 
 _EXAMPLE = """examples:
@@ -50,7 +50,7 @@ def audited(config: Config) -> dict[str, Audit]:
     with status("") as say:
         for level in config.levels:
             say(f"{level}: compiling for {mesh.size} {mesh.devices.flat[0].device_kind} devices")
-            state, plan = divided(setup, mesh, level, config.choices)
+            state, plan = sharded_setup(setup, mesh, level, config.choices)
             step = step_of(setup, plan, config.choices)
             batch = batch_of(setup, plan, config.choices)
             found[level] = audit(step, *step.arguments(state, batch))

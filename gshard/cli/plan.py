@@ -17,10 +17,10 @@ from gshard.analysis.aot.compiled import check_json, compile_for
 from gshard.analysis.aot.report import compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import make_plan
+from gshard.analysis.forecast import forecast
 from gshard.analysis.forecast_report import Forecast, table, text_of
 from gshard.analysis.html.page import page_of, place
-from gshard.analysis.setup import Setup
+from gshard.analysis.setup import TrainSetup
 from gshard.cli.common import (
     NO,
     NO_ANSWER,
@@ -158,9 +158,9 @@ def table_1() -> dict[str, dict[int, dict[str, int]]]:
 
 def _bytes(elements: int, devices: int) -> dict[str, int]:
     params = {"parameters": jax.ShapeDtypeStruct((elements,), jnp.float32)}
-    setup = Setup((params, optax.adam(1e-3)), shard={"precision": "bfloat16"})
+    setup = TrainSetup((params, optax.adam(1e-3)), shard={"precision": "bfloat16"})
     # Two micro-batches: the paper counts the gradient that is kept between them.
-    found = make_plan(setup, devices, levels=LEVELS, micro_batches=2)
+    found = forecast(setup, devices, levels=LEVELS, micro_batches=2)
     return {name: of.params + of.gradients + of.optimizer for name, of in found.levels.items()}
 
 

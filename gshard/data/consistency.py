@@ -207,7 +207,8 @@ def _compare_data(
 
 
 _ADVICE = (
-    "Each must take its own rows, such as x[gshard.get_rank() :: gshard.get_world_size()] of the "
+    "Each must take its own rows, such as "
+    "x[gshard.distributed.process_index() :: gshard.distributed.process_count()] of the "
     "whole; gshard.DataLoader takes each process's rows."
 )
 _ADVICE_OF_SHARED = (

@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.pytree import differences
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.data.batch import check_plan, local_places, place, places_of, shard_batch
 from gshard.data.consistency import agree_on_loader
 from gshard.data.prefetch import in_thread
@@ -73,13 +73,13 @@ class DataLoader:
             raise GShardError(
                 "this process has no device in the mesh of the plan: it has no rows to load."
             )
-        size = whole_number("batch_size", batch_size, 1, " of rows of the global batch")
-        seed = whole_number("seed", seed, 0)
+        size = check_integer("batch_size", batch_size, 1, " of rows of the global batch")
+        seed = check_integer("seed", seed, 0)
         shuffle, drop = flag("shuffle", shuffle), flag("drop_remainder", drop_remainder)
         if num_epochs is not None:
-            num_epochs = whole_number("num_epochs", num_epochs, 1, " (None: without end)")
+            num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
-        self._prefetch = whole_number("prefetch", prefetch, 0, " of batches")
+        self._prefetch = check_integer("prefetch", prefetch, 0, " of batches")
         self._source = Source(source, transform, seed)
         self._order = Order(self._source.length, size, seed, shuffle, drop)
         self._order.check(plan.group.devices)
@@ -131,7 +131,7 @@ class DataLoader:
                 f"load_state_dict was given {shown(state)}, which is not what "
                 f"DataLoader.state_dict returns{what}."
             )
-        given = {name: whole_number(f"state[{name!r}]", x, 0) for name, x in state.items()}
+        given = {name: check_integer(f"state[{name!r}]", x, 0) for name, x in state.items()}
         for name, mine in self._made_with.items():
             if given[name] != mine:
                 theirs, own_one = _as_given(name, given[name]), _as_given(name, mine)
@@ -185,7 +185,7 @@ class DataLoader:
     def _batch(self, at: tuple[int, int]) -> Any:
         """A global batch; this process reads its own rows."""
         epoch, position = at
-        rows = own_part(self._plan, self._order.rows(epoch, position), jax.process_index())
+        rows = local_shard(self._plan, self._order.rows(epoch, position), jax.process_index())
         try:
             # The loaders were compared where the `for` began, so no process asks another: that
             # would be a collective in a thread, in no order with those of the step.
@@ -295,7 +295,7 @@ class Order:
             )
 
 
-def own_part(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
+def local_shard(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
     """Those rows of a global batch that lie on devices of this process, in order."""
     each = rows.size // plan.group.devices
     places = rows.reshape(plan.group.devices, each)

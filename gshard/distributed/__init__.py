@@ -3,3 +3,28 @@
 May import: `_util`, `train_state`, `sharding`.
 Start reading: `initialize`; for starting processes `launch.job` and `launch.spawn`.
 """
+
+from __future__ import annotations
+
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.initialize import barrier, initialize, process_count, process_index
+from gshard.distributed.launch.process_group import ProcessFailedError, Spawned
+from gshard.distributed.launch.spawn import spawn
+from gshard.distributed.preemption import preempted, until_preempted
+from gshard.distributed.rendezvous import NotArrivedError
+from gshard.sharding.mesh import new_group
+
+__all__ = [
+    "NotArrivedError",
+    "PREEMPTED_EXIT_CODE",
+    "ProcessFailedError",
+    "Spawned",
+    "barrier",
+    "initialize",
+    "new_group",
+    "preempted",
+    "process_count",
+    "process_index",
+    "spawn",
+    "until_preempted",
+]

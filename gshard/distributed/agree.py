@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.validation import whole_number
+from gshard._util.validation import check_integer
 from gshard.distributed import env_vars
 from gshard.sharding.plan import Plan
 
@@ -119,7 +119,7 @@ def _limit() -> float:
     given = env_vars.number(env_vars.AGREEMENT_TIMEOUT)
     if given is None:
         return LIMIT
-    return whole_number(env_vars.AGREEMENT_TIMEOUT, given, 1, " of seconds")
+    return check_integer(env_vars.AGREEMENT_TIMEOUT, given, 1, " of seconds")
 
 
 def _same(x: jax.Array) -> jax.Array:

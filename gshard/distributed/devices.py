@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import shown, whole_number
+from gshard._util.validation import check_integer, shown
 
 # The first that is set says what this process sees; the first that exists tells the others.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -97,6 +97,6 @@ def _gpus(argument: str, devices: list[str] | None, processes: int) -> list[dict
 
 
 def _virtual(argument: str, count: int) -> dict[str, str]:
-    count = whole_number(argument, count, 1)
+    count = check_integer(argument, count, 1)
     flags = _FORCED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}

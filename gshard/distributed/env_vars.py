@@ -1,4 +1,4 @@
-"""The variables by which `gshard.spawn` and `gshard launch` tell a process who it is."""
+"""Environment variables by which `spawn` and `gshard launch` tell a process who it is."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import jax  # noqa: F401  its exit function, registered by this import, must run
 
 # The exit code of a process that was told to stop and did so in order: EX_TEMPFAIL of sysexits.h,
 # "try again later".
-PREEMPTED = 75
+PREEMPTED_EXIT_CODE = 75
 
 # What a collective or JAX's coordinator says when another process has gone. No more than that: the
 # words are looked for in what the user's program prints, too.

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean
-from gshard._util.validation import shown, whole_number
+from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import Place
 from gshard.distributed.exit import leave_when_it_fails
@@ -18,14 +18,14 @@ from gshard.distributed.rendezvous import LOOPBACK, address, meet
 
 HEARTBEAT_TIMEOUT, START_TIMEOUT = 10, 300  # seconds
 
-_NEED = "Call gshard.init_parallel_env() first, before any other use of JAX in the program."
+_NEED = "Call gshard.distributed.initialize() first, before any other use of JAX in the program."
 # Where more than one process runs under these, one that joins none of the others is a mistake.
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
 
 
-def init_parallel_env(
+def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -37,9 +37,9 @@ def init_parallel_env(
 ) -> None:
     """Joins this process to the others. Call it before anything else uses JAX; again is a no-op.
 
-    What is not given is read from the variables that `gshard launch` and `gshard.spawn` set, and
-    then from what `jax.distributed` detects: Slurm, Open MPI, Kubernetes, cloud TPU. Without any of
-    these the process is alone, and all of gshard works on its own devices.
+    What is not given is read from the variables that `gshard launch` and `spawn` set, and then from
+    what `jax.distributed` detects: Slurm, Open MPI, Kubernetes, cloud TPU. Without any of these the
+    process is alone, and all of gshard works on its own devices.
 
     Once joined, a process that fails ends at once instead of waiting for the others at exit.
 
@@ -109,11 +109,11 @@ def complete(asked: Place) -> Place:
         if value is None:
             given = {source[n]: v for n, v in place._asdict().items() if v is not None}
             raise GShardError(
-                f"init_parallel_env: {name} is missing beside {given}. Give coordinator, "
+                f"initialize: {name} is missing beside {given}. Give coordinator, "
                 "num_processes and process_id together, or none of them."
             )
-    count = whole_number(source["num_processes"], place.num_processes, 1)
-    rank = whole_number(source["process_id"], place.process_id, 0)
+    count = check_integer(source["num_processes"], place.num_processes, 1)
+    rank = check_integer(source["process_id"], place.process_id, 0)
     if rank >= count:
         raise GShardError(
             f"{source['process_id']}={rank} is not a rank of {source['num_processes']}={count}. "
@@ -121,7 +121,7 @@ def complete(asked: Place) -> Place:
         )
     if count > 1 and place.coordinator is None:
         raise GShardError(
-            f"init_parallel_env: coordinator is missing: with {count} processes give 'host:port' "
+            f"initialize: coordinator is missing: with {count} processes give 'host:port' "
             f"of process 0, such as '{LOOPBACK}:29500' on one machine."
         )
     if place.coordinator is not None:
@@ -134,7 +134,7 @@ def _check_again(asked: Place) -> None:
     for name, again, before, now in zip(Place._fields, asked, first, place, strict=True):
         if again is not None and again not in (before, now):
             raise GShardError(
-                f"init_parallel_env({name}={shown(again)}) was called, but this process has "
+                f"initialize({name}={shown(again)}) was called, but this process has "
                 f"already joined with {name}={shown(before if now is None else now)}."
             )
 
@@ -142,16 +142,16 @@ def _check_again(asked: Place) -> None:
 def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
     if value is None:
         name, value = variable, env_vars.number(variable)
-    return default if value is None else whole_number(name, value, 1, " of seconds")
+    return default if value is None else check_integer(name, value, 1, " of seconds")
 
 
 def _check_secure(secure: dict[str, Any]) -> None:
     known = [name for name in _parameters() if "mtls" in name or "secure" in name]
     for name in secure:
         if name not in known:
-            meant = did_you_mean(name, [*inspect.signature(init_parallel_env).parameters, *known])
+            meant = did_you_mean(name, [*inspect.signature(initialize).parameters, *known])
             old = f" JAX {jax.__version__} has no such option." if "mtls" in name else ""
-            raise GShardError(f"init_parallel_env has no argument {name!r}.{old}{meant}")
+            raise GShardError(f"initialize has no argument {name!r}.{old}{meant}")
 
 
 def _parameters() -> list[str]:
@@ -179,9 +179,7 @@ def _join(
     bind = at if bind_address is None else address(bind_address, "bind_address")
     count, rank = int(place.num_processes or 1), int(place.process_id or 0)
     if _jax_has_started():
-        raise CallOrderError(
-            f"init_parallel_env: JAX has already started in process {rank}. {_NEED}"
-        )
+        raise CallOrderError(f"initialize: JAX has already started in process {rank}. {_NEED}")
     _reach_directly(at.host)
     kept = env_vars.number(env_vars.PORT_IS_KEPT) is not None
     meet(bind if rank == 0 else at, count, rank, start, kept)
@@ -212,7 +210,7 @@ def _join_detected(
     if _jax_has_started():
         if several:
             raise CallOrderError(
-                f"init_parallel_env: JAX has already started, and {several[0]} says that this "
+                f"initialize: JAX has already started, and {several[0]} says that this "
                 f"process is one of several. {_NEED}"
             )
         return
@@ -225,10 +223,10 @@ def _join_detected(
         )
     except ValueError as error:
         if "coordinator_address" not in str(error):
-            raise GShardError(f"init_parallel_env: {error}") from error
+            raise GShardError(f"initialize: {error}") from error
         if several:
             raise GShardError(
-                f"init_parallel_env: {several[0]} says that this process is one of several, but "
+                f"initialize: {several[0]} says that this process is one of several, but "
                 "not where they meet, so that JAX detects none. Give coordinator, num_processes "
                 "and process_id; with num_processes=1, process_id=0 this process is alone."
             ) from error
@@ -239,7 +237,7 @@ def _initialize(**arguments: Any) -> None:
         jax.distributed.initialize(**arguments)
     except RuntimeError as error:
         mend = f" {_NEED}" if "must be called before" in str(error) else ""
-        raise CallOrderError(f"init_parallel_env could not start: {error}{mend}") from error
+        raise CallOrderError(f"initialize could not start: {error}{mend}") from error
 
 
 _told: list[tuple[int, int]] = []  # number of processes and rank, once this process has joined
@@ -250,16 +248,16 @@ def joined(processes: int, rank: int) -> None:
     _told[:] = [(processes, rank)]
 
 
-def get_rank() -> int:
+def process_index() -> int:
     """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
     known = _known()
     return jax.process_index() if known is None else known[1]
 
 
-def get_world_size() -> int:
+def process_count() -> int:
     """The number of processes.
 
-    After an `init_parallel_env` that was told it, by arguments or by gshard's variables, and on
+    After an `initialize` that was told it, by arguments or by gshard's variables, and on
     CPUs alone, this does not start JAX: `virtual_devices` may still come.
     """
     known = _known()
@@ -271,8 +269,8 @@ def barrier() -> None:
 
     Alone in its job, a process goes on at once.
     """
-    if get_world_size() > 1:
-        multihost_utils.sync_global_devices("gshard.barrier")
+    if process_count() > 1:
+        multihost_utils.sync_global_devices("gshard.distributed.barrier")
 
 
 def _known() -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 
 Batch = TypeVar("Batch")
 
@@ -30,8 +30,8 @@ def preempted() -> bool:
     """Whether to stop now: the same answer on every process that has called it as often.
 
     Call it once a step, on every process. From the first call on, SIGTERM does not end this process
-    any more: it is to save, and to leave by `sys.exit(gshard.PREEMPTED)`, before whoever sent the
-    signal loses patience (30 s with `gshard launch`).
+    any more: it is to save, and to leave by `sys.exit(PREEMPTED_EXIT_CODE)`, before whoever sent
+    the signal loses patience (30 s with `gshard launch`).
 
     Raises:
       GShardError: with several processes, where JAX's preemption service is turned off; alone, for
@@ -56,8 +56,8 @@ def until_preempted(
 ) -> Iterator[Batch]:
     """The batches, until the job is told to stop; then `last()`, and the process exits.
 
-    Every process stops before the same batch. The exit code is `gshard.PREEMPTED`, 75: "try again
-    later". Where the batches end first, so does the loop, as ever.
+    Every process stops before the same batch. The exit code is `PREEMPTED_EXIT_CODE`, 75: "try
+    again later". Where the batches end first, so does the loop, as ever.
 
     Args:
       batches: any iterable; all processes have equally many.
@@ -78,7 +78,7 @@ def _until_preempted(
         if preempted():
             if last is not None:
                 last()
-            sys.exit(PREEMPTED)
+            sys.exit(PREEMPTED_EXIT_CODE)
         yield batch
 
 

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.groups import mesh_of
@@ -50,7 +50,7 @@ class DataParallel(Wrapped):
             reduced first.
           find_unused_parameters: a warning names the parameters that a loss does not reach. Their
             gradient is zero either way.
-          group: devices of `gshard.new_group`, or a mesh; by default all devices.
+          group: devices of `gshard.distributed.new_group`, or a mesh; by default all devices.
 
         Raises:
           GShardError: for a model without parameters, or sizes that cannot be.
@@ -59,7 +59,7 @@ class DataParallel(Wrapped):
             return object.__new__(cls)
         del strategy
         refuse_wrapped(layers, "DataParallel")
-        size = whole_number("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
+        size = check_integer("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
         last = last_comm_buffer_size
         if isinstance(last, bool) or not isinstance(last, Real) or not 0 < last < math.inf:
             raise GShardError(
@@ -78,8 +78,8 @@ class DataParallel(Wrapped):
         width = max(x.dtype.itemsize for x in arrays)
         keep = Accumulation(
             plan,
-            buffer_max_size=size * _MB // width,
-            end_buffer_size=max(1, int(last * _MB) // width),
+            bucket_size=size * _MB // width,
+            end_bucket_size=max(1, int(last * _MB) // width),
             find_unused=find_unused_parameters,
         )
         return wrapped(model, DataParallel, keep)

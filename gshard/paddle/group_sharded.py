@@ -13,13 +13,13 @@ from flax import nnx
 
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.pytree import flatten
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.paddle.grad_scaler import Scaler
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.make_plan import advising
 from gshard.sharding.mesh import data_group
-from gshard.sharding.rules import Leaf
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.sharding.rules import LeafInfo
+from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train_state.loss_scale import GradScaler
 from gshard.wrapped.accumulation import Accumulation
@@ -45,7 +45,7 @@ def group_sharded_parallel(
     group: Any = None,
     offload: bool = False,
     sync_buffers: bool = False,
-    buffer_max_size: int = BUFFER_MAX_SIZE,
+    buffer_max_size: int = BUCKET_SIZE,
     segment_size: int = SEGMENT_SIZE,
     sync_comm: bool = False,
     dp_group: Any = None,
@@ -63,7 +63,7 @@ def group_sharded_parallel(
       level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
         too), or `"dp"`: nothing is divided, as with `DataParallel`, in the same rhythm.
       scaler: a `gshard.GradScaler`, for float16; or what another call returned for one.
-      group: devices of `gshard.new_group` to divide over, or a mesh; by default all devices.
+      group: devices of `gshard.paddle.new_group` to divide over, or a mesh; by default all devices.
       offload: the optimizer state, and divided parameters, rest in the host's memory.
       sync_buffers: buffers that the loss changes become those of the first device, not the mean.
       buffer_max_size: elements of one bucket; 0 for none.
@@ -88,8 +88,8 @@ def group_sharded_parallel(
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     flag("sync_buffers", sync_buffers)
     flag("sync_comm", sync_comm)
-    whole_number("segment_size", segment_size, 0, " of elements")
-    whole_number("buffer_max_size", buffer_max_size, 0, " of elements (0: no buckets)")
+    check_integer("segment_size", segment_size, 0, " of elements")
+    check_integer("buffer_max_size", buffer_max_size, 0, " of elements (0: no buckets)")
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, replica_axes = mesh_of(group, dp_group)
@@ -97,8 +97,8 @@ def group_sharded_parallel(
     useless = _useless(chosen, pair, alone, segment_size, sync_comm, sync_buffers, rules)
     if useless:
         warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
-    divides = chosen.divides_params
-    size: dict[str, Any] = {"segment_size": segment_size} if divides else {}
+    divides = chosen.shards_params
+    size: dict[str, Any] = {"min_shard_size": segment_size} if divides else {}
     with advising(_advice(chosen)):
         (model, optimizer), plan = shard_train_state(
             pair,
@@ -114,11 +114,11 @@ def group_sharded_parallel(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
             "scaler=gshard.GradScaler()."
         )
-    options = {"sync_comm": True} if sync_comm and divides and not alone else {}
+    options = {"prefetch": False} if sync_comm and divides and not alone else {}
     keep = Accumulation(
         plan,
-        buffer_max_size=buffer_max_size,
-        end_buffer_size=END_BUFFER_SIZE,
+        bucket_size=buffer_max_size,
+        end_bucket_size=END_BUCKET_SIZE,
         sync_buffers=sync_buffers,
         **options,
     )
@@ -128,7 +128,7 @@ def group_sharded_parallel(
 
 def _advice(level: Level) -> str:
     """What this call offers to shard small parameters, or their optimizer state, too."""
-    if level.divides_params:
+    if level.shards_params:
         return "Lower segment_size= of group_sharded_parallel."
     return (
         f"group_sharded_parallel ignores segment_size= at level {level.name!r}. Use level 'p_g_os' "
@@ -174,7 +174,7 @@ def _useless(
     """What was given and changes nothing here."""
     model, optimizer = pair
     found = []
-    if not level.divides_params:
+    if not level.shards_params:
         given = [
             ("segment_size", segment_size != SEGMENT_SIZE),
             ("sync_comm", sync_comm),
@@ -198,7 +198,7 @@ def _float16(model: nnx.Module) -> bool:
     return any(x.dtype == jnp.float16 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
 
 
-def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:
+def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | None]:
     """A rule by which the parameters of these layers, and of layers within, stay whole.
 
     Args:
@@ -234,7 +234,7 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[Leaf], str | None]:
                 f"{paths[0] if paths else ''!r}."
             )
 
-    def excluded(leaf: Leaf) -> str | None:
+    def excluded(leaf: LeafInfo) -> str | None:
         inside = any(not p or leaf.path.startswith(f"{p}/") for p in beginnings)
         return "whole" if inside or any(p.search(leaf.path) for p in patterns) else None
 

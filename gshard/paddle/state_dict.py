@@ -19,13 +19,13 @@ from gshard.checkpoint.checksums import damages, write_all
 from gshard.checkpoint.directory import fsync
 from gshard.checkpoint.errors import DamagedCheckpointError
 from gshard.sharding.mesh import data_group, make_mesh
-from gshard.sharding.plan import all_whole
+from gshard.sharding.plan import all_replicated
 from gshard.wrapped.named_arrays import (
     Named,
     check_optimizer,
+    full_values,
     named,
     set_model,
-    whole_values,
     write,
 )
 from gshard.wrapped.wrapped_model import Wrapped
@@ -43,7 +43,7 @@ def state_dict(target: Any) -> dict[str, Any]:
     """
     if isinstance(target, (Wrapped, WrappedOptimizer)):
         return target.state_dict()
-    return whole_values(_stored(target, "state_dict"))
+    return full_values(_stored(target, "state_dict"))
 
 
 def set_state_dict(target: Any, values: Any) -> None:
@@ -51,7 +51,7 @@ def set_state_dict(target: Any, values: Any) -> None:
 
     Args:
       target: an NNX module or an `nnx.Optimizer`, changed in place.
-      values: what `state_dict` returned, or what `gshard.load` read of it. Names that only one of
+      values: what `state_dict` returned, or what `load` read of it. Names that only one of
         the two has are told of by a warning; for an optimizer they are an error.
 
     Raises:
@@ -81,10 +81,10 @@ def _stored(target: Any, call: str) -> Named:
     else:
         raise GShardError(
             f"{call}: {shown(target)} is neither a model nor an optimizer of NNX. The variables of "
-            "a Linen module are a tree already: gshard.save(variables, path)."
+            "a Linen module are a tree already: gshard.paddle.save(variables, path)."
         )
     alone = data_group(make_mesh(devices=jax.devices()[:1]))
-    return named((tree, all_whole(tree, alone)))
+    return named((tree, all_replicated(tree, alone)))
 
 
 # In the directory that is named there may be other things, which are left alone.
@@ -133,7 +133,7 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
         fsync(folder)
         shutil.rmtree(old, ignore_errors=True)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"gshard.save {folder}")
+        multihost_utils.sync_global_devices(f"gshard.paddle.save {folder}")
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -146,7 +146,9 @@ def load(path: str | Path) -> dict[str, Any]:
     folder = _path(path)
     found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
     if not found:
-        what = "holds nothing that gshard.save wrote" if folder.exists() else "does not exist"
+        what = (
+            "holds nothing that gshard.paddle.save wrote" if folder.exists() else "does not exist"
+        )
         raise GShardError(f"load: {folder} {what}.")
     if bad := damages(found[0]):
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})

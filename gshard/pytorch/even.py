@@ -19,13 +19,13 @@ from gshard._util.pytree import flatten
 from gshard.pytorch.param_groups import Labels, ParamGroup, Tree, group_states, grouped
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.host_arrays import to_host
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE
-from gshard.train.local_gradients import Unreduced
-from gshard.train.optim.optimizer import update_and_publish
+from gshard.train.comm.buckets import BUCKET_SIZE
+from gshard.train.local_gradients import LocalGradients
+from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.options import Options
 from gshard.train.shard_train_state import place, shard_train_state
 from gshard.train.value_and_grad import end_reduction
-from gshard.train_state.opt_state import GShardState
+from gshard.train_state.opt_state import ShardedOptState
 
 
 class Even:
@@ -50,11 +50,11 @@ class Even:
             target.pair(grouped(groups, labels)),
             mesh,
             "os",
-            segment_size=0,
+            min_shard_size=0,
             replica_axes=replica_axes,
         )
-        self._state: GShardState = target.start(state, self.plan).opt_state
-        self._size = BUFFER_MAX_SIZE if buckets else 0
+        self._state: ShardedOptState = target.start(state, self.plan).opt_state
+        self._size = BUCKET_SIZE if buckets else 0
         structure = jax.tree.structure(self.plan.opt_state)
         everywhere = structure.unflatten(range(structure.num_leaves))
         self._places = [jax.tree.leaves(tree) for tree in group_states(everywhere, groups, labels)]
@@ -71,9 +71,9 @@ class Even:
         """New parameters and state, traced, of gradients that lie as the plan says."""
         grads = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
         extra = {"hyperparameters": values}
-        return update_and_publish(self.plan, grads, state, params, extra, None, self._size)
+        return update_and_all_gather(self.plan, grads, state, params, extra, None, self._size)
 
-    def accept(self, new: Any, state: GShardState) -> None:
+    def accept(self, new: Any, state: ShardedOptState) -> None:
         """Takes what `updated` returned."""
         self._state = state
         self._target.write(new)
@@ -83,7 +83,7 @@ class Even:
         return self._state
 
     @property
-    def state(self) -> GShardState:
+    def state(self) -> ShardedOptState:
         """The state as it lies; a step gives its arrays away."""
         return self._state
 
@@ -143,7 +143,7 @@ class Even:
     def loads(self) -> list[int]:
         """Elements of parameters that each device updates, padding included."""
         parts = [
-            math.prod(x.part_shape)
+            math.prod(x.shard_shape)
             for x, label in zip(jax.tree.leaves(self.plan.grads), self._labels, strict=True)
             if label is not None
         ]
@@ -169,16 +169,16 @@ class Even:
 
     def _given(self, grads: Any) -> Any:
         """Gradients as they are compiled for: on the mesh."""
-        if isinstance(grads, Unreduced):
+        if isinstance(grads, LocalGradients):
             return grads
         whole = self.plan.sharding()
         return [x if _on(self.plan.mesh, x) else jax.device_put(x, whole) for x in grads]
 
     def _run(
-        self, skipped: tuple[int, ...], params: Any, state: GShardState, grads: Any, values: Any
-    ) -> tuple[Any, GShardState]:
-        if isinstance(grads, Unreduced):
-            grads = end_reduction(grads, self.plan, Options(buffer_max_size=self._size)).grads
+        self, skipped: tuple[int, ...], params: Any, state: ShardedOptState, grads: Any, values: Any
+    ) -> tuple[Any, ShardedOptState]:
+        if isinstance(grads, LocalGradients):
+            grads = end_reduction(grads, self.plan, Options(bucket_size=self._size)).grads
         else:
             grads = with_zeros(grads, skipped, jax.tree.leaves(params))
         new, after = self.updated(params, grads, state, values)

@@ -25,7 +25,7 @@ from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts,
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import from_owners, rows_of_all
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.options import Options
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.value_and_grad import end_reduction
@@ -72,7 +72,7 @@ class Greedy:
         order = [mesh.axis_names.index(axis) for axis in self.plan.group.axes]
         devices = list(np.transpose(mesh.devices, order).flat)
         self.owners = self._assign([x.size for x in leaves], len(devices))
-        self._publish = FromOwners(self.plan, devices, self.owners, leaves, buckets)
+        self._all_gather = FromOwners(self.plan, devices, self.owners, leaves, buckets)
         at = [by_device(x) for x in leaves]
         self._own = {
             place: Owner(
@@ -80,10 +80,10 @@ class Greedy:
                 {i: at[i][device] for i, owner in enumerate(self.owners) if owner == place},
                 groups,
                 self._trees,
-                self._publish.pack,
+                self._all_gather.pack,
             )
             for place, device in enumerate(devices)
-            if device in self._publish.local
+            if device in self._all_gather.local
         }
         self._mark = object()
         self._reduced = jax.jit(self._reduce)
@@ -91,7 +91,7 @@ class Greedy:
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
         """One step; leaves of `skipped` stay what they are, with their state."""
         params = self._whole(jax.tree.leaves(self._target.values()))
-        if isinstance(grads, Unreduced):
+        if isinstance(grads, LocalGradients):
             given = self._reduced(grads)
         else:
             given = with_zeros(grads, skipped, params)
@@ -101,13 +101,13 @@ class Greedy:
         self._mark = object()
         for owner in self._own.values():
             new[owner.device], rows[owner.device] = owner.step(skipped, old, own, values)
-        found = self._publish.send(params, old, new, rows)
+        found = self._all_gather.send(params, old, new, rows)
         self._target.write(jax.tree.unflatten(self._structure, found))
 
     def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
         """What is sent, lowered; nothing runs."""
         del grads, values, skipped
-        return self._publish.lower(self._whole(jax.tree.leaves(self._target.values())))
+        return self._all_gather.lower(self._whole(jax.tree.leaves(self._target.values())))
 
     def mark(self) -> Any:
         """An object that is another one after a step or a load."""
@@ -158,7 +158,7 @@ class Greedy:
         """Elements of parameters that each device updates."""
         sizes = [x.size for x in jax.tree.leaves(self.plan.params)]
         pairs = list(zip(sizes, self.owners, strict=True))
-        places = range(len(self._publish.devices))
+        places = range(len(self._all_gather.devices))
         return [sum(s for s, o in pairs if o == place) for place in places]
 
     def state_bytes(self) -> int:
@@ -168,7 +168,7 @@ class Greedy:
 
     def published(self) -> int:
         """Elements that are sent to every device in a step, padding of rows included."""
-        return self._publish.elements
+        return self._all_gather.elements
 
     def _assign(self, sizes: Sequence[int], count: int) -> list[int | None]:
         """Owners, one group after the other: what is added later moves nothing."""
@@ -190,7 +190,7 @@ class Greedy:
         for of in self._groups:
             refuse_coupled(of.tx(), of.tree, of.name)
 
-    def _reduce(self, sums: Unreduced) -> list[jax.Array]:
+    def _reduce(self, sums: LocalGradients) -> list[jax.Array]:
         return jax.tree.leaves(end_reduction(sums, self.plan, Options()).grads)
 
     def _whole(self, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -211,7 +211,7 @@ class Greedy:
         found = []
         for path, like, owner in zip(paths, leaves, owners, strict=True):
             here = self._own[owner].state(g)[path] if owner in self._own else None
-            found.append(self._publish.one(owner, here, like))
+            found.append(self._all_gather.one(owner, here, like))
         return jax.tree.unflatten(structure, found)
 
 

@@ -23,7 +23,7 @@ _MANY = 1000  # batches that a device has waited for the others
 class Join:
     """A context in which a device that has no data left takes part with weight 0.
 
-        with gshard.Join([dp, opt]) as join:
+        with gshard.pytorch.Join([dp, opt]) as join:
             for batch in join(inputs):
                 dp.backward(loss_fn, batch)
                 opt.step()
@@ -44,7 +44,7 @@ class Join:
         """Joins models and optimizers.
 
         Args:
-          joinables: `gshard.DataParallel`s and `ZeroRedundancyOptimizer`s of the same devices.
+          joinables: `DataParallel`s and `ZeroRedundancyOptimizer`s of the same devices.
           enable: False: inputs are known to be even, and nothing is agreed on before each batch.
           throw_on_early_termination: an error on all processes when the first one runs out.
           divide_by_initial_world_size: gradients are divided by the number of all devices, as

@@ -23,7 +23,8 @@ from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.wrapped_model import Wrapped, follow, keepers, kept
 
 _HINT = (
-    "Pass an nnx.Module, a gshard.DataParallel or its parameters(), a tree or an iterable of "
+    "Pass an nnx.Module, a gshard.pytorch.DataParallel or its parameters(), a tree or an "
+    "iterable of "
     "arrays, or a list of groups such as [{'params': ..., 'lr': 1e-3}]."
 )
 
@@ -108,7 +109,7 @@ class Model(Tree):
             if not isinstance(model, DataParallel):
                 raise GShardError(
                     "this model came from group_sharded_parallel, with an optimizer that is "
-                    "divided already. Use that, or wrap the model by gshard.DataParallel."
+                    "divided already. Use that, or wrap the model by gshard.pytorch.DataParallel."
                 )
 
     def pair(self, tx: optax.GradientTransformation) -> Any:

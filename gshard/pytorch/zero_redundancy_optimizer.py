@@ -21,12 +21,12 @@ from gshard._util.errors import (
 )
 from gshard._util.pytree import differences, flatten
 from gshard._util.units import bytes_of
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_groups import ParamGroup, Tree, factory_of, options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.wrapped.groups import mesh_of
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
@@ -41,7 +41,7 @@ class ZeroRedundancyOptimizer:
     """An optimizer whose state is divided over devices; parameters stay whole.
 
     `step(grads)` takes averaged gradients, those of `gshard.value_and_grad(loss_fn, opt.plan)`, or
-    what the `backward` of a `gshard.DataParallel` has added up.
+    what the `backward` of a `gshard.pytorch.DataParallel` has added up.
 
     Attributes:
       plan: where everything lies.
@@ -61,10 +61,10 @@ class ZeroRedundancyOptimizer:
         """Divides the state of a new optimizer.
 
         Args:
-          params: an NNX module, a `gshard.DataParallel` or its `parameters()`, a tree or an
+          params: an NNX module, a `gshard.pytorch.DataParallel` or its `parameters()`, a tree or an
             iterable of arrays, or a list of groups: dictionaries of `"params"` and hyperparameters.
           optimizer_class: an optax factory, such as `optax.adamw`.
-          process_group: devices of `gshard.new_group`, or a mesh; by default all devices. A
+          process_group: devices of `new_group`, or a mesh; by default all devices. A
             `DataParallel` has its own.
           parameters_as_bucket_view: parameters are sent in buckets, not one by one.
           overlap_with_ddp: with a `DataParallel`, `backward` updates too, in one compiled program;
@@ -174,7 +174,7 @@ class ZeroRedundancyOptimizer:
         """Sets the state; what is given is not changed. Numbers that groups may change come too.
 
         Args:
-          state_dict: what `state_dict` returned on any number of devices, also as `gshard.load`
+          state_dict: what `state_dict` returned on any number of devices, also as `load`
             read it; or the state of a plain optimizer, of several groups a list of them.
 
         Raises:
@@ -218,7 +218,7 @@ class ZeroRedundancyOptimizer:
         Args:
           to: rank of the process.
         """
-        if whole_number("to", to, 0) >= jax.process_count():
+        if check_integer("to", to, 0) >= jax.process_count():
             raise GShardError(
                 f"consolidate_state_dict: to={to} is no rank of {jax.process_count()} processes."
             )
@@ -227,7 +227,7 @@ class ZeroRedundancyOptimizer:
         self._consolidated = (self._engine.mark(), states) if mine else (None, [])
 
     def join_hook(self, **kwargs: Any) -> None:
-        """Nothing: under `gshard.Join` every device takes part in every step."""
+        """Nothing: under `gshard.pytorch.Join` every device takes part in every step."""
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Of each device its groups of whole parameters, as PyTorch's."""
@@ -281,7 +281,9 @@ class ZeroRedundancyOptimizer:
     def _warn_of_useless(self) -> None:
         ddp = self._target.accumulation is not None
         if self._overlaps and (not ddp or self._make is not Even):
-            why = "updates on each owner's device" if ddp else "is for a gshard.DataParallel"
+            why = (
+                "updates on each owner's device" if ddp else "is for a gshard.pytorch.DataParallel"
+            )
             what = f"partition='greedy' {why}" if ddp else f"it {why}"
             warn(f"overlap_with_ddp changes nothing: {what}. Leave it out.")
             self._overlaps = False
@@ -339,8 +341,8 @@ class Step:
 
         Args:
           grads: like the parameters: whole averaged arrays, or as the plan divides them, or
-            `Unreduced`. None for a leaf: it and its state stay what they are, and what is of all
-            parameters, such as a count, goes on.
+            `LocalGradients`. None for a leaf: it and its state stay what they are, and what is of
+            all parameters, such as a count, goes on.
           closure: a function that returns `(loss, grads)`, called once; with a `DataParallel` one
             that calls `backward` and returns the loss.
 
@@ -393,7 +395,7 @@ class Step:
         if grads is None and keep is None:
             raise GShardError(
                 "step needs gradients: step(grads), or step(closure=...) whose closure returns "
-                "(loss, grads). Without them it takes those of a gshard.DataParallel."
+                "(loss, grads). Without them it takes those of a gshard.pytorch.DataParallel."
             )
         if keep is not None and grads is None:
             keep.refuse_scaled()
@@ -408,7 +410,7 @@ class Step:
                 "step: gradients were passed, and the DataParallel has others from backward. Call "
                 "zero_grad() before, or step() without any."
             )
-        if isinstance(grads, Unreduced):
+        if isinstance(grads, LocalGradients):
             return grads, ()
         names, like, _ = flatten(target.values())
         paths, leaves, _ = flatten(grads)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import shown, whole_number
+from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import check_accumulate
 
@@ -47,7 +47,7 @@ class Movement:
 
 
 @dataclass(frozen=True)
-class Promise:
+class Budget:
     """Bytes and elements that a plan promises for one device and one step.
 
     Attributes:
@@ -77,13 +77,13 @@ class Promise:
         return sum(m.wire_bytes for m in self.moved)
 
 
-def promise(
+def budget(
     plan: Plan,
     *,
     micro_batches: int = 1,
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
-) -> Promise:
+) -> Budget:
     """What `plan` promises for a step of `micro_batches` micro-batches.
 
     Counts every leaf once a pass. A stack of layers that several scans walk moves once for each.
@@ -99,9 +99,9 @@ def promise(
     accumulate = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
     # What a device sees: over the user's own axes its part is all there is.
-    stored, reduced, extras = (
+    stored, reduced, non_trainable = (
         [layout.local() for layout in jax.tree.leaves(tree)]
-        for tree in (plan.params, plan.grads, plan.extras)
+        for tree in (plan.params, plan.grads, plan.non_trainable)
     )
     carried = [r.whole() if accumulate == "local" else r for r in reduced]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
@@ -110,17 +110,24 @@ def promise(
         for s, r in zip(stored, reduced, strict=True)
         for movement in _moved(s, r, micro_batches, accumulate, reshard)
     ]
-    for extra in extras:  # for the forward and again for the backward, where the loss reads it
+    for (
+        extra
+    ) in non_trainable:  # for the forward and again for the backward, where the loss reads it
         if extra.dim is not None:
             amounts = _times(micro_batches, *_gathers(extra, reshard))
-            moved.append(("all-gather", "extras", *amounts, True))
+            moved.append(("all-gather", "non_trainable", *amounts, True))
     for kind, purpose, elements, sent, at_most in moved:
         key = (kind, purpose, at_most)
         before = totals.get(key, (0, 0))
         totals[key] = (before[0] + elements, before[1] + sent)
     optimizer = jax.tree.leaves(plan.layouts.opt_state)
-    held = {"params": stored, "gradients": carried, "optimizer": optimizer, "extras": extras}
-    return Promise(
+    held = {
+        "params": stored,
+        "gradients": carried,
+        "optimizer": optimizer,
+        "non_trainable": non_trainable,
+    }
+    return Budget(
         plan.level.name,
         plan.group.size,
         {name: _bytes(layouts, on_host=False) for name, layouts in held.items()},
@@ -148,7 +155,7 @@ def _moved(
         part = reduced.stored_size // reduced.group.size
         yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, part, True)), False
     if stored.dim is None:
-        yield "all-gather", "publish", *_hops(reduced, stored), False
+        yield "all-gather", "update", *_hops(reduced, stored), False
     else:  # for the forward and again for the backward
         yield "all-gather", "gather", *_times(micro_batches, *_gathers(stored, reshard)), True
 
@@ -197,7 +204,7 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
     if isinstance(reshard_after_forward, (bool, np.bool_)):
         return bool(reshard_after_forward)
     try:
-        n = whole_number("reshard_after_forward", reshard_after_forward, 1)
+        n = check_integer("reshard_after_forward", reshard_after_forward, 1)
         plan.group.sub_group(n)
     except GShardError as error:
         raise GShardError(
@@ -217,7 +224,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     Raises:
       GShardError: `accumulate` is unknown, or would reduce what `sync=False` is not to reduce.
     """
-    whole_number("micro_batches", micro_batches, 1)
+    check_integer("micro_batches", micro_batches, 1)
     check_accumulate(accumulate)
     if accumulate == "sync" and not sync:
         raise GShardError(

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import GShardError
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.validate import refuse_donated
-from gshard.train_state import PARAMETERS, Parts, kind_of
+from gshard.train_state import PARAMETERS, Components, kind_of
 
 
 def full_params(state: Any) -> Any:
@@ -33,12 +33,12 @@ def full_params(state: Any) -> Any:
     """
     plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
-    others = {name: tree for name, tree in parts.extras.items() if name in PARAMETERS}
-    whole = Parts(
+    others = {name: tree for name, tree in parts.non_trainable.items() if name in PARAMETERS}
+    whole = Components(
         to_host(*plan.precise(parts.params, parts.opt_state)),
         None,
         None,
-        {name: to_host(tree, layouts.extras[name]) for name, tree in others.items()},
+        {name: to_host(tree, layouts.non_trainable[name]) for name, tree in others.items()},
     )
     return plan.kind.params_of(whole, plan.template)
 

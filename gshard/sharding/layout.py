@@ -15,7 +15,7 @@ from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard.sharding.mesh import Group
-from gshard.sharding.rules import Choice, Leaf, Rule
+from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
 
@@ -57,7 +57,7 @@ class Layout:
         return self._with_dim(lambda size: size + self.padding)
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
+    def shard_shape(self) -> tuple[int, ...]:
         """Shape on one device of the data group, the user's own axes aside."""
         return self._with_dim(lambda size: (size + self.padding) // self.group.size)
 
@@ -74,7 +74,7 @@ class Layout:
     @property
     def bytes_per_device(self) -> int:
         """Bytes on one device, padding included."""
-        return math.prod(self.local().part_shape) * self.dtype.itemsize
+        return math.prod(self.local().shard_shape) * self.dtype.itemsize
 
     @property
     def spec(self) -> jax.P:
@@ -170,7 +170,7 @@ def lay_out(
     group: Group,
     rule: Rule | None,
     user: tuple[tuple[str, ...], ...] = (),
-    whole_at_rest: bool = False,
+    replicated_between_steps: bool = False,
 ) -> Layout:
     """The layout that `rule` gives to an array, concrete or abstract; whole without a rule.
 
@@ -179,10 +179,12 @@ def lay_out(
     shape = tuple(leaf.shape)
     choice = None
     if rule is not None and group.size == 1:
-        choice = Choice(None, "one device in the shard group")
+        choice = ShardDim(None, "one device in the shard group")
     elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
         taken = frozenset(d for d, names in enumerate(user) if names)
-        choice = rule(Leaf(path, shape, leaf.dtype, scan_dim, group.size, taken, whole_at_rest))
+        choice = rule(
+            LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, replicated_between_steps)
+        )
     why_whole = "not divided at this level" if rule is None else f"{leaf.dtype} is not a number"
     dim, reason = (choice.dim, choice.reason) if choice else (None, why_whole)
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, user)

@@ -26,23 +26,23 @@ class Level:
     """
 
     name: str
-    divides_params: bool
-    divides_state: bool
+    shards_params: bool
+    shards_opt_state: bool
     accumulate: str
 
 
 LEVELS = {
     level.name: level
     for level in (
-        Level("dp", divides_params=False, divides_state=False, accumulate="local"),
-        Level("os", divides_params=False, divides_state=True, accumulate="local"),
-        Level("os_g", divides_params=False, divides_state=True, accumulate="scatter"),
-        Level("p_g_os", divides_params=True, divides_state=True, accumulate="scatter"),
+        Level("dp", shards_params=False, shards_opt_state=False, accumulate="local"),
+        Level("os", shards_params=False, shards_opt_state=True, accumulate="local"),
+        Level("os_g", shards_params=False, shards_opt_state=True, accumulate="scatter"),
+        Level("p_g_os", shards_params=True, shards_opt_state=True, accumulate="scatter"),
     )
 }
 
 _ACCUMULATE = ("level", "local", "scatter", "sync")
-_ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os"}
+_ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os", "ddp": "dp", "fsdp": "p_g_os"}
 
 
 def parse_level(level: str | int | Level) -> Level:
@@ -60,7 +60,7 @@ def parse_level(level: str | int | Level) -> Level:
     raise GShardError(
         f"level={shown(level)} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state "
         "divided), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
-        "(nothing divided); 1, 2, 3 and 'zero1' to 'zero3' are accepted."
+        "(nothing divided); 1, 2, 3, 'zero1' to 'zero3', 'fsdp' and 'ddp' are accepted."
     )
 
 

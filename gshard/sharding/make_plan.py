@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,14 +21,14 @@ from gshard.sharding.layout import HOST, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.model_axes import user_names, warn_of_data_axes, warn_of_idle_axes
-from gshard.sharding.plan import DividedTransformation, Plan, all_whole
+from gshard.sharding.plan import Plan, ShardedTransformation, all_replicated
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
 _SHARED = 2**14  # elements
 _advice = ContextVar(
-    "advice", default="Lower segment_size= of shard_train_state, or divide them with rules=."
+    "advice", default="Lower min_shard_size= of shard_train_state, or divide them with rules=."
 )
 
 
@@ -57,7 +57,7 @@ class Request:
     mesh: Mesh | AbstractMesh
     group: Group
     rule: Rule
-    wrap: Callable[[Plan], DividedTransformation]
+    wrap: Callable[[Plan], ShardedTransformation]
     scan_axes: ScanAxes = None
     precision: Precision | None = None
     offload: bool = False
@@ -70,14 +70,20 @@ def planned(level: Level, request: Request) -> Plan:
     parts = kind.split(state)
     paths, leaves, structure = flatten(parts.params)
     names, axes = kind.scan_names(state), kind.mesh_names(state)
-    frozen = {name: tree for name, tree in parts.extras.items() if name == FROZEN}
+    frozen = {name: tree for name, tree in parts.non_trainable.items() if name == FROZEN}
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
         user = user_names(path, leaf, axes.get(path), group)
-        whole_at_rest = not level.divides_params
+        replicated_between_steps = not level.shards_params
         return lay_out(
-            path, leaf, scan_dim, group, request.rule if divides else None, user, whole_at_rest
+            path,
+            leaf,
+            scan_dim,
+            group,
+            request.rule if divides else None,
+            user,
+            replicated_between_steps,
         )
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
@@ -94,19 +100,19 @@ def planned(level: Level, request: Request) -> Plan:
     refuse_twice(paths, "parameters")
     not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
     check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
-    divided = [by_rule(p, x, level.divides_state) for p, x in zip(paths, leaves, strict=True)]
+    divided = [by_rule(p, x, level.shards_opt_state) for p, x in zip(paths, leaves, strict=True)]
     by_path = {layout.path: layout for layout in divided}
-    extras = {name: beside(tree, level.divides_params) for name, tree in frozen.items()}
-    by_path |= {layout.path: layout for layout in jax.tree.leaves(extras)}
-    extras |= {
-        name: beside({name: tree}, level.divides_params)[name]
-        for name, tree in parts.extras.items()
+    non_trainable = {name: beside(tree, level.shards_params) for name, tree in frozen.items()}
+    by_path |= {layout.path: layout for layout in jax.tree.leaves(non_trainable)}
+    non_trainable |= {
+        name: beside({name: tree}, level.shards_params)[name]
+        for name, tree in parts.non_trainable.items()
         if name not in (FROZEN, OVERWRITTEN)
     }
-    if OVERWRITTEN in parts.extras:
-        extras[OVERWRITTEN] = all_whole(parts.extras[OVERWRITTEN], group)
+    if OVERWRITTEN in parts.non_trainable:
+        non_trainable[OVERWRITTEN] = all_replicated(parts.non_trainable[OVERWRITTEN], group)
     computed, master, reduced = _in_precision(divided, precision)
-    stored = computed if level.divides_params else [layout.whole() for layout in computed]
+    stored = computed if level.shards_params else [layout.whole() for layout in computed]
     opt_state = parts.opt_state
     if precision is not None:
         updated = jax.tree.unflatten(structure, [master.get(x.path, x) for x in computed])
@@ -117,10 +123,10 @@ def planned(level: Level, request: Request) -> Plan:
         group,
         params=jax.tree.unflatten(structure, stored),
         grads=jax.tree.unflatten(structure, reduced),
-        opt_state=beside(opt_state, level.divides_state, walked=False),
+        opt_state=beside(opt_state, level.shards_opt_state, walked=False),
         master=master,
         precision=precision,
-        extras=extras,
+        non_trainable=non_trainable,
         kind=kind,
         tx=request.tx,
         template=state,
@@ -129,7 +135,7 @@ def planned(level: Level, request: Request) -> Plan:
     )
     if request.offload:
         plan = _offloaded(plan)
-    _warn_of_whole_leaves(divided, level)
+    _warn_of_replicated_params(divided, level)
     warn_of_idle_axes(list(by_path.values()), group)
     warn_of_data_axes(axes, group)
     warn_of_unused("scan_axes", scan_axes, list(by_path))
@@ -165,13 +171,13 @@ def _offloaded(plan: Plan) -> Plan:
     def divided(x: Layout) -> Layout:
         return x if x.dim is None else x.at(HOST)
 
-    frozen = {name: tree for name, tree in plan.extras.items() if name == FROZEN}
+    frozen = {name: tree for name, tree in plan.non_trainable.items() if name == FROZEN}
     plan = dataclasses.replace(
         plan,
         params=jax.tree.map(divided, plan.params),
         opt_state=jax.tree.map(arrays, plan.opt_state),
         master=jax.tree.map(arrays, plan.master),
-        extras={**plan.extras, **jax.tree.map(divided, frozen)},
+        non_trainable={**plan.non_trainable, **jax.tree.map(divided, frozen)},
     )
     if not plan.bytes_per_device["host"]:
         warn(
@@ -248,9 +254,9 @@ def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any)
     )
 
 
-def _warn_of_whole_leaves(layouts: Sequence[Layout], level: Level) -> None:
+def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
     """One warning when more than 5 % of the parameters stay whole although the level divides."""
-    if not level.divides_state or not layouts or layouts[0].group.size == 1:
+    if not level.shards_opt_state or not layouts or layouts[0].group.size == 1:
         return
     total = sum(layout.local().size for layout in layouts)
     could = [x for x in layouts if not x.user or not all(x.user)]  # else all lies over other axes

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean, warn
-from gshard._util.validation import dimension, names_of, shown, whole_number
+from gshard._util.validation import check_integer, dimension, names_of, shown
 
 REPLICA = "replica"
 SHARD = "shard"
@@ -52,7 +52,7 @@ def make_mesh(
       GShardError: when the sizes do not multiply to a number of devices that exist.
     """
     given = list(jax.devices()) if devices is None else devices_of("devices", devices)
-    replica = whole_number("replica", replica, 1)
+    replica = check_integer("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
     if shape is None and replica == 1 and not own and (torus := torus_of(given)) is not None:
         axes = tuple(f"{SHARD}_{name}" for name in "xyz"[: torus.ndim])
@@ -101,7 +101,7 @@ def _axis_sizes(argument: str, given: Any, example: str) -> dict[str, int]:
             f"{argument}={shown(given)} must give axes their sizes by name, such as "
             f"gshard.make_mesh({example})."
         )
-    sizes = {a: whole_number(f"{argument}[{a!r}]", size, 1) for a, size in given.items()}
+    sizes = {a: check_integer(f"{argument}[{a!r}]", size, 1) for a, size in given.items()}
     if REPLICA in sizes:
         raise GShardError(
             f"{argument}= has an axis {REPLICA!r}; say replica={sizes[REPLICA]} instead."
@@ -115,7 +115,7 @@ def virtual_devices(count: int) -> None:
     Raises:
       GShardError: when JAX has already started with fewer.
     """
-    count = whole_number("count", count, 1)
+    count = check_integer("count", count, 1)
     forced = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
@@ -288,7 +288,7 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
     if not given or not all(isinstance(x, jax.Device) for x in given):
         raise GShardError(
             f"{argument}={shown(devices)} must be a list of at least one device, such as "
-            f"jax.devices()[:2] or gshard.new_group([0, 1]){or_else}."
+            f"jax.devices()[:2] or gshard.distributed.new_group([0, 1]){or_else}."
         )
     if len(set(given)) < len(given):
         raise GShardError(f"{argument}={shown(devices)} names a device twice.")

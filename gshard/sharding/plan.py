@@ -24,11 +24,11 @@ from gshard.sharding.layout import DEVICE, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
-from gshard.train_state import Kind, Parts, kind_of
-from gshard.train_state.opt_state import GShardState
+from gshard.train_state import Components, Kind, kind_of
+from gshard.train_state.opt_state import ShardedOptState
 
 
-class DividedTransformation(optax.GradientTransformationExtraArgs):
+class ShardedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that carries the plan it follows.
 
     Attributes:
@@ -68,13 +68,13 @@ class Plan:
     grads: Any
     opt_state: Any
     master: dict[str, Layout]
-    extras: dict[str, Any]
+    non_trainable: dict[str, Any]
     precision: Precision | None
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
     at: Callable[[Level], Plan]
-    wrap: Callable[[Plan], DividedTransformation]
+    wrap: Callable[[Plan], ShardedTransformation]
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Plan:
         return jax.P(self.group.axes)
 
     @functools.cached_property
-    def optimizer(self) -> DividedTransformation:
+    def optimizer(self) -> ShardedTransformation:
         """The user's optimizer, made to follow this plan."""
         return self.wrap(self)
 
@@ -107,20 +107,22 @@ class Plan:
         return NamedSharding(self.mesh, layout.spec, memory_kind=memory)
 
     @property
-    def layouts(self) -> Parts:
+    def layouts(self) -> Components:
         """Layouts of all parts, in the trees that the user's state has."""
         step = self.kind.split(self.template).step
-        rest = GShardState.new(None, {})
-        opt_state = GShardState(
+        rest = ShardedOptState.new(None, {})
+        opt_state = ShardedOptState(
             self.opt_state,
             self.master,
-            all_whole(rest.scaler, self.group),
-            all_whole(rest.guard, self.group),
+            all_replicated(rest.scaler, self.group),
+            all_replicated(rest.guard, self.group),
         )
-        return Parts(self.params, opt_state, all_whole(step, self.group), self.extras)
+        return Components(
+            self.params, opt_state, all_replicated(step, self.group), self.non_trainable
+        )
 
     @property
-    def shardings(self) -> Parts:
+    def shardings(self) -> Components:
         """The sharding of every array of the state."""
         return jax.tree.map(self.sharding, self.layouts)
 
@@ -128,7 +130,7 @@ class Plan:
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes at rest for one device: in its memory by part of the state, and on the `host`."""
         layouts, found, host = self.layouts, {}, 0
-        for name in ("params", "opt_state", "extras"):
+        for name in ("params", "opt_state", "non_trainable"):
             leaves = jax.tree.leaves(getattr(layouts, name))
             found[name] = sum(x.bytes_per_device for x in leaves if not x.on_host)
             host += sum(x.bytes_per_device for x in leaves if x.on_host)
@@ -137,7 +139,7 @@ class Plan:
     @property
     def gathers(self) -> bool:
         """Whether a loss needs whole what rests divided: parameters, or what is frozen and such."""
-        leaves = jax.tree.leaves((self.params, self.extras))
+        leaves = jax.tree.leaves((self.params, self.non_trainable))
         return any(layout.dim is not None for layout in leaves)
 
     def pin(self, tree: Any, layouts: Any) -> Any:
@@ -149,7 +151,7 @@ class Plan:
         ]
         return jax.tree.unflatten(structure, pinned)
 
-    def abstract_parts(self) -> Parts:
+    def abstract_components(self) -> Components:
         """Every array of the state as stored, abstract, with its sharding."""
         return jax.tree.map(self.abstract, self.layouts)
 
@@ -158,13 +160,13 @@ class Plan:
         sharding = self.sharding(layout)
         return jax.ShapeDtypeStruct(layout.stored_shape, layout.dtype, sharding=sharding)
 
-    def with_master(self, parts: Parts) -> Parts:
+    def with_master(self, parts: Components) -> Components:
         """Parts of a plain state as those of a divided one, logical and in the user's dtypes."""
         leaves = dict(zip(*flatten(parts.params)[:2], strict=True))
         master = {path: leaves[path] for path in self.master}
-        return dataclasses.replace(parts, opt_state=GShardState.new(parts.opt_state, master))
+        return dataclasses.replace(parts, opt_state=ShardedOptState.new(parts.opt_state, master))
 
-    def precise(self, params: Any, opt_state: GShardState) -> tuple[Any, Any]:
+    def precise(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
         """Parameters in storage, the master copy of those that have one, and their layouts."""
         paths, leaves, structure = flatten(params)
         places = jax.tree.leaves(self.params)
@@ -179,20 +181,20 @@ class Plan:
     def abstract_state(self) -> Any:
         """The divided train state, its arrays abstract: what a restore reads into."""
         static = self.kind.split(self.template).static
-        parts = dataclasses.replace(self.abstract_parts(), static=static)
+        parts = dataclasses.replace(self.abstract_components(), static=static)
         return self.kind.merge(parts, self.template, self.optimizer)
 
     def unwrap(self, state: Any) -> Any:
         """The user's plain state: host arrays of logical shape, the user's own optimizer."""
         check_state(state, self, "plan.unwrap(state)")
         parts, layouts = self.kind.split(state), self.layouts
-        if not isinstance(parts.opt_state, GShardState):
+        if not isinstance(parts.opt_state, ShardedOptState):
             raise GShardError("plan.unwrap(state): the state is plain already.")
-        whole = Parts(
+        whole = Components(
             to_host(*self.precise(parts.params, parts.opt_state)),
             to_host(parts.opt_state.inner, self.opt_state),
             to_host(parts.step, layouts.step),
-            to_host(parts.extras, layouts.extras),
+            to_host(parts.non_trainable, layouts.non_trainable),
             parts.static,
         )
         return self.kind.merge(whole, state, self.kind.plain_tx(self.tx))
@@ -205,7 +207,7 @@ class Plan:
         return table(self)
 
 
-def all_whole(tree: Any, group: Group) -> Any:
+def all_replicated(tree: Any, group: Group) -> Any:
     """Layouts of a tree that every device holds whole."""
     paths, leaves, structure = flatten(tree)
     found = [lay_out(path, x, None, group, None) for path, x in zip(paths, leaves, strict=True)]
@@ -251,7 +253,7 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
       GShardError: names the call.
     """
     tx = plan.kind.tx(state)
-    if not isinstance(tx, DividedTransformation):
+    if not isinstance(tx, ShardedTransformation):
         raise GShardError(
             f"{call}: the optimizer of this state was replaced, and the plan's would be used. Keep "
             "the one that gshard.shard_train_state returned; for another optimizer divide "
@@ -282,7 +284,7 @@ def table(plan: Plan) -> str:
             f"{stored.bytes_per_device:,}",
             reduced.reason,
         )
-    for layout in jax.tree.leaves(plan.extras):
+    for layout in jax.tree.leaves(plan.non_trainable):
         rows.add_row(
             layout.path,
             f"{layout.dtype}{list(layout.shape)}",
@@ -292,7 +294,7 @@ def table(plan: Plan) -> str:
             layout.reason,
         )
     out = io.StringIO()
-    paths = [layout.path for layout in jax.tree.leaves((plan.params, plan.extras))]
+    paths = [layout.path for layout in jax.tree.leaves((plan.params, plan.non_trainable))]
     width = 120 + max(map(len, paths), default=0)
     console = Console(file=out, width=width, markup=False, emoji=False)
     sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())

@@ -17,14 +17,14 @@ import numpy as np
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import differences, flatten, refuse_twice
-from gshard._util.validation import dimension, shown, whole_number
+from gshard._util.validation import check_integer, dimension, shown
 from gshard.train_state import SCAN_NAMES
 
 WHOLE = "whole"
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafInfo:
     """What a rule may look at.
 
     Attributes:
@@ -45,7 +45,7 @@ class Leaf:
     scan_dim: int | None
     parts: int
     taken: frozenset[int] = frozenset()
-    whole_at_rest: bool = False
+    replicated_between_steps: bool = False
 
     @property
     def layer_size(self) -> int:
@@ -55,34 +55,34 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShardDim:
     """A dimension to divide, or None for whole, with the reason."""
 
     dim: int | None
     reason: str
 
 
-Rule = Callable[[Leaf], Choice | None]
+Rule = Callable[[LeafInfo], ShardDim | None]
 
 
-def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
-    """Divides every leaf of more than `segment_size` elements (of one layer).
+def by_shape(min_shard_size: int = 2**14, indivisible: str = "pad") -> Rule:
+    """Divides every leaf of more than `min_shard_size` elements (of one layer).
 
     Prefers a dimension that divides; among those one whose local size fills hardware tiles (16
     rows, 128 columns on TPU), then the leading one, whose parts are contiguous.
 
     Args:
-      segment_size: elements of one layer; only a larger leaf is divided.
+      min_shard_size: elements of one layer; only a larger leaf is divided.
       indivisible: what happens when no dimension divides: `"pad"` the one that wastes least, or
         leave the leaf `"whole"`.
     """
-    segment_size = whole_number("segment_size", segment_size, 0, " of elements")
+    min_shard_size = check_integer("min_shard_size", min_shard_size, 0, " of elements")
     if indivisible not in ("pad", WHOLE):
         raise GShardError(f"indivisible={indivisible!r} is unknown. Choose 'pad' or 'whole'.")
 
-    def rule(leaf: Leaf) -> Choice:
-        if leaf.layer_size <= segment_size:
-            return Choice(None, f"{leaf.layer_size} elements <= segment_size {segment_size}")
+    def rule(leaf: LeafInfo) -> ShardDim:
+        if leaf.layer_size <= min_shard_size:
+            return ShardDim(None, f"{leaf.layer_size} elements <= min_shard_size {min_shard_size}")
         fixed = leaf.taken | {leaf.scan_dim}
         dims = [d for d, size in enumerate(leaf.shape) if d not in fixed and size > 0]
         divisible = [d for d in dims if leaf.shape[d] % leaf.parts == 0]
@@ -96,20 +96,20 @@ def by_shape(segment_size: int = 2**14, indivisible: str = "pad") -> Rule:
             return -leaf.shape[d] % leaf.parts / leaf.shape[d]
 
         if divisible:
-            return Choice(max(divisible, key=fit), "divides")
+            return ShardDim(max(divisible, key=fit), "divides")
         if not dims:
             others = " beside your own mesh axes" if leaf.taken else ""
-            return Choice(None, f"no dimension to divide{others}")
+            return ShardDim(None, f"no dimension to divide{others}")
         if indivisible == WHOLE:
-            return Choice(None, f"no dimension divides by {leaf.parts} (indivisible='whole')")
-        return Choice(min(dims, key=waste), f"padded: no dimension divides by {leaf.parts}")
+            return ShardDim(None, f"no dimension divides by {leaf.parts} (indivisible='whole')")
+        return ShardDim(min(dims, key=waste), f"padded: no dimension divides by {leaf.parts}")
 
     return rule
 
 
 # What to change in a call, by a part of the reason for which a leaf is whole.
 _SETTINGS = {
-    "<= segment_size": "segment_size= below the elements of one layer",
+    "<= min_shard_size": "min_shard_size= below the elements of one layer",
     "no dimension divides": "indivisible='pad'",
     "no dimension to divide": "scan_axes=, or rules= with another dimension",
     "one device in the shard group": "more devices in the shard group",
@@ -138,21 +138,23 @@ def by_path(pattern: str, dim: int | str) -> Rule:
     )
 
 
-def by_predicate(predicate: Callable[[Leaf], bool], dim: int | str, reason: str = "rule") -> Rule:
+def by_predicate(
+    predicate: Callable[[LeafInfo], bool], dim: int | str, reason: str = "rule"
+) -> Rule:
     """Decides for the leaves for which `predicate(leaf)` is true."""
 
-    def rule(leaf: Leaf) -> Choice | None:
+    def rule(leaf: LeafInfo) -> ShardDim | None:
         return checked(leaf, dim, reason) if predicate(leaf) else None
 
     return rule
 
 
-def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
+def checked(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
     """A user's answer for one leaf as a Choice; refuses a dimension that cannot be divided."""
-    if isinstance(dim, Choice):
+    if isinstance(dim, ShardDim):
         return checked(leaf, WHOLE if dim.dim is None else dim.dim, dim.reason)
     if isinstance(dim, str) and dim == WHOLE:
-        return Choice(None, reason)
+        return ShardDim(None, reason)
     if not leaf.shape:
         raise GShardError(
             f"{reason} gives {shown(dim)} for {leaf.path}, which is a single number. Give 'whole' "
@@ -169,7 +171,7 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
             "another dimension, or say 'whole'."
         )
-    if chosen == leaf.scan_dim and not leaf.whole_at_rest:
+    if chosen == leaf.scan_dim and not leaf.replicated_between_steps:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
             "scan walks over its layers. Divide another dimension where parameters rest divided; "
@@ -180,13 +182,13 @@ def checked(leaf: Leaf, dim: Any, reason: str) -> Choice:
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which lies over your "
             "own mesh axis already. Divide another dimension, or say 'whole'."
         )
-    return Choice(chosen, reason)
+    return ShardDim(chosen, reason)
 
 
 def first_of(rules: Sequence[Rule]) -> Rule:
     """The first answer that is not None."""
 
-    def rule(leaf: Leaf) -> Choice | None:
+    def rule(leaf: LeafInfo) -> ShardDim | None:
         return next((c for c in (r(leaf) for r in rules) if c is not None), None)
 
     return rule
@@ -205,7 +207,7 @@ def as_rules(rules: Any) -> list[Rule]:
     if callable(rules):
         name = f"rule {getattr(rules, '__name__', type(rules).__name__)}"
 
-        def own(leaf: Leaf) -> Choice | None:
+        def own(leaf: LeafInfo) -> ShardDim | None:
             answer = rules(leaf)
             return None if answer is None else checked(leaf, answer, name)
 
@@ -214,7 +216,7 @@ def as_rules(rules: Any) -> list[Rule]:
         return [rule for item in rules for rule in as_rules(item)]
     raise GShardError(
         f"rules={shown(rules)} is not a rule. Give a mapping {{path pattern: dimension or "
-        "'whole'}}, a function of a gshard.Leaf, or a sequence of these."
+        "'whole'}}, a function of a gshard.LeafInfo, or a sequence of these."
     )
 
 
@@ -298,7 +300,7 @@ def _frozen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
             f"frozen={shown(frozen)} is not a tree like the parameters: "
             f"{differences(given, paths)}. "
             "Give True or False for each parameter, a pattern of paths, or a function of a "
-            "gshard.Leaf."
+            "gshard.LeafInfo."
         )
     _refuse_other_answers(paths, flags, "frozen")
     return {path for path, flag in zip(paths, flags, strict=True) if flag}
@@ -318,9 +320,11 @@ def _matching_paths(paths: list[str], patterns: Sequence[str]) -> set[str]:
     return found
 
 
-def _accepted_paths(paths: list[str], leaves: list[Any], test: Callable[[Leaf], Any]) -> set[str]:
+def _accepted_paths(
+    paths: list[str], leaves: list[Any], test: Callable[[LeafInfo], Any]
+) -> set[str]:
     answers = [
-        test(Leaf(path, tuple(x.shape), x.dtype, None, 1))
+        test(LeafInfo(path, tuple(x.shape), x.dtype, None, 1))
         for path, x in zip(paths, leaves, strict=True)
     ]
     _refuse_other_answers(paths, answers, "the function frozen=")

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.units import bytes_of
-from gshard.sharding.budget import Promise, largest_layer, promise
+from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 
@@ -35,7 +35,7 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     if isinstance(mesh, AbstractMesh):
         raise GShardError(
             "level='auto' looks at the memory of the devices, and an AbstractMesh has none. Name "
-            "the level; gshard.make_plan and gshard advise show what each one takes."
+            "the level; gshard.forecast and gshard advise show what each one takes."
         )
     sizes = [memory_of(device) for device in mesh.local_devices]
     if not sizes or None in sizes:
@@ -48,7 +48,7 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
         least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}
-    found = {name: promise(plan) for name, plan in plans.items()}
+    found = {name: budget(plan) for name, plan in plans.items()}
     needs = {name: _bytes_of_a_step(plan, found[name]) for name, plan in plans.items()}
     fitting = [name for name in LEVELS if needs[name] <= memory]
     if fitting:
@@ -64,13 +64,13 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     return plans[least]
 
 
-def _bytes_of_a_step(plan: Plan, budget: Promise) -> int:
+def _bytes_of_a_step(plan: Plan, budget: Budget) -> int:
     """What a step needs on one device besides its batch and activations."""
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return sum(budget.resident.values()) + step + largest_layer(plan)
 
 
-def _seconds(budget: Promise, chip: Chip) -> float:
+def _seconds(budget: Budget, chip: Chip) -> float:
     """Time for what levels differ in: the wire, the update, the link to the host; to two digits.
 
     The terms of `gshard.analysis.cost_model` that do not depend on the loss.

@@ -15,14 +15,14 @@ from gshard.data.batch import check_rows, shard_batch
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import Fit
 from gshard.train.aux_metrics import as_sums, over_devices
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE
+from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
-from gshard.train.fsdp.interpreter import with_divided
+from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.loss import check_reduced, is_named, is_numeric
 from gshard.train.non_trainable import extra_layouts, extra_uses, in_storage
-from gshard.train_state import Parts
+from gshard.train_state import Components
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -40,13 +40,13 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
 
-    def run(parts: Parts, batch: Any) -> Any:
+    def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
         local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
         form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
-        def outputs(params: Any, extras: Any, batch: Any) -> Any:
-            out = pure(params, extras, batch, None)[0]
+        def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
+            out = pure(params, non_trainable, batch, None)[0]
             check_reduced(out, batch, "the evaluation output")
             return out
 
@@ -64,7 +64,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])
 
     jitted = jax.jit(run)
-    check = Fit(plan.abstract_parts().params, "the parameters are")
+    check = Fit(plan.abstract_components().params, "the parameters are")
 
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)
@@ -79,7 +79,7 @@ def forward(
     fun: Callable[..., Any],
     on_device: Callable[..., Any],
     out_specs: Any,
-    parts: Parts,
+    parts: Components,
     batch: Any,
     plan: Plan,
 ) -> Any:
@@ -90,15 +90,17 @@ def forward(
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
-    layouts = extra_layouts(parts.extras, plan)
-    extras, extras_structure = jax.tree.flatten(in_storage(parts.extras, layouts, plan))
+    layouts = extra_layouts(parts.non_trainable, plan)
+    non_trainable, non_trainable_structure = jax.tree.flatten(
+        in_storage(parts.non_trainable, layouts, plan)
+    )
     places = [*stored, *jax.tree.leaves(layouts)]
     uses = [*uses_of(stored, stored), *extra_uses(layouts)]
 
     def with_leaves(leaves: list[jax.Array], examples: Any) -> Any:
         params = jax.tree.unflatten(structure, leaves[: len(stored)])
-        extras = jax.tree.unflatten(extras_structure, leaves[len(stored) :])
-        return fun(params, extras, examples)
+        non_trainable = jax.tree.unflatten(non_trainable_structure, leaves[len(stored) :])
+        return fun(params, non_trainable, examples)
 
     def run(leaves: list[jax.Array], batch: Any) -> Any:
         taps = [x if u is None else u.tap() for x, u in zip(leaves, uses, strict=True)]
@@ -114,8 +116,8 @@ def forward(
                 )
                 rest = iter(local)
                 now = [x if u is None else next(rest) for x, u in zip(leaves, uses, strict=True)]
-            with Scope(sync=False, buffer_max_size=BUFFER_MAX_SIZE) as scope:
-                return with_divided(
+            with Scope(sync=False, bucket_size=BUCKET_SIZE) as scope:
+                return with_sharded_params(
                     with_leaves, uses, plan.group.axes, now, taps, examples, scope=scope
                 )
 
@@ -130,7 +132,7 @@ def forward(
         axis_names=set(plan.data_axes),
         check_vma=False,
     )
-    return mapped([*jax.tree.leaves(parts.params), *extras], batch)
+    return mapped([*jax.tree.leaves(parts.params), *non_trainable], batch)
 
 
 def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:

@@ -18,15 +18,15 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard.data.batch import check_leaves, check_rows
 from gshard.sharding.budget import accumulation
-from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.plan import Plan, all_replicated
 from gshard.train.comm.collectives import agree, largest, reduce_scalar
 from gshard.train.comm.reduce import accumulating, held_apart, reduce, reduced_specs
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import typed_key
 from gshard.train.microbatch import MicroBatch, over_micro_batches, total_weight
 from gshard.train.non_trainable import extra_layouts, in_storage, pinned
 from gshard.train.options import Options
-from gshard.train_state import OVERWRITTEN, Parts, PureLoss
+from gshard.train_state import OVERWRITTEN, Components, PureLoss
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Gradients:
 
 def gradients(
     loss: PureLoss,
-    parts: Parts,
+    parts: Components,
     batch: Any,
     rng: Any,
     plan: Plan,
@@ -90,13 +90,13 @@ def gradients(
 
 def unreduced_gradients(
     loss: PureLoss,
-    parts: Parts,
+    parts: Components,
     batch: Any,
     rng: Any,
     plan: Plan,
     options: Options,
-    own_extras: dict[str, Any] | None = None,
-) -> tuple[Unreduced, dict[str, Any]]:
+    own_non_trainable: dict[str, Any] | None = None,
+) -> tuple[LocalGradients, dict[str, Any]]:
     """Every device's own sums over its rows, and extras that the loss changed; args as above.
 
     Nothing of a gradient moves when it accumulates locally; else each is scattered as it arises.
@@ -110,24 +110,33 @@ def unreduced_gradients(
         return jax.tree.map(lambda x: x[None], own)
 
     (grads, value, weight, aux), updates = _on_devices(
-        sums, plan.batch_spec, loss, parts, batch, rng, plan, options, how, own_extras=own_extras
+        sums,
+        plan.batch_spec,
+        loss,
+        parts,
+        batch,
+        rng,
+        plan,
+        options,
+        how,
+        own_non_trainable=own_non_trainable,
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-    return Unreduced(grads, value, weight, aux, how), updates
+    return LocalGradients(grads, value, weight, aux, how), updates
 
 
 def _on_devices(
     end: Callable[[Any, list[int], Any], Any],
     out_specs: Any,
     loss: PureLoss,
-    parts: Parts,
+    parts: Components,
     batch: Any,
     rng: Any,
     plan: Plan,
     options: Options,
     accumulate: str,
     scale: jax.Array | None = None,
-    own_extras: dict[str, Any] | None = None,
+    own_non_trainable: dict[str, Any] | None = None,
 ) -> Any:
     """`end(own, order, scale)` on every device, and what the loss changed, by name and in storage.
 
@@ -136,37 +145,39 @@ def _on_devices(
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
-    apart = own_extras or {}
-    layouts = extra_layouts({k: x for k, x in parts.extras.items() if k not in apart}, plan)
-    own_layouts = {name: all_whole(tree, plan.group) for name, tree in apart.items()}
+    apart = own_non_trainable or {}
+    layouts = extra_layouts({k: x for k, x in parts.non_trainable.items() if k not in apart}, plan)
+    own_layouts = {name: all_replicated(tree, plan.group) for name, tree in apart.items()}
     check_leaves(batch)  # in the user's own loop it need not come from shard_batch
     check_rows(batch, plan.group.devices, options.micro_batches)
     _check_dtypes(parts.params, plan)
 
     def on_device(
-        leaves: list[jax.Array], extras: Any, apart: Any, batch: Any, keys: Any, scale: Any
+        leaves: list[jax.Array], non_trainable: Any, apart: Any, batch: Any, keys: Any, scale: Any
     ) -> Any:
         rng, step = keys
         apart = jax.tree.map(lambda x: x[0], apart)
-        extras = {**extras, **apart}
+        non_trainable = {**non_trainable, **apart}
         targets = accumulating(plan, accumulate)
 
         def make(scale: jax.Array | None) -> MicroBatch:
             return MicroBatch(loss, structure, stored, targets, plan, options, scale, step)
 
         everywhere = {**layouts, **own_layouts}
-        given = (leaves, extras, everywhere, batch, rng, options.micro_batches)
+        given = (leaves, non_trainable, everywhere, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
             return held_apart(grads, plan, accumulate, options)
 
-        if OVERWRITTEN in extras:  # statistics of gradients: those need the size of one device's
+        if (
+            OVERWRITTEN in non_trainable
+        ):  # statistics of gradients: those need the size of one device's
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
             scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
         one = make(scale)
         total = over_micro_batches(one, *given, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
-        if own_extras is not None:
+        if own_non_trainable is not None:
             changed = {**apart, **total.updates}
             return end(own, one.order, scale), jax.tree.map(lambda x: x[None], changed)
         updates = agree(total.updates, plan.group, options.sync_buffers)
@@ -184,7 +195,7 @@ def _on_devices(
             jax.P(),
             jax.P(),
         ),
-        out_specs=(out_specs, jax.P() if own_extras is None else plan.batch_spec),
+        out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.batch_spec),
         axis_names=set(plan.data_axes),
         check_vma=False,
     )
@@ -192,18 +203,18 @@ def _on_devices(
         mapped = jax.jit(mapped)
     found, updates = mapped(
         jax.tree.leaves(parts.params),
-        in_storage({name: parts.extras[name] for name in layouts}, layouts, plan),
+        in_storage({name: parts.non_trainable[name] for name in layouts}, layouts, plan),
         apart,
         batch,
-        (typed_key(rng), parts.step if _may_be_keys(parts.extras) else None),
+        (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
         scale,
     )
-    return found, pinned(updates, plan) if own_extras is None else updates
+    return found, pinned(updates, plan) if own_non_trainable is None else updates
 
 
-def _may_be_keys(extras: dict[str, Any]) -> bool:
+def _may_be_keys(non_trainable: dict[str, Any]) -> bool:
     """Whether there are arrays that may be old-style keys; their use tells."""
-    return any(x.dtype == jnp.uint32 and jnp.ndim(x) for x in jax.tree.leaves(extras))
+    return any(x.dtype == jnp.uint32 and jnp.ndim(x) for x in jax.tree.leaves(non_trainable))
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:

@@ -17,7 +17,7 @@ from gshard.train.aux_metrics import added
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Unreduced:
+class LocalGradients:
     """Sums over the rows that each device has seen; they add up: `acc = acc + more`.
 
     Every array has a leading axis over the devices of the data group, so that each device keeps its
@@ -38,15 +38,15 @@ class Unreduced:
     aux: Any
     accumulate: str = field(metadata={"static": True})
 
-    def __add__(self, other: Unreduced) -> Unreduced:
-        if not isinstance(other, Unreduced):
+    def __add__(self, other: LocalGradients) -> LocalGradients:
+        if not isinstance(other, LocalGradients):
             self._refuse(shown(other))
         if jax.tree.structure(other) != jax.tree.structure(self):
             self._refuse(f"others ({other.accumulate})")
         bare = [dataclasses.replace(x, aux=None) for x in (self, other)]
         return dataclasses.replace(jax.tree.map(jnp.add, *bare), aux=added(self.aux, other.aux))
 
-    def __radd__(self, other: Any) -> Unreduced:
+    def __radd__(self, other: Any) -> LocalGradients:
         """`sum([...])` begins with 0."""
         if not isinstance(other, int) or other:
             self._refuse(shown(other))
@@ -54,7 +54,7 @@ class Unreduced:
 
     def _refuse(self, other: str) -> NoReturn:
         raise GShardError(
-            f"Unreduced gradients ({self.accumulate}) were added to {other}. Add those of one "
+            f"LocalGradients gradients ({self.accumulate}) were added to {other}. Add those of one "
             "value_and_grad(sync=False): of the same tree, aux and accumulation."
         )
 
@@ -63,13 +63,13 @@ class Unreduced:
         raise GShardError(_REFUSAL)
 
 
-def refuse_unreduced(grads: Any, known: list[str]) -> None:
+def refuse_local_gradients(grads: Any, known: list[str]) -> None:
     """Refuses gradients that are not reduced, also what NNX makes of them: a State with fields.
 
     Raises:
-      GShardError: they are `Unreduced`; `known` are the paths of the parameters.
+      GShardError: they are `LocalGradients`; `known` are the paths of the parameters.
     """
-    if isinstance(grads, Unreduced):
+    if isinstance(grads, LocalGradients):
         raise GShardError(_REFUSAL)
     paths = flatten(grads)[0]
     own = {path.removeprefix("grads/") for path in paths if path.startswith("grads/")}
@@ -78,6 +78,7 @@ def refuse_unreduced(grads: Any, known: list[str]) -> None:
 
 
 _REFUSAL = (
-    "these gradients are Unreduced (value_and_grad(sync=False)): every device has its own. End "
+    "these gradients are LocalGradients (value_and_grad(sync=False)): every device has its "
+    "own. End "
     "them first: loss, grads = gshard.reduce_gradients(grads, plan)."
 )

@@ -59,11 +59,11 @@ class LossForm:
     has_aux: bool
     by_rows: bool  # a plain loss weighs as much as the rows it is the mean of, else 1
 
-    def __call__(self, leaves: list[jax.Array], extras: Any, batch: Any, rng: Any) -> Any:
+    def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
         """Takes whole parameter leaves and one device's rows; the loss comes back as float32."""
         params = jax.tree.unflatten(self.structure, leaves)
-        out, updates = self.loss(params, extras, batch, rng)
-        updates = _like_the_extras(updates, extras)
+        out, updates = self.loss(params, non_trainable, batch, rng)
+        updates = _like_the_non_trainable(updates, non_trainable)
         aux = None
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):
@@ -234,16 +234,19 @@ def _warn_of_rows(place: str, x: Any, rows: int) -> None:
         )
 
 
-def _like_the_extras(updates: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
+def _like_the_non_trainable(
+    updates: dict[str, Any], non_trainable: dict[str, Any]
+) -> dict[str, Any]:
     """What the loss returns anew, in the trees of the state, after checking that it fits them."""
     fitting = {}
     for name, tree in updates.items():
-        if name not in extras:
+        if name not in non_trainable:
             raise GShardError(
-                f"the loss returns {name!r} anew, and the state has {some(sorted(extras)) or 'no'} "
+                f"the loss returns {name!r}, and the state has "
+                f"{some(sorted(non_trainable)) or 'no'} "
                 "further fields. Add it to the state before shard_train_state."
             )
-        paths, old, structure = flatten(extras[name])
+        paths, old, structure = flatten(non_trainable[name])
         same_leaves(tree, paths, f"what the loss returns as {name!r} is")
         for path, x, like in zip(paths, jax.tree.leaves(tree), old, strict=True):
             if jnp.shape(x) != like.shape or jnp.result_type(x) != like.dtype:

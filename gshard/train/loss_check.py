@@ -35,7 +35,7 @@ from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.eval_step import forward
 from gshard.train.loss import Weighted
-from gshard.train_state import Parts, PureLoss
+from gshard.train_state import Components, PureLoss
 
 VARIABLE = "GSHARD_CHECK_LOSS"
 _MOST = 8  # examples of a device: few differ more from each other than the means of many do
@@ -54,7 +54,7 @@ def is_on() -> bool:
 
 
 def check_mean(
-    loss: PureLoss, parts: Parts, batch: Any, has_rng: bool, has_aux: bool, k: int, plan: Plan
+    loss: PureLoss, parts: Components, batch: Any, has_rng: bool, has_aux: bool, k: int, plan: Plan
 ) -> None:
     """Warns where the loss is not a mean over examples; no verdict where that cannot be told.
 
@@ -76,9 +76,9 @@ def check_mean(
         return
     tolerances: list[float] = []
 
-    def value(params: Any, extras: Any, examples: Any) -> Any:
+    def value(params: Any, non_trainable: Any, examples: Any) -> Any:
         # Its draws are replaced: any key will do.
-        out, _ = loss(params, extras, examples, jax.random.key(0) if has_rng else None)
+        out, _ = loss(params, non_trainable, examples, jax.random.key(0) if has_rng else None)
         out = out[0] if has_aux else out
         if isinstance(out, Weighted):
             raise _NotComparableError

@@ -13,14 +13,14 @@ from gshard._util.errors import warn
 from gshard._util.pytree import flatten
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.plan import Plan, all_replicated
 from gshard.train.aux_metrics import added, as_sums, nothing
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.memory_layout import as_it_came
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
-from gshard.train.fsdp.interpreter import with_divided
-from gshard.train.fsdp.regather import make_whole
+from gshard.train.fsdp.interpreter import with_sharded_params
+from gshard.train.fsdp.regather import gathered
 from gshard.train.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
 from gshard.train.non_trainable import all_gathered, apart, extra_uses
 from gshard.train.random_keys import DEVICE, Draws, draws_of
@@ -77,11 +77,17 @@ class MicroBatch:
         self.uses = uses_of(stored, targets, converts=converts, reshard=self.reshard)
 
     def __call__(
-        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+        self,
+        leaves: list[jax.Array],
+        non_trainable: Any,
+        layouts: Any,
+        batch: Any,
+        rng: Any,
+        i: Any,
     ) -> Total:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
         with self._scope() as scope:
-            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
+            at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # What is used first waits longest for its gradient.
@@ -91,20 +97,26 @@ class MicroBatch:
         return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
 
     def weight(
-        self, leaves: list[jax.Array], extras: Any, layouts: Any, batch: Any, rng: Any, i: Any
+        self,
+        leaves: list[jax.Array],
+        non_trainable: Any,
+        layouts: Any,
+        batch: Any,
+        rng: Any,
+        i: Any,
     ) -> jax.Array:
         """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
         with self._scope() as scope:
-            at, points, overwritten = self._at(leaves, extras, layouts, batch, rng, i, scope)
+            at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
             return at(points, overwritten)[1][1]
 
     def _scope(self) -> Scope:
-        return Scope(self.options.sync_comm, self.options.buffer_max_size)
+        return Scope(not self.options.prefetch, self.options.bucket_size)
 
     def _at(
         self,
         leaves: list[jax.Array],
-        extras: Any,
+        non_trainable: Any,
         layouts: Any,
         batch: Any,
         rng: Any,
@@ -112,35 +124,37 @@ class MicroBatch:
         scope: Scope,
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """The loss as a function of where gradients are taken, and these places."""
-        rng, extras = fold_keys((rng, extras), self.device, i)
+        rng, non_trainable = fold_keys((rng, non_trainable), self.device, i)
         batch = fold_scalar_keys(batch, self.device, i)
-        more, structure = jax.tree.flatten(extras)
-        of_extras = extra_uses(layouts, self.reshard)
-        uses = [*self.uses, *of_extras]
-        more_taps = [x if u is None else u.tap() for x, u in zip(more, of_extras, strict=True)]
+        more, structure = jax.tree.flatten(non_trainable)
+        of_non_trainable = extra_uses(layouts, self.reshard)
+        uses = [*self.uses, *of_non_trainable]
+        more_taps = [
+            x if u is None else u.tap() for x, u in zip(more, of_non_trainable, strict=True)
+        ]
 
         def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
-            extras = jax.tree.unflatten(structure, leaves[len(self.uses) :])
-            return self.form(leaves[: len(self.uses)], extras, batch, rng)
+            non_trainable = jax.tree.unflatten(structure, leaves[len(self.uses) :])
+            return self.form(leaves[: len(self.uses)], non_trainable, batch, rng)
 
         points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
             leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
         ]
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
-            names = flatten(extras)[0]
+            names = flatten(non_trainable)[0]
             more = dict(enumerate(names, len(self.uses)))  # by position among the inputs
             return self._keys(draws_of(jaxpr), more, inputs, lambda b: trace(b, rng), batch, i)
 
-        overwritten = {name: tree for name, tree in extras.items() if name == OVERWRITTEN}
+        overwritten = {name: tree for name, tree in non_trainable.items() if name == OVERWRITTEN}
 
         def at(points: list[jax.Array], overwritten: dict[str, Any]) -> Any:
             given = [
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
-            given += jax.tree.leaves({**extras, **overwritten})
-            loss, rest = with_divided(
+            given += jax.tree.leaves({**non_trainable, **overwritten})
+            loss, rest = with_sharded_params(
                 form,
                 uses,
                 self.axes,
@@ -158,7 +172,7 @@ class MicroBatch:
     def _keys(
         self,
         draws: Draws,
-        extras: dict[int, str],
+        non_trainable: dict[int, str],
         inputs: list[Any],
         trace: Callable[[Any], Any],
         batch: Any,
@@ -175,10 +189,12 @@ class MicroBatch:
           i: the number of the micro-batch.
         """
         numbers = [x for x in (self.step, self.device, i) if x is not None]
-        for at in draws.raw & extras.keys():
-            self.raw_keys.add(extras[at])
-            inputs[at] = fold_raw_key(make_whole(inputs[at]), *numbers)
-        unsigned = {at for at in extras if jnp.issubdtype(inputs[at].dtype, jnp.unsignedinteger)}
+        for at in draws.raw & non_trainable.keys():
+            self.raw_keys.add(non_trainable[at])
+            inputs[at] = fold_raw_key(gathered(inputs[at]), *numbers)
+        unsigned = {
+            at for at in non_trainable if jnp.issubdtype(inputs[at].dtype, jnp.unsignedinteger)
+        }
         first = len(self.uses)
         folded = {DEVICE, *range(first, len(inputs))} - (unsigned - draws.raw)
         alike = draws.without(folded)
@@ -204,7 +220,7 @@ class MicroBatch:
 def over_micro_batches(
     one: MicroBatch,
     leaves: list[jax.Array],
-    extras: dict[str, Any],
+    non_trainable: dict[str, Any],
     layouts: dict[str, Any],
     batch: Any,
     rng: Any,
@@ -216,15 +232,15 @@ def over_micro_batches(
     Of several slices, `finish` makes of each one's gradients what is added up.
     """
     if k == 1:
-        return one(leaves, extras, layouts, batch, rng, 0)
+        return one(leaves, non_trainable, layouts, batch, rng, 0)
     rows, micro_batch = _slices(batch, k)
     first = micro_batch([x[0] for x in rows])
-    shapes = jax.eval_shape(lambda: one(leaves, extras, layouts, first, rng, 0))
+    shapes = jax.eval_shape(lambda: one(leaves, non_trainable, layouts, first, rng, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    changing = {name: all_gathered(extras[name], layouts[name]) for name in shapes.updates}
-    now_whole = {name: all_whole(tree, one.group) for name, tree in changing.items()}
+    changing = {name: all_gathered(non_trainable[name], layouts[name]) for name in shapes.updates}
+    now_whole = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
     layouts = {**layouts, **now_whole}
-    divided, extras_with = apart(extras, layouts)
+    divided, non_trainable_with = apart(non_trainable, layouts)
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
     start = Total(zeros.grads, zeros.loss, zeros.weight, nothing(shapes.aux), changing, least)
 
@@ -232,7 +248,7 @@ def over_micro_batches(
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
         leaves_now = _wholes_as_they_came(leaves_now, one.stored)
-        now = {**_wholes_as_they_came(extras_with(parts_now), layouts), **total.updates}
+        now = {**_wholes_as_they_came(non_trainable_with(parts_now), layouts), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
         return Total(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
@@ -249,7 +265,7 @@ def over_micro_batches(
 def total_weight(
     one: MicroBatch,
     leaves: list[jax.Array],
-    extras: dict[str, Any],
+    non_trainable: dict[str, Any],
     layouts: dict[str, Any],
     batch: Any,
     rng: Any,
@@ -260,7 +276,7 @@ def total_weight(
 
     def body(total: jax.Array, x: Any) -> tuple[jax.Array, None]:
         i, slices = x
-        return total + one.weight(leaves, extras, layouts, micro_batch(slices), rng, i), None
+        return total + one.weight(leaves, non_trainable, layouts, micro_batch(slices), rng, i), None
 
     return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
 

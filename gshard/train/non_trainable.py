@@ -11,38 +11,40 @@ from typing import Any
 import jax
 
 from gshard._util.pytree import flatten, same_leaves
-from gshard.sharding.plan import Plan, all_whole
+from gshard.sharding.plan import Plan, all_replicated
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
 from gshard.train.fsdp.gather_spec import Use, uses_of
 from gshard.train.optim.offload import fetched
 from gshard.train_state import FROZEN
 
-PURPOSE = "extras"  # what their gathers are counted as
+PURPOSE = "non_trainable"  # what their gathers are counted as
 
 
-def extra_layouts(extras: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def extra_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The layouts of extras, by name; those that the plan does not know are whole.
 
     Raises:
       GShardError: an extra that the plan knows is another tree.
     """
-    known = plan.extras
-    for name in extras.keys() & known.keys():
-        same_leaves(extras[name], flatten(known[name])[0], f"{name} is")
+    known = plan.non_trainable
+    for name in non_trainable.keys() & known.keys():
+        same_leaves(non_trainable[name], flatten(known[name])[0], f"{name} is")
     return {
-        name: known[name] if name in known else all_whole(tree, plan.group)
-        for name, tree in extras.items()
+        name: known[name] if name in known else all_replicated(tree, plan.group)
+        for name, tree in non_trainable.items()
     }
 
 
-def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def in_storage(
+    non_trainable: dict[str, Any], layouts: dict[str, Any], plan: Plan
+) -> dict[str, Any]:
     """Extras in storage shapes; frozen parameters in the dtype that they are computed with."""
     leaves = [
         layout.stored(x, "the state") if layout.dim is not None else x
-        for x, layout in zip(jax.tree.leaves(extras), jax.tree.leaves(layouts), strict=True)
+        for x, layout in zip(jax.tree.leaves(non_trainable), jax.tree.leaves(layouts), strict=True)
     ]
-    stored = jax.tree.unflatten(jax.tree.structure(extras), leaves)
+    stored = jax.tree.unflatten(jax.tree.structure(non_trainable), leaves)
     if FROZEN in stored and plan.precision is not None:
         for path, x in stored[FROZEN].items():
             dtype = plan.precision.compute(path) if is_floating(x.dtype) else x.dtype
@@ -55,7 +57,7 @@ def in_storage(extras: dict[str, Any], layouts: dict[str, Any], plan: Plan) -> d
 def pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Extras that the loss changed, where the plan wants them."""
     return {
-        name: plan.pin(tree, plan.extras[name]) if name in plan.extras else tree
+        name: plan.pin(tree, plan.non_trainable[name]) if name in plan.non_trainable else tree
         for name, tree in updates.items()
     }
 
@@ -67,10 +69,10 @@ def extra_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use 
 
 
 def apart(
-    extras: dict[str, Any], layouts: dict[str, Any]
+    non_trainable: dict[str, Any], layouts: dict[str, Any]
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[str, Any]]]:
     """The divided leaves, and a function that puts others in their place."""
-    leaves, structure = jax.tree.flatten(extras)
+    leaves, structure = jax.tree.flatten(non_trainable)
     places = [i for i, x in enumerate(jax.tree.leaves(layouts)) if x.dim is not None]
 
     def put(parts: list[jax.Array]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gshard._util.errors import warn
-from gshard._util.validation import flag, whole_number
+from gshard._util.validation import check_integer, flag
 from gshard.sharding.budget import accumulation, resharding
 from gshard.sharding.plan import Plan
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Options:
     has_aux: bool = False
     micro_batches: int = 1
     accumulate: str = "level"
-    buffer_max_size: int = BUFFER_MAX_SIZE
+    bucket_size: int = BUCKET_SIZE
     sync_buffers: bool = False
     reshard_after_forward: bool | int = True
-    sync_comm: bool = False
+    prefetch: bool = True
     by_rows: bool = False
-    end_buffer_size: int = END_BUFFER_SIZE
+    end_bucket_size: int = END_BUCKET_SIZE
 
     def __post_init__(self) -> None:
-        for name in ("has_aux", "sync_buffers", "sync_comm"):
+        for name in ("has_aux", "sync_buffers", "prefetch"):
             flag(name, getattr(self, name))
-        whole_number("buffer_max_size", self.buffer_max_size, 0, " of elements (0: no buckets)")
-        whole_number("end_buffer_size", self.end_buffer_size, 1, " of elements")
+        check_integer("bucket_size", self.bucket_size, 0, " of elements (0: no buckets)")
+        check_integer("end_bucket_size", self.end_bucket_size, 1, " of elements")
 
 
 def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
@@ -42,7 +42,7 @@ def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
     if plan.gathers:
         return
     why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"
-    for name, default in (("reshard_after_forward", True), ("sync_comm", False)):
+    for name, default in (("reshard_after_forward", True), ("prefetch", True)):
         value = getattr(options, name)
         if value is not default:
             warn(

@@ -17,12 +17,12 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.optim.offload import at_rest, fetched
 from gshard.train.optim.optimizer import keep_unless
-from gshard.train_state import Parts
+from gshard.train_state import Components
 
 
 def after_update(
-    fn: Callable[..., Any], parts: Parts, static: Any, plan: Plan, updates: jax.Array
-) -> Parts:
+    fn: Callable[..., Any], parts: Components, static: Any, plan: Plan, updates: jax.Array
+) -> Components:
     """The parts that `fn` makes of those after the update; where `updates` is false, as they were.
 
     What `fn` hands back untouched stays as it lies, and costs nothing.
@@ -38,10 +38,10 @@ def after_update(
       GShardError: `fn` changes the tree, a shape or a dtype.
     """
     precise, places = plan.precise(parts.params, parts.opt_state)
-    rest = (parts.step, parts.extras)
-    stored = Parts(precise, parts.opt_state.inner, *rest, static)
+    rest = (parts.step, parts.non_trainable)
+    stored = Components(precise, parts.opt_state.inner, *rest, static)
     wanted = plan.layouts
-    layouts = jax.tree.leaves(Parts(places, plan.opt_state, wanted.step, wanted.extras))
+    layouts = jax.tree.leaves(Components(places, plan.opt_state, wanted.step, wanted.non_trainable))
     paths, leaves, structure = flatten(stored)
     given = [layout.cut(x) for x, layout in zip(fetched(leaves, layouts), layouts, strict=True)]
     state = plan.kind.merge(
@@ -65,11 +65,11 @@ def after_update(
     new = jax.tree.unflatten(structure, leaves)
     copies = dict(zip(*flatten(new.params)[:2], strict=True))
     master = {path: copies[path] for path in plan.master}
-    return Parts(
+    return Components(
         _computed(parts, new, plan),
         parts.opt_state._replace(inner=new.opt_state, master=master),
         new.step,
-        new.extras,
+        new.non_trainable,
     )
 
 
@@ -78,7 +78,7 @@ def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -
     return at_rest(keep_unless(updates, new, fetched(old, layout)), layout, plan)
 
 
-def _computed(parts: Parts, new: Parts, plan: Plan) -> Any:
+def _computed(parts: Components, new: Components, plan: Plan) -> Any:
     """The parameters at rest: those whose master copy changed are rounded from it anew."""
     before = parts.opt_state.master
     leaves, structure = jax.tree.flatten(parts.params)
@@ -99,7 +99,7 @@ def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
     return plan.pin(master.cut(fetched(copy, master)).astype(layout.dtype), layout)
 
 
-def _fitting(parts: Parts, known: list[str], layouts: list[Layout]) -> list[Any]:
+def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:
     """The leaves that `post_update` made, after checking that they are those of the state."""
     paths, leaves, _ = flatten(parts)
     if paths != known:

@@ -19,12 +19,12 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level, is_auto, parse_level
 from gshard.sharding.make_plan import Request, planned, warn_of_unused
 from gshard.sharding.mesh import data_group
-from gshard.sharding.plan import DividedTransformation, Plan
+from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen_paths
 from gshard.train.auto_level import choose_plan
 from gshard.train.optim.optimizer import divide
-from gshard.train_state import Parts, abstract, abstract_like, as_state, is_init, kind_of
+from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 
 
 def shard_train_state(
@@ -33,7 +33,7 @@ def shard_train_state(
     level: str | int | Level,
     *,
     init_args: Sequence[Any] = (),
-    segment_size: int = 2**14,
+    min_shard_size: int = 2**14,
     rules: Any = None,
     scan_axes: ScanAxes = None,
     frozen: Any = None,
@@ -55,7 +55,7 @@ def shard_train_state(
         those whose state and gradients fit 70 % of a device's memory the one that sends least;
         what activations take it does not know, as `gshard advise` does.
       init_args: arguments of an init function.
-      segment_size: elements of one layer; only a larger leaf is divided.
+      min_shard_size: elements of one layer; only a larger leaf is divided.
       rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
         go by shape.
       scan_axes: the dimension that a scan over layers walks, which is not divided (but by a rule of
@@ -86,7 +86,7 @@ def shard_train_state(
     chosen = None if is_auto(level) else parse_level(level)
     flag("offload", offload)
     group = data_group(mesh, shard_axes, replica_axes)
-    rule = first_of([*as_rules(rules), by_shape(segment_size, indivisible)])
+    rule = first_of([*as_rules(rules), by_shape(min_shard_size, indivisible)])
     made_by = state if is_init(state) else None
     if not isinstance(init_args, Sequence):
         raise GShardError(
@@ -99,7 +99,7 @@ def shard_train_state(
     template = abstract_like(given)
     kind.check(template)
     tx = kind.tx(template)
-    if isinstance(tx, DividedTransformation):
+    if isinstance(tx, ShardedTransformation):
         raise GShardError(
             "this state is divided already. Take its plain form with plan.unwrap(state) first."
         )
@@ -112,7 +112,7 @@ def shard_train_state(
     )
     plan_at = partial(planned, request=request)
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
-    leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.extras))
+    leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.non_trainable))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):
         parts = lower_init(made_by, init_args, plan).compile()()
@@ -132,7 +132,7 @@ def _is_abstract(state: Any) -> bool:
 def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
     """The jitted init function, lowered: every array is made where it will lie."""
 
-    def make() -> Parts:
+    def make() -> Components:
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
         same_leaves(parts, flatten(plan.layouts)[0], "what the init function makes is")
         padded = [
@@ -144,7 +144,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
     return jax.jit(make, out_shardings=plan.shardings).lower()
 
 
-def _place_all(parts: Parts, plan: Plan) -> Parts:
+def _place_all(parts: Components, plan: Plan) -> Components:
     layouts = plan.layouts
     leaves = [
         place(x, layout, plan)

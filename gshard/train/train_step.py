@@ -9,22 +9,22 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import flag, names_of, shown, whole_number
+from gshard._util.validation import check_integer, flag, names_of, shown
 from gshard.data.batch import check_rows, shard_batch
-from gshard.sharding.budget import Promise, promise
+from gshard.sharding.budget import Budget, budget
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
 from gshard.train import loss_check
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.gradients import gradients
 from gshard.train.loss import fold_keys, typed_key
-from gshard.train.optim.optimizer import keep_unless, update_and_publish
+from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import Options, check_options
 from gshard.train.post_update import after_update
-from gshard.train_state import Parts
+from gshard.train_state import Components
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch
-from gshard.train_state.opt_state import GShardState
+from gshard.train_state.opt_state import ShardedOptState
 
 
 def make_train_step(
@@ -39,10 +39,10 @@ def make_train_step(
     micro_batches: int = 1,
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
-    sync_comm: bool = False,
+    prefetch: bool = True,
     sync_buffers: bool = False,
-    buffer_max_size: int = BUFFER_MAX_SIZE,
-    end_buffer_size: int = END_BUFFER_SIZE,
+    bucket_size: int = BUCKET_SIZE,
+    end_bucket_size: int = END_BUCKET_SIZE,
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
     check_loss: bool = True,
@@ -85,11 +85,11 @@ def make_train_step(
         gathered again (`True`), kept whole from the forward pass (`False`), or kept between so many
         neighbours, and gathered among them (a divisor of the shard group). What `jax.checkpoint`
         makes again is gathered again in any case but `False`.
-      sync_comm: a divided parameter is gathered when all else is there that it is used with; by
-        default while what comes before it is computed.
+      prefetch: a sharded parameter is gathered while what comes before its use is computed; with
+        False only when its other operands are available.
       sync_buffers: what the loss returns anew is that of the first device, not the mean.
-      buffer_max_size: elements of one bucket; 0 for none.
-      end_buffer_size: elements of the first and of the last all-reduce of gradients that are summed
+      bucket_size: elements of one bucket; 0 for none.
+      end_bucket_size: elements of the first and of the last all-reduce of gradients that are summed
         whole.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
@@ -112,17 +112,17 @@ def make_train_step(
         has_aux,
         micro_batches,
         accumulate,
-        buffer_max_size,
+        bucket_size,
         sync_buffers,
         reshard_after_forward,
-        sync_comm,
-        end_buffer_size=end_buffer_size,
+        prefetch,
+        end_bucket_size=end_bucket_size,
     )
     check_options(plan, options)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
     if max_bad_steps is not None:
-        whole_number("max_bad_steps", max_bad_steps, 1, " (None: never)")
+        check_integer("max_bad_steps", max_bad_steps, 1, " (None: never)")
     if post_update is not None and not callable(post_update):
         raise GShardError(
             f"post_update={shown(post_update)} is not a function. Linen: post_update(state) -> "
@@ -166,7 +166,7 @@ class TrainStep:
         self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
         self._scaler, self._watch = scaler, Watch(max_bad_steps)
         self._post_update, self._check_loss = post_update, check_loss
-        wanted = plan.abstract_parts()
+        wanted = plan.abstract_components()
         self._check = Fit(wanted, "the state is", donated=donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
@@ -177,9 +177,9 @@ class TrainStep:
         )
 
     @property
-    def promise(self) -> Promise:
+    def budget(self) -> Budget:
         """What the plan promises for this step."""
-        return promise(
+        return budget(
             self.plan,
             micro_batches=self.options.micro_batches,
             accumulate=self.options.accumulate,
@@ -231,25 +231,27 @@ class TrainStep:
         new, metrics, guard = self._run(jax.tree.unflatten(structure, leaves), batch, rng)
         return jax.tree.leaves(new), metrics, guard
 
-    def _run(self, parts: Parts, batch: Any, rng: Any) -> tuple[Parts, dict[str, Any], Guard]:
+    def _run(
+        self, parts: Components, batch: Any, rng: Any
+    ) -> tuple[Components, dict[str, Any], Guard]:
         """The stages: gradients, update (which publishes); the counts of the guard come apart."""
         loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
-        now = dataclasses.replace(parts, extras=fold_keys(parts.extras, parts.step))
-        before: GShardState = parts.opt_state
+        now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
+        before: ShardedOptState = parts.opt_state
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         result = gradients(loss, now, batch, rng, self.plan, self.options, scale)
         updates = result.finite & (result.weight != 0)
-        params, opt_state = update_and_publish(
+        params, opt_state = update_and_all_gather(
             self.plan,
             result.grads,
             before,
             parts.params,
             {"value": result.loss},
             updates,
-            self.options.buffer_max_size,
+            self.options.bucket_size,
         )
         guard = before.guard.after(result.finite, updates, parts.step)
         opt_state = opt_state._replace(guard=guard)
@@ -258,7 +260,7 @@ class TrainStep:
             opt_state = opt_state._replace(
                 scaler=keep_unless(result.weight != 0, scaled, before.scaler)
             )
-        extras = {name: parts.extras[name] for name in result.updates}
+        non_trainable = {name: parts.non_trainable[name] for name in result.updates}
         metrics = {
             "loss": result.loss,
             "grad_norm": result.norm,
@@ -268,17 +270,17 @@ class TrainStep:
             metrics["loss_scale"] = scale
         if self.options.has_aux:
             metrics["aux"] = result.aux
-        new = Parts(
+        new = Components(
             params,
             opt_state,
             parts.step + updates.astype(parts.step.dtype),
-            {**parts.extras, **keep_unless(updates, result.updates, extras)},
+            {**parts.non_trainable, **keep_unless(updates, result.updates, non_trainable)},
         )
         if self._post_update is not None:
             new = after_update(self._post_update, new, parts.static, self.plan, updates)
         return new, metrics, guard
 
-    def _take(self, args: tuple[Any, ...]) -> tuple[Any, Parts, tuple[list[Any], Any], Any]:
+    def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
         """State, parts, their leaves and structure, and batch, checked before anything compiles."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments

@@ -13,11 +13,11 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.plan import Plan, check_call
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE, END_BUFFER_SIZE
+from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.comm.collectives import agree
 from gshard.train.comm.reduce import accumulating, reduce, reduced_specs
 from gshard.train.gradients import Gradients, gradients, unreduced_gradients
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.non_trainable import pinned
 from gshard.train.options import Options, check_options
 from gshard.train_state import OVERWRITTEN
@@ -33,10 +33,10 @@ def value_and_grad(
     micro_batches: int = 1,
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
-    sync_comm: bool = False,
+    prefetch: bool = True,
     sync_buffers: bool = False,
-    buffer_max_size: int = BUFFER_MAX_SIZE,
-    end_buffer_size: int = END_BUFFER_SIZE,
+    bucket_size: int = BUCKET_SIZE,
+    end_bucket_size: int = END_BUCKET_SIZE,
 ) -> Callable[..., Any]:
     """The loss over the global batch, and its Divided gradient.
 
@@ -47,8 +47,8 @@ def value_and_grad(
     Args:
       loss_fn: as in `make_train_step`.
       plan: of `shard_train_state`.
-      sync: `False` for accumulation over separate calls: the gradients come back `Unreduced`. Add
-        those of several batches, then `loss, grads = reduce_gradients(total, plan)`.
+      sync: `False` for accumulation over separate calls: the gradients come back `LocalGradients`.
+        Add those of several batches, then `loss, grads = reduce_gradients(total, plan)`.
       has_aux: the loss returns `(loss, aux)`.
       mutable: Linen collections that the loss returns as updates.
       micro_batches: slices that each device takes its rows in, one after the other.
@@ -56,10 +56,10 @@ def value_and_grad(
         moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it, and
         `"sync"` is refused.
       reshard_after_forward: as in `make_train_step`.
-      sync_comm: as in `make_train_step`.
+      prefetch: as in `make_train_step`.
       sync_buffers: as in `make_train_step`.
-      buffer_max_size: elements of one bucket.
-      end_buffer_size: as in `make_train_step`.
+      bucket_size: elements of one bucket.
+      end_bucket_size: as in `make_train_step`.
 
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
@@ -68,7 +68,7 @@ def value_and_grad(
       device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
     """
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
-    if not flag("sync", sync) and OVERWRITTEN in plan.extras:
+    if not flag("sync", sync) and OVERWRITTEN in plan.non_trainable:
         raise GShardError(
             "sync=False: gradients over separate calls add up, and those that replace their "
             "parameter (params['_overwrite_with_gradient'], fp8 statistics) do not. Take the "
@@ -78,12 +78,12 @@ def value_and_grad(
         has_aux,
         micro_batches,
         accumulate,
-        buffer_max_size,
+        bucket_size,
         sync_buffers,
         reshard_after_forward,
-        sync_comm,
+        prefetch,
         by_rows=not sync,
-        end_buffer_size=end_buffer_size,
+        end_bucket_size=end_bucket_size,
     )
     check_options(plan, options, sync)
     names = names_of("mutable", mutable)
@@ -106,11 +106,11 @@ def value_and_grad(
 
 
 def reduce_gradients(
-    unreduced: Unreduced,
+    unreduced: LocalGradients,
     plan: Plan,
     *,
-    buffer_max_size: int = BUFFER_MAX_SIZE,
-    end_buffer_size: int = END_BUFFER_SIZE,
+    bucket_size: int = BUCKET_SIZE,
+    end_bucket_size: int = END_BUCKET_SIZE,
 ) -> tuple[Any, Any]:
     """Ends gradients of `value_and_grad(sync=False)`, those of one call or the sum of several.
 
@@ -119,8 +119,8 @@ def reduce_gradients(
     Args:
       unreduced: their sum.
       plan: the one they were made with.
-      buffer_max_size: elements of one bucket.
-      end_buffer_size: as in `make_train_step`.
+      bucket_size: elements of one bucket.
+      end_bucket_size: as in `make_train_step`.
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
@@ -129,12 +129,12 @@ def reduce_gradients(
     Raises:
       GShardError: for gradients that are reduced already, or another plan's.
     """
-    if not isinstance(unreduced, Unreduced):
+    if not isinstance(unreduced, LocalGradients):
         raise GShardError(
             f"reduce_gradients was called with {shown(unreduced)}. Pass the gradients of "
             "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
         )
-    options = Options(buffer_max_size=buffer_max_size, end_buffer_size=end_buffer_size)
+    options = Options(bucket_size=bucket_size, end_bucket_size=end_bucket_size)
     result = end_reduction(unreduced, plan, options)
     return _value(result.loss, (result.aux, unreduced.aux is not None)), result.grads
 
@@ -145,16 +145,16 @@ def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
     return (loss, asked[0] if len(asked) == 1 else asked) if asked else loss
 
 
-def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
+def end_reduction(sums: LocalGradients, plan: Plan, options: Options) -> Gradients:
     """What `gradients` returns, from sums over one call or several."""
     targets = accumulating(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
     for x, target in zip(leaves, targets, strict=True):
-        if x.shape != (plan.group.devices, *target.part_shape):
+        if x.shape != (plan.group.devices, *target.shard_shape):
             raise GShardError(
-                f"the Unreduced gradient of {target.path} has shape {x.shape}, and this plan makes "
-                f"{(plan.group.devices, *target.part_shape)}. Reduce it with the plan that it was "
+                f"the local gradient of {target.path} has shape {x.shape}, and this plan makes "
+                f"{(plan.group.devices, *target.shard_shape)}. Reduce it with the plan that it was "
                 "made with."
             )
 
@@ -166,7 +166,7 @@ def end_reduction(sums: Unreduced, plan: Plan, options: Options) -> Gradients:
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 
-def end_extras(own: dict[str, Any], plan: Plan, options: Options) -> dict[str, Any]:
+def end_non_trainable(own: dict[str, Any], plan: Plan, options: Options) -> dict[str, Any]:
     """One value for all devices of extras of which each has its own, in storage."""
 
     def end(own: Any) -> Any:

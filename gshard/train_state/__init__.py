@@ -10,7 +10,7 @@ Start reading: `components`, then `linen`.
 from __future__ import annotations
 
 from gshard.train_state.components import SCAN_NAMES as SCAN_NAMES
-from gshard.train_state.components import Parts as Parts
+from gshard.train_state.components import Components as Components
 from gshard.train_state.components import PureLoss as PureLoss
 from gshard.train_state.fp8 import OVERWRITTEN as OVERWRITTEN
 from gshard.train_state.frozen import FROZEN as FROZEN

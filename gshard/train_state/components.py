@@ -13,7 +13,7 @@ SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Parts:
+class Components:
     """A train state without its framework.
 
     Attributes:
@@ -27,7 +27,7 @@ class Parts:
     params: Any
     opt_state: Any
     step: Any
-    extras: dict[str, Any] = field(default_factory=dict)
+    non_trainable: dict[str, Any] = field(default_factory=dict)
     static: Any = field(default=None, metadata={"static": True})
 
 

@@ -43,9 +43,11 @@ def overwritten(params: Any) -> dict[str, Any]:
     return {OVERWRITTEN: {OVERWRITE_WITH_GRADIENT: params[OVERWRITE_WITH_GRADIENT]}}
 
 
-def together(params: Any, extras: Mapping[str, Any]) -> Any:
+def together(params: Any, non_trainable: Mapping[str, Any]) -> Any:
     """The inverse of `updated` and `overwritten`."""
-    return {"params": params, **extras[OVERWRITTEN]} if OVERWRITTEN in extras else params
+    return (
+        {"params": params, **non_trainable[OVERWRITTEN]} if OVERWRITTEN in non_trainable else params
+    )
 
 
 def check_overwritten(params: Any) -> None:

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import path_of
 from gshard._util.validation import shown
-from gshard.train_state.components import Parts, PureLoss
+from gshard.train_state.components import Components, PureLoss
 from gshard.train_state.fp8 import (
     OVERWRITTEN,
     check_overwritten,
@@ -63,22 +63,24 @@ class Linen:
         opt_state = trained_opt_state(tx, self.trained(updated(state.params)), state.opt_state)
         return state.replace(tx=tx, opt_state=opt_state)
 
-    def split(self, state: Any) -> Parts:
+    def split(self, state: Any) -> Components:
         """The parts of a state."""
         parts = self.split_target(state.params, _extra_fields(state))
         return dataclasses.replace(parts, opt_state=state.opt_state, step=state.step)
 
-    def split_target(self, params: Any, collections: dict[str, Any]) -> Parts:
+    def split_target(self, params: Any, collections: dict[str, Any]) -> Components:
         """Parts for a loss alone: parameters and further collections."""
         trained, frozen = take_out(updated(params), self.frozen)
-        extras = {**collections, **overwritten(params)}
-        return Parts(trained, None, None, {**extras, FROZEN: frozen} if frozen else extras)
+        non_trainable = {**collections, **overwritten(params)}
+        return Components(
+            trained, None, None, {**non_trainable, FROZEN: frozen} if frozen else non_trainable
+        )
 
     def trained(self, tree: Any) -> Any:
         """The trained part of a tree like the parameters that an optimizer updates."""
         return take_out(tree, self.frozen)[0]
 
-    def whole_update(self, updates: Any, params: Any) -> Any:
+    def full_update(self, updates: Any, params: Any) -> Any:
         """Updates of the trained parameters as updates of all."""
         return put_back(updates, no_change(take_out(params, self.frozen)[1]))
 
@@ -91,14 +93,14 @@ class Linen:
         del state
         return False
 
-    def split_inference(self, state: Any) -> Parts:
+    def split_inference(self, state: Any) -> Components:
         """Parts for evaluation: no optimizer."""
         return dataclasses.replace(self.split(state), opt_state=None)
 
-    def merge(self, parts: Parts, like: Any, tx: optax.GradientTransformation) -> Any:
+    def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
         """A state like `like` with the arrays of `parts` and the optimizer `tx`."""
-        fields = {name: x for name, x in parts.extras.items() if name not in PARAMETERS}
-        params = _all_params(parts.params, parts.extras)
+        fields = {name: x for name, x in parts.non_trainable.items() if name not in PARAMETERS}
+        params = _all_params(parts.params, parts.non_trainable)
         return like.replace(
             params=params, opt_state=parts.opt_state, step=parts.step, tx=tx, **fields
         )
@@ -123,7 +125,7 @@ class Linen:
                 "gshard.value_and_grad(loss_fn, plan); see docs/your-own-loop.md."
             )
 
-    def update(self, state: Any, parts: Parts) -> Any:
+    def update(self, state: Any, parts: Components) -> Any:
         """The state after a step."""
         return self.merge(parts, state, state.tx)
 
@@ -146,15 +148,15 @@ class Linen:
             )
         return new
 
-    def absorb(self, params: Any, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
+    def absorb(self, params: Any, parts: Components, updates: dict[str, Any]) -> dict[str, Any]:
         """What the loss changed, for the caller to keep."""
         del params, parts
         return {name: x for name, x in updates.items() if name not in PARAMETERS}
 
-    def params_of(self, parts: Parts, template: Any) -> Any:
+    def params_of(self, parts: Components, template: Any) -> Any:
         """All parameters as the user's own tree."""
         del template
-        return _all_params(parts.params, parts.extras)
+        return _all_params(parts.params, parts.non_trainable)
 
     def random_paths(self, state: Any) -> frozenset[str]:
         """Paths of extras that random numbers are drawn from, beside keys of `jax.random`: none."""
@@ -180,13 +182,15 @@ class Linen:
         if takes_any:
             named |= {"rng", *mutable}
 
-        def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
+        def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None and "rng" not in named:
                 raise GShardError(
                     "rng= was given, and the loss does not take it. Write loss_fn(params, batch, "
                     "*, rng), or leave rng= out."
                 )
-            available = {name: value for name, value in extras.items() if name not in PARAMETERS}
+            available = {
+                name: value for name, value in non_trainable.items() if name not in PARAMETERS
+            }
             if rng is not None:
                 available["rng"] = rng
             missing = needed - set(available)
@@ -198,7 +202,7 @@ class Linen:
                     "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            out = loss_fn(unbox(_all_params(params, extras)), batch, **given)
+            out = loss_fn(unbox(_all_params(params, non_trainable)), batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure
@@ -215,9 +219,9 @@ class Linen:
 PARAMETERS = (FROZEN, OVERWRITTEN)  # extras that are parameters of the user's state
 
 
-def _all_params(trained: Any, extras: Mapping[str, Any]) -> Any:
+def _all_params(trained: Any, non_trainable: Mapping[str, Any]) -> Any:
     """The user's own tree of parameters, from the trained ones and those among the extras."""
-    return together(put_back(trained, extras.get(FROZEN, {})), extras)
+    return together(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
 
 
 def unbox(params: Any) -> Any:

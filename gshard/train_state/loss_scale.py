@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 
 _COUNTS = {"incr_count": "good", "decr_count": "bad"}
 
@@ -75,7 +75,7 @@ class GradScaler:
         for name in ("enable", "use_dynamic_loss_scaling"):
             flag(name, getattr(self, name))
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
-            whole_number(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
 
     def scale(self, state: ScalerState) -> jax.Array:
         """The scale of the next step, float32."""

@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import sources
 from gshard._util.pytree import flatten, path_of, refuse_twice
 from gshard._util.validation import shown
-from gshard.train_state.components import Parts, PureLoss
+from gshard.train_state.components import Components, PureLoss
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class _NnxStatic:
     structure: Any
     paths: tuple[str, ...]
 
-    def rest(self, extras: Mapping[str, Any]) -> Any:
-        return jax.tree.unflatten(self.structure, [extras[path] for path in self.paths])
+    def rest(self, non_trainable: Mapping[str, Any]) -> Any:
+        return jax.tree.unflatten(self.structure, [non_trainable[path] for path in self.paths])
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Nnx:
         """The trained part of a tree like the parameters: all of it."""
         return tree
 
-    def whole_update(self, updates: Any, params: Any) -> Any:
+    def full_update(self, updates: Any, params: Any) -> Any:
         """Updates as `nnx.Optimizer` takes them."""
         del params
         return updates
@@ -76,7 +76,7 @@ class Nnx:
         """The optimizer of a plain pair."""
         return tx
 
-    def split(self, state: Any) -> Parts:
+    def split(self, state: Any) -> Components:
         """The parts of a pair."""
         model, optimizer = state
         parts = self.split_model(model)
@@ -84,16 +84,16 @@ class Nnx:
             parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step.get_value()
         )
 
-    def split_model(self, model: nnx.Module) -> Parts:
+    def split_model(self, model: nnx.Module) -> Components:
         """The model alone, without an optimizer."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         paths, leaves, structure = flatten(rest)
         refuse_twice(paths, "Variables of the model")
-        extras = dict(zip(paths, leaves, strict=True))
+        non_trainable = dict(zip(paths, leaves, strict=True))
         static = _NnxStatic(graph, structure, tuple(paths))
-        return Parts(nnx.as_pure(params), None, None, extras, static)
+        return Components(nnx.as_pure(params), None, None, non_trainable, static)
 
-    def split_target(self, model: nnx.Module, collections: dict[str, Any]) -> Parts:
+    def split_target(self, model: nnx.Module, collections: dict[str, Any]) -> Components:
         """Parts for a loss alone."""
         if collections:
             raise GShardError(
@@ -111,16 +111,16 @@ class Nnx:
         """Whether evaluation takes this, though it is no whole state: a model alone."""
         return isinstance(state, nnx.Module)
 
-    def split_inference(self, model: nnx.Module | tuple[Any, Any]) -> Parts:
+    def split_inference(self, model: nnx.Module | tuple[Any, Any]) -> Components:
         """Parts for evaluation: no optimizer."""
         return self.split_model(model[0] if isinstance(model, tuple) else model)
 
-    def merge(self, parts: Parts, like: Any, tx: optax.GradientTransformation) -> Any:
+    def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
         """A new model and optimizer like the given pair, with the arrays of `parts` and `tx`."""
         model, optimizer = like
         graph, params, _ = nnx.split(model, self.wrt, ...)
         params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(parts.params))
-        model = nnx.merge(graph, params, parts.static.rest(parts.extras), copy=True)
+        model = nnx.merge(graph, params, parts.static.rest(parts.non_trainable), copy=True)
         optimizer = nnx.clone(optimizer)
         optimizer.tx = tx
         optimizer.step = nnx.OptState(parts.step)
@@ -133,11 +133,11 @@ class Nnx:
     def check_step(self, state: Any) -> None:
         """Refuses a state whose own way to train `make_train_step` would pass by."""
 
-    def update(self, state: Any, parts: Parts) -> None:
+    def update(self, state: Any, parts: Components) -> None:
         """Writes the arrays of `parts` into the user's model and optimizer, in place."""
         model, optimizer = state
         nnx.update(model, parts.params)
-        nnx.update(model, parts.static.rest(parts.extras))
+        nnx.update(model, parts.static.rest(parts.non_trainable))
         nnx.update(optimizer.opt_state, nnx.state(parts.opt_state))
         optimizer.step.set_value(parts.step)
 
@@ -159,12 +159,14 @@ class Nnx:
             )
         return state
 
-    def absorb(self, model: nnx.Module, parts: Parts, updates: dict[str, Any]) -> dict[str, Any]:
+    def absorb(
+        self, model: nnx.Module, parts: Components, updates: dict[str, Any]
+    ) -> dict[str, Any]:
         """Writes what the loss changed into the model."""
-        nnx.update(model, parts.static.rest({**parts.extras, **updates}))
+        nnx.update(model, parts.static.rest({**parts.non_trainable, **updates}))
         return {}
 
-    def params_of(self, parts: Parts, template: Any) -> Any:
+    def params_of(self, parts: Components, template: Any) -> Any:
         """The trained parameters as an `nnx.State` of Variables."""
         return self.gradients(parts.params, template[0], {})
 
@@ -200,20 +202,20 @@ class Nnx:
                 f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."
             )
 
-        def pure(params: Any, extras: dict[str, Any], batch: Any, rng: Any) -> Any:
+        def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None:
                 raise GShardError(
                     "rng= is for Linen: an NNX model carries its own nnx.Rngs. Leave it out."
                 )
 
-            def run(params: Any, extras: dict[str, Any]) -> tuple[Any, Any]:
-                model = nnx.merge(static.graph, params, static.rest(extras), copy=True)
+            def run(params: Any, non_trainable: dict[str, Any]) -> tuple[Any, Any]:
+                model = nnx.merge(static.graph, params, static.rest(non_trainable), copy=True)
                 out = loss_fn(model, batch)
                 _, params, rest = nnx.split(model, self.wrt, ...)
                 return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
-            out, (params_after, after) = run(params, extras)
-            given = {*flatten(params)[0], *extras}
+            out, (params_after, after) = run(params, non_trainable)
+            given = {*flatten(params)[0], *non_trainable}
             kept = {*flatten(params_after)[0], *after}
             if given != kept:
                 raise GShardError(
@@ -221,7 +223,7 @@ class Nnx:
                     f"{some(sorted(given ^ kept))}. Make them before shard_train_state."
                 )
             written, changed = _changed(
-                (params, extras), (params_after, after), lambda *given: run(*given)[1]
+                (params, non_trainable), (params_after, after), lambda *given: run(*given)[1]
             )
             if written:
                 warn(

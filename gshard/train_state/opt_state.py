@@ -8,7 +8,7 @@ from gshard.train_state.loss_scale import ScalerState
 from gshard.train_state.nonfinite import Guard
 
 
-class GShardState(NamedTuple):
+class ShardedOptState(NamedTuple):
     """State of the plan-aware optimizer.
 
     Attributes:
@@ -24,6 +24,6 @@ class GShardState(NamedTuple):
     guard: Guard
 
     @classmethod
-    def new(cls, inner: Any, master: dict[str, Any]) -> GShardState:
+    def new(cls, inner: Any, master: dict[str, Any]) -> ShardedOptState:
         """Of a fresh state."""
         return cls(inner, master, ScalerState.unused(), Guard.new())

@@ -23,7 +23,7 @@ from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import Weighted
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases
@@ -74,8 +74,8 @@ class Accumulation:
         self,
         plan: Plan,
         *,
-        buffer_max_size: int,
-        end_buffer_size: int,
+        bucket_size: int,
+        end_bucket_size: int,
         find_unused: bool = False,
         **options: Any,
     ):
@@ -89,10 +89,10 @@ class Accumulation:
         self.joined: tuple[np.ndarray, bool] | None = None
         self.updating: Updating | None = None
         self._find_unused = find_unused
-        self._pending: Unreduced | None = None
+        self._pending: LocalGradients | None = None
         self._buffers: dict[str, Any] = {}
         self._depth = 0
-        self._sizes = {"buffer_max_size": buffer_max_size, "end_buffer_size": end_buffer_size}
+        self._sizes = {"bucket_size": bucket_size, "end_bucket_size": end_bucket_size}
         self._options = options
         self.follow(plan)
 

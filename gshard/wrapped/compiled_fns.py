@@ -15,11 +15,11 @@ from flax import nnx
 from gshard._util.errors import GShardError
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import unreduced_gradients
-from gshard.train.local_gradients import Unreduced
+from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import Weighted
 from gshard.train.optim.optimizer import keep_unless
 from gshard.train.options import Options
-from gshard.train.value_and_grad import end_extras, reduce_gradients, value_and_grad
+from gshard.train.value_and_grad import end_non_trainable, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 
@@ -69,11 +69,11 @@ class Phases:
     """The phases of a wrapped model and its optimizer.
 
     Gradients are an `nnx.State` like the trained parameters, Divided; those of one device are
-    `Unreduced`, sums of means over its rows.
+    `LocalGradients`, sums of means over its rows.
 
     Attributes:
       plan: where everything lies.
-      sizes: of buckets: `buffer_max_size` and `end_buffer_size`, in elements.
+      sizes: of buckets: `bucket_size` and `end_bucket_size`, in elements.
       options: further ones of `gshard.value_and_grad`.
     """
 
@@ -86,10 +86,12 @@ class Phases:
         plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
         parts = plan.kind.split_target(model, {})
         params = jax.tree.map(lambda x, place: place.cut(x), parts.params, plan.params)
-        extras = {path: plan.extras[path].cut(x) for path, x in parts.extras.items()}
+        non_trainable = {
+            path: plan.non_trainable[path].cut(x) for path, x in parts.non_trainable.items()
+        }
         pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
-        out, changed = pure(params, extras, (args, kwargs), None)
-        changed = {path: plan.pin(x, plan.extras[path]) for path, x in changed.items()}
+        out, changed = pure(params, non_trainable, (args, kwargs), None)
+        changed = {path: plan.pin(x, plan.non_trainable[path]) for path, x in changed.items()}
         plan.kind.absorb(model, parts, changed)
         return out
 
@@ -98,7 +100,7 @@ class Phases:
         loss_fn: Callable[..., Any],
         model: nnx.Module,
         batch: Any,
-        pending: Unreduced | None,
+        pending: LocalGradients | None,
         grads: nnx.State | None,
     ) -> tuple[jax.Array, nnx.State]:
         """The loss, and its gradient with what was pending, reduced and added to `grads`."""
@@ -117,7 +119,7 @@ class Phases:
         updated: Callable[..., Any],
         model: nnx.Module,
         batch: Any,
-        pending: Unreduced | None,
+        pending: LocalGradients | None,
         grads: nnx.State | None,
         state: Any,
         values: Any,
@@ -132,9 +134,9 @@ class Phases:
         loss_fn: Callable[..., Any],
         model: nnx.Module,
         batch: Any,
-        pending: Unreduced | None,
+        pending: LocalGradients | None,
         buffers: dict[str, Any],
-    ) -> tuple[jax.Array, Unreduced, dict[str, Any]]:
+    ) -> tuple[jax.Array, LocalGradients, dict[str, Any]]:
         """Each device's loss, its gradient added to what is pending, and its own buffers.
 
         `buffers` are those that the losses have changed, with a leading axis over the devices.
@@ -142,7 +144,7 @@ class Phases:
         own, buffers = self._own(loss_fn, model, batch, buffers)
         return own.loss, _added(pending, own), buffers
 
-    def reduce(self, pending: Unreduced, grads: nnx.State | None) -> nnx.State:
+    def reduce(self, pending: LocalGradients, grads: nnx.State | None) -> nnx.State:
         """What is pending, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
@@ -150,7 +152,7 @@ class Phases:
         """Writes one value for all devices of buffers of which each has its own."""
         parts = self.plan.kind.split_target(model, {})
         options = Options(**self.options)
-        self.plan.kind.absorb(model, parts, end_extras(buffers, self.plan, options))
+        self.plan.kind.absorb(model, parts, end_non_trainable(buffers, self.plan, options))
 
     def _own(
         self,
@@ -158,7 +160,7 @@ class Phases:
         model: nnx.Module,
         batch: Any,
         buffers: dict[str, Any] | None = None,
-    ) -> tuple[Unreduced, dict[str, Any]]:
+    ) -> tuple[LocalGradients, dict[str, Any]]:
         """Each device's gradient of the mean over its rows, with a weight of 1, and its buffers.
 
         Without `buffers` those that the loss changes are agreed on and written into the model.
@@ -213,7 +215,7 @@ def unscale(grads: nnx.State, scale: jax.Array) -> tuple[nnx.State, jax.Array]:
     return new, jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(new)]))
 
 
-def _added(pending: Unreduced | None, own: Unreduced) -> Unreduced:
+def _added(pending: LocalGradients | None, own: LocalGradients) -> LocalGradients:
     """Sums of means over calls: the weight is still that of one."""
     return own if pending is None else dataclasses.replace(pending + own, weight=own.weight)
 

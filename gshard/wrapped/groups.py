@@ -19,7 +19,7 @@ def mesh_of(
     """The mesh that `group=` and `dp_group=` mean, and its replica axes.
 
     Args:
-      group: devices of `gshard.new_group` over which state is divided, a mesh of
+      group: devices of `gshard.distributed.new_group` over which state is divided, a mesh of
         `gshard.make_mesh`, or None for all devices.
       dp_group: devices, one in each copy of the divided state, which share one device with `group`;
         or names of the axes of the mesh that is given as `group`.
@@ -42,7 +42,8 @@ def mesh_of(
     if shard is None:
         raise GShardError(
             "dp_group= says where the copies are, and group= is missing: name the devices of one "
-            "copy, such as group=gshard.new_group([0, 1]), dp_group=gshard.new_group([0, 2])."
+            "copy, such as group=new_group([0, 1]), "
+            "dp_group=new_group([0, 2])."
         )
     common = [d for d in shard if d in copies]
     if len(common) != 1:

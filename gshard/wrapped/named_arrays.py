@@ -37,7 +37,7 @@ def named(*pairs: tuple[Any, Any]) -> Named:
     return dict(found)
 
 
-def whole_values(stored: Named) -> dict[str, np.ndarray]:
+def full_values(stored: Named) -> dict[str, np.ndarray]:
     """Their logical values, gathered one after the other; of a PRNG key its data."""
     return {name: _data(to_host(x, place)) for name, (x, place) in stored.items()}
 

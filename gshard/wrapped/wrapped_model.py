@@ -21,7 +21,7 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import Inputs, OnModel
-from gshard.wrapped.named_arrays import Named, named, set_model, whole_values
+from gshard.wrapped.named_arrays import Named, full_values, named, set_model
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
@@ -154,7 +154,7 @@ class Wrapped(Keeping):
         if not include_sublayers:
             stored = {name: x for name, x in stored.items() if "." not in name}
         found = {} if destination is None else destination
-        found.update(whole_values(stored))
+        found.update(full_values(stored))
         return found
 
     def set_state_dict(
@@ -191,7 +191,7 @@ class Wrapped(Keeping):
         plan = self.plan
         self._gshard_settle()
         parts = plan.kind.split_target(cast(Any, self), {})
-        return named((parts.params, plan.params), (parts.extras, plan.extras))
+        return named((parts.params, plan.params), (parts.non_trainable, plan.non_trainable))
 
 
 def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:

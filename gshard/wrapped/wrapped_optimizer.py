@@ -10,8 +10,8 @@ import jax
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.train_state import Parts
-from gshard.wrapped.named_arrays import Named, check_optimizer, named, whole_values, write
+from gshard.train_state import Components
+from gshard.wrapped.named_arrays import Named, check_optimizer, full_values, named, write
 from gshard.wrapped.wrapped_model import Keeping, kept
 
 LEARNING_RATE = "learning_rate"
@@ -133,7 +133,7 @@ class WrappedOptimizer(Keeping):
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by dotted path, whole, as NumPy arrays."""
-        return whole_values(self._gshard_named())
+        return full_values(self._gshard_named())
 
     def set_state_dict(self, state_dict: Any) -> None:
         """Sets the whole state of the optimizer, each value where it lies.
@@ -145,7 +145,7 @@ class WrappedOptimizer(Keeping):
         check_optimizer(state_dict, stored)
         write(self, state_dict, stored)
 
-    def _gshard_parts(self) -> Parts:
+    def _gshard_parts(self) -> Components:
         keep = kept(self)
         return keep.plan.kind.split((keep.model, self))
 

@@ -91,7 +91,7 @@ def test_a_loss_that_writes_into_its_parameters_is_reported(make, writes):
     model = make(nnx.Rngs(0), writes)
     state = (model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param))
     state, plan = gshard.shard_train_state(
-        state, gshard.make_mesh(), "os", segment_size=1, scan_axes={"layer": 0}
+        state, gshard.make_mesh(), "os", min_shard_size=1, scan_axes={"layer": 0}
     )
     step = gshard.make_train_step(lambda m, batch: (m(batch) ** 2).mean(), plan)
     with warnings.catch_warnings(record=True) as caught:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard._util.errors import GShardError
 from gshard.analysis.audit import audit
-from gshard.sharding.budget import Movement, Promise
+from gshard.sharding.budget import Budget, Movement
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
 WHOLE, BOTH = P(), P(("a", "b"))
@@ -36,7 +36,7 @@ class Step:
 
     run: jax.stages.Wrapped
     plan: Plan
-    promise: Promise | None = None
+    budget: Budget | None = None
 
     def lower(self, *args):
         return self.run.lower(*args)
@@ -76,7 +76,7 @@ def train_arguments():
     return jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
 
 
-PROMISE = Promise(
+PROMISE = Budget(
     "p_g_os",
     8,
     {"params": 2048, "gradients": 2048, "optimizer": 0},
@@ -84,7 +84,7 @@ PROMISE = Promise(
         Movement(AG, "gather", 64 * 64 + 64 * 32, 4, at_most=True),
         Movement(RS, "scatter", 64 * 64, 4),
         Movement(RS, "scatter", 64 * 32, 4),
-        Movement(AG, "publish", 1234567, 4),
+        Movement(AG, "update", 1234567, 4),
     ),
 )
 
@@ -138,7 +138,7 @@ def test_memory(found):
 
 
 def test_a_step_brings_its_promise(found):
-    assert found.promise is PROMISE
+    assert found.budget is PROMISE
 
 
 def test_printed(found):
@@ -146,7 +146,7 @@ def test_printed(found):
     lines = [line.split() for line in text.splitlines()]
     assert ["reduce-scatter", "scatter", "6,144", "6,144"] in lines
     assert ["all-gather", "gather", "<=", "6,144", "6,144"] in lines
-    assert ["all-gather", "publish", "1,234,567", "0"] in lines
+    assert ["all-gather", "update", "1,234,567", "0"] in lines
     assert ["argument", "3,072", "3.07", "kB"] in lines
     assert ["promised:", "params", "2,048", "2.05", "kB"] in lines
     assert max(map(len, text.splitlines())) <= 160
@@ -178,7 +178,7 @@ def test_as_dict_is_json(found):
 def test_an_optimizer_has_rows_of_its_own(tx, arrays):
     """`arrays`: the kinds of collectives of more than scalars; None for no row at all."""
     params = {"w": np.ones((16, 24), np.float32), "v": np.ones((40, 8), np.float32)}
-    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "p_g_os", segment_size=16)
+    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "p_g_os", min_shard_size=16)
     update = jax.jit(state.tx.update)
     found = audit(update, state.params, state.opt_state, state.params, plan=plan)
     assert {row.purpose for row in found.collectives} == (
@@ -191,7 +191,7 @@ def test_an_optimizer_has_rows_of_its_own(tx, arrays):
 def test_a_norm_that_xla_sums_with_the_loss_is_the_optimizers():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3))
     params = {"w": np.ones((16, 24), np.float32)}
-    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "os", segment_size=16)
+    state, plan = gshard.shard_train_state((params, tx), make_mesh(), "os", min_shard_size=16)
     step = gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)
     found = audit(step, state, np.ones((8, 16), np.float32))
     scalars = {row.purpose: row.elements for row in found.collectives if row.scalar}
@@ -206,7 +206,7 @@ def test_a_jitted_function_without_a_plan_takes_the_mesh_of_its_inputs():
     batch = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, BOTH))
     found = audit(over(mesh, lambda v: lax.psum(v, "b"), BOTH, P("a")), batch)
     assert rows_of(found) == [(AR, ("b",), "user", False, 1, 1, 4)]
-    assert found.promise is None
+    assert found.budget is None
     assert "promised" not in str(found)
 
 
@@ -305,8 +305,8 @@ def test_branches_are_marked():
 
 
 def test_a_promise_can_be_given():
-    found = audit(over(make_mesh(), lambda v: lax.psum(v, "a")), jnp.ones(8), promise=PROMISE)
-    assert found.promise is PROMISE
+    found = audit(over(make_mesh(), lambda v: lax.psum(v, "a")), jnp.ones(8), budget=PROMISE)
+    assert found.budget is PROMISE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from gshard.sharding.level import LEVELS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
-    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+    pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
     pytest.mark.filterwarnings("ignore:offload=True puts nothing"),
 ]
 
@@ -71,7 +71,7 @@ def mesh_of(n: int):
 
 
 def divided(state: Any, level: str, n: int = 8, **options: Any):
-    return gshard.shard_train_state(state, mesh_of(n), level, segment_size=24, **options)
+    return gshard.shard_train_state(state, mesh_of(n), level, min_shard_size=24, **options)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -112,15 +112,15 @@ def test_every_level_is_forecast_as_it_is_when_divided_so():
         sizes = plan.bytes_per_device
         assert forecast.at_rest == sum(sizes.values()) + 4  # the count of steps
         assert found.saves(level) == found.at_rest - forecast.at_rest
-        assert forecast.wire == gshard.promise(plan, micro_batches=4).wire_bytes
+        assert forecast.wire == gshard.budget(plan, micro_batches=4).wire_bytes
     assert found.wire[4]["level"] == found.levels["os"].wire
-    assert found.wire[8]["sync"] == gshard.promise(plan.at(LEVELS["os"]), micro_batches=8,
+    assert found.wire[8]["sync"] == gshard.budget(plan.at(LEVELS["os"]), micro_batches=8,
                                                    accumulate="sync").wire_bytes  # fmt: skip
 
 
 def test_an_abstract_state_is_explained_without_measures():
     mesh = AbstractMesh((64,), ("shard",), axis_types=(AxisType.Auto,))
-    state, plan = gshard.shard_train_state(lambda: linen(), mesh, "p_g_os", segment_size=24)
+    state, plan = gshard.shard_train_state(lambda: linen(), mesh, "p_g_os", min_shard_size=24)
     found = gshard.explain(state, plan)
     assert found.measured is None and found.exact is None and found.group_size == 64
     assert found.planned == plan.bytes_per_device
@@ -207,15 +207,15 @@ def test_whole_leaves_are_marked_with_what_changes_them():
         (params, optax.sgd(0.1)),
         mesh,
         "p_g_os",
-        segment_size=0,
+        min_shard_size=0,
         rules=[{"mine": "whole"}, gshard.by_shape(24, "whole")],
         scan_axes={"layers": 0},
     )
     found = gshard.explain(state)
     why = {x.path: (x.reason, x.change) for x in found.marked}
     assert set(why) == {f"params/{x}" for x in ("small", "odd", "mine", "layers")}
-    assert "20 elements <= segment_size 24" in why["params/small"][0]
-    assert "segment_size" in why["params/small"][1]
+    assert "20 elements <= min_shard_size 24" in why["params/small"][0]
+    assert "min_shard_size" in why["params/small"][1]
     assert why["params/odd"][1] == "indivisible='pad'"
     assert why["params/mine"] == ("rule 'mine'", "rules=, which says so")
     assert found.leaves[0].path == "params/large" or found.leaves[0].marked
@@ -226,7 +226,7 @@ def test_whole_leaves_are_marked_with_what_changes_them():
 
 def test_a_dimension_that_a_scan_walks_is_marked_so():
     state, _ = gshard.shard_train_state(
-        ({"stack": jnp.ones((48,))}, optax.sgd(0.1)), mesh_of(8), "p_g_os", segment_size=0,
+        ({"stack": jnp.ones((48,))}, optax.sgd(0.1)), mesh_of(8), "p_g_os", min_shard_size=0,
         scan_axes={"stack": 0},
     )  # fmt: skip
     (leaf,) = gshard.explain(state).marked
@@ -239,8 +239,8 @@ def test_a_level_that_keeps_a_part_whole_says_which_one_divides_it(level):
     change = {x.path: x.change for x in found.leaves}
     whole, state = "params/Dense_0/kernel", "opt_state/inner/0/mu/Dense_0/kernel"
     divides = LEVELS[level]
-    assert change[whole] == ("" if divides.divides_params else "level p_g_os")
-    assert change[state] == ("" if divides.divides_state else "level os")
+    assert change[whole] == ("" if divides.shards_params else "level p_g_os")
+    assert change[state] == ("" if divides.shards_opt_state else "level os")
     assert not any(x.path == whole for x in found.marked)
 
 
@@ -253,7 +253,7 @@ def test_what_halves_the_memory():
 
 def test_a_level_that_a_rule_makes_impossible_is_said():
     state, _ = gshard.shard_train_state(
-        ({"stack": jnp.ones((48, 3))}, optax.sgd(0.1)), mesh_of(8), "os", segment_size=0,
+        ({"stack": jnp.ones((48, 3))}, optax.sgd(0.1)), mesh_of(8), "os", min_shard_size=0,
         scan_axes={"stack": 0}, rules={"stack": 0},
     )  # fmt: skip
     found = gshard.explain(state)
@@ -288,7 +288,7 @@ def test_copies_of_the_divided_state_and_the_users_axis(options):
     place = NamedSharding(mesh, P(None, "model" if "extra" in options else None))
     params = {"w": jax.device_put(jnp.ones((64, 64)), place), "b": jnp.ones((64,))}
     start = (params, optax.adam(1e-3))
-    state, plan = gshard.shard_train_state(start, mesh, "os_g", segment_size=24)
+    state, plan = gshard.shard_train_state(start, mesh, "os_g", min_shard_size=24)
     found = gshard.explain(state)
     assert found.exact and found.group_size == 4
     assert found.measured.state[str(jax.devices()[7])] == plan.bytes_per_device
@@ -296,7 +296,7 @@ def test_copies_of_the_divided_state_and_the_users_axis(options):
 
 def test_what_paddles_face_wrapped():
     model, optimizer = pair()
-    model, optimizer, _ = gshard.group_sharded_parallel(model, optimizer, "p_g_os")
+    model, optimizer, _ = gshard.paddle.group_sharded_parallel(model, optimizer, "p_g_os")
     found = gshard.explain((model, optimizer))
     assert found.exact and found.level == "p_g_os"
     assert found.planned == model.plan.bytes_per_device

@@ -34,7 +34,7 @@ LEVELS = ("dp", "os", "os_g", "p_g_os")
 @pytest.mark.parametrize("make", [setups.mlp, setups.norm, setups.pair], ids=lambda x: x.__name__)
 def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
     setup = make()
-    found = gshard.make_plan(setup, devices, levels=[level]).levels[level]
+    found = gshard.forecast(setup, devices, levels=[level]).levels[level]
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     state, plan = shard_train_state(setup.state, mesh, level, **setup.shard)
     parts = plan.kind.split(state)
@@ -50,12 +50,12 @@ def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
 
     assert found.params == live(parts.params)
     assert found.optimizer == live((parts.opt_state, parts.step))
-    assert found.extras == live(parts.extras)
-    assert found.at_rest == live((parts.params, parts.opt_state, parts.step, parts.extras))
+    assert found.non_trainable == live(parts.non_trainable)
+    assert found.at_rest == live((parts.params, parts.opt_state, parts.step, parts.non_trainable))
 
 
 def test_master_copies_count_as_optimizer_state():
-    found = gshard.make_plan("tests.setups:mlp", 4, arguments={"precision": "bfloat16"})
+    found = gshard.forecast("tests.setups:mlp", 4, arguments={"precision": "bfloat16"})
     psi = found.parameters
     assert psi == 3 * (256 * 256 + 256)
     assert found.levels["dp"].params == 2 * psi
@@ -68,7 +68,7 @@ def test_master_copies_count_as_optimizer_state():
 def test_wire_is_what_the_compiled_step_sends(level):
     setup = setups.mlp()
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    found = gshard.make_plan(setup, 4, levels=[level], micro_batches=2).levels[level]
+    found = gshard.forecast(setup, 4, levels=[level], micro_batches=2).levels[level]
     state, plan = shard_train_state(setup.state, mesh, level)
     rows = np.ones((8, 256), np.float32)
     for flavour, options in {
@@ -80,16 +80,16 @@ def test_wire_is_what_the_compiled_step_sends(level):
         step = gshard.make_train_step(setup.loss_fn, plan, micro_batches=2, **options)
         audit = gshard.audit(step, state, rows)
         sent = sum(r.wire_bytes for r in audit.collectives if not r.scalar)
-        promised = found.wire if flavour == "level" else found.wire_by_flavour[flavour]
+        budgeted = found.wire if flavour == "level" else found.wire_by_flavour[flavour]
         # A linear layer's backward pass keeps what its forward pass gathered, where XLA sees it.
         gathered = sum(r.wire_bytes for r in audit.collectives if r.purpose == "gather")
-        assert promised - gathered <= sent <= promised
+        assert budgeted - gathered <= sent <= budgeted
         if not gathered:
-            assert sent == promised
+            assert sent == budgeted
 
 
 def test_a_batch_and_a_gathered_layer_count():
-    found = gshard.make_plan(
+    found = gshard.forecast(
         setups.mlp(), 4, micro_batches=3, micro_batch_size=5, levels=["p_g_os", "os"]
     )
     assert list(found.levels) == ["p_g_os", "os"]
@@ -99,8 +99,8 @@ def test_a_batch_and_a_gathered_layer_count():
 
 
 def test_offload_moves_bytes_to_the_host():
-    there = gshard.make_plan(setups.mlp(), 4, levels=["os"]).levels["os"]
-    away = gshard.make_plan(setups.mlp(), 4, levels=["os"], offload=True).levels["os"]
+    there = gshard.forecast(setups.mlp(), 4, levels=["os"]).levels["os"]
+    away = gshard.forecast(setups.mlp(), 4, levels=["os"], offload=True).levels["os"]
     assert there.host == 0
     assert away.host > 0.9 * there.optimizer
     assert away.host + away.optimizer == there.optimizer
@@ -108,7 +108,7 @@ def test_offload_moves_bytes_to_the_host():
 
 def test_a_trillion_parameters_on_16384_devices():
     params = {f"w{i}": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32) for i in range(100)}
-    found = gshard.make_plan((params, optax.adam(1e-3)), 16384)
+    found = gshard.forecast((params, optax.adam(1e-3)), 16384)
     assert found.parameters == 10**12
     assert found.levels["dp"].at_rest == 12 * 10**12 + 4 * 8
     # 100,000 rows lie as 7 on each device, the last ones padding.
@@ -229,17 +229,17 @@ def test_a_wrong_model_says_what(name, arguments, said):
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (lambda: gshard.make_plan(setups.mlp(), 0), "devices=0 must be"),
-        (lambda: gshard.make_plan(setups.mlp(), 6, replica=4), "replica=4 does not divide 6"),
-        (lambda: gshard.make_plan(3, 8), "state is a int"),
-        (lambda: gshard.make_plan(setups.mlp(), 8, levels=[]), "levels= names none"),
+        (lambda: gshard.forecast(setups.mlp(), 0), "devices=0 must be"),
+        (lambda: gshard.forecast(setups.mlp(), 6, replica=4), "replica=4 does not divide 6"),
+        (lambda: gshard.forecast(3, 8), "state is a int"),
+        (lambda: gshard.forecast(setups.mlp(), 8, levels=[]), "levels= names none"),
         (
-            lambda: gshard.make_plan(setups.mlp(), gshard.make_mesh(), replica=2),
+            lambda: gshard.forecast(setups.mlp(), gshard.make_mesh(), replica=2),
             "replica= goes with a number",
         ),
         (
-            lambda: gshard.make_plan(
-                gshard.Setup(setups.mlp().state, setups.mlp().loss_fn, {"a": 3}), 8
+            lambda: gshard.forecast(
+                gshard.TrainSetup(setups.mlp().state, setups.mlp().loss_fn, {"a": 3}), 8
             ),
             "give arrays of one row or more",
         ),
@@ -265,7 +265,7 @@ def test_the_command_in_a_folder_of_the_user_s(tmp_path):
     found = json.loads(ran.stdout)
     assert found["parameters"] == 5 * (256 * 256 + 256)
     assert found.pop("compiled") == {}
-    assert found == json.loads(json.dumps(gshard.make_plan(setups.mlp(layers=5), 8).as_dict()))
+    assert found == json.loads(json.dumps(gshard.forecast(setups.mlp(layers=5), 8).as_dict()))
 
 
 def test_warnings_are_lines_and_said_once(capsys):
@@ -303,7 +303,7 @@ def test_the_command_says_what_is_wrong(words, said, capsys):
 
 def test_the_exit_code_of_a_plan():
     """No answer is not the answer no."""
-    found = gshard.make_plan(setups.mlp(), 8, activations=False)
+    found = gshard.forecast(setups.mlp(), 8, activations=False)
     small = dataclasses.replace(found, usable=1)
     error, fits, does_not = {"error": "no compiler"}, {"fits": True}, {"fits": False}
     assert (exit_code(found, {}), exit_code(small, {})) == (0, 1)
@@ -323,7 +323,7 @@ def test_a_target_is_compiled_for_beside_the_forecast(capsys):
     assert list(found["compiled"]) == ["os", "p_g_os"]
     for name, of in found["compiled"].items():
         at_rest = found["levels"][name]
-        stored = at_rest["params"] + at_rest["optimizer"] + at_rest["extras"]
+        stored = at_rest["params"] + at_rest["optimizer"] + at_rest["non_trainable"]
         assert of["memory"]["argument"] == stored + at_rest["batch"]
         assert of["fits"] is None
     assert main(words) == 0

@@ -144,7 +144,9 @@ def on_one_device(name):
 def test_a_training_is_that_of_one_device(name, level):
     setup = SETUPS[name]()
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state(setup.state, mesh, level, segment_size=64, **setup.shard)
+    state, plan = gshard.shard_train_state(
+        setup.state, mesh, level, min_shard_size=64, **setup.shard
+    )
     step = gshard.make_train_step(setup.loss_fn, plan, micro_batches=2, **setup.step)
     found = []
     for batch in batches(256):
@@ -159,7 +161,7 @@ def test_a_training_is_that_of_one_device(name, level):
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 def test_precision_says_what_parameters_rest_in(precision):
     setup = SETUPS["llama"](precision=precision)
-    state, _ = gshard.shard_train_state(setup.state, FOUR, "os", segment_size=64, **setup.shard)
+    state, _ = gshard.shard_train_state(setup.state, FOUR, "os", min_shard_size=64, **setup.shard)
     dtypes = {x.dtype.name for x in jax.tree.leaves(state.params)}
     assert dtypes == {precision or "float32"}
 

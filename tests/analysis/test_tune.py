@@ -81,7 +81,7 @@ def test_a_step_is_the_slowest_of_what_runs_together():
         group_of(16),
         flops={"bfloat16": 1e15, "float32": 1e14},
         traffic=10**12,
-        wire={"shard": 10**9, "publish": 10**9},
+        wire={"shard": 10**9, "update": 10**9},
         update=10**9,
         host=10**9,
     )
@@ -90,7 +90,7 @@ def test_a_step_is_the_slowest_of_what_runs_together():
         1e15 / (COMPUTE_SHARE * chip.bfloat16) + 1e14 / (COMPUTE_SHARE * chip.float32)
     )
     assert made.step == pytest.approx(
-        max(made.compute, made.memory, made.wire) + made.update + made.publish + made.host
+        max(made.compute, made.memory, made.wire) + made.update + made.all_gather_params + made.host
     )
     assert made.binding == "compute"
     slow = dataclasses.replace(made, wire=made.compute + 1)
@@ -135,7 +135,7 @@ def test_what_fits_comes_first_and_needs_what_make_plan_says():
     steps = [x.cost.step for x in found]
     assert all(a <= b * 1.01 for a, b in zip(steps, steps[1:], strict=False))
     for x in found[:3]:
-        level = gshard.make_plan(
+        level = gshard.forecast(
             config.model, 16, levels=[x.option.level], arguments=config.arguments,
             replica=x.option.replica, **vars(x.option.choices),
         ).levels[x.option.level]  # fmt: skip
@@ -238,13 +238,13 @@ def test_what_is_frozen_is_gathered_too():
     found = {x.option.beside: x for x in advise(config)}
     assert found["kept for backward"].needs > found[""].needs
     assert found["kept for backward"].cost.wire < found[""].cost.wire
-    assert {x.cost.publish for x in found.values()} == {0}
+    assert {x.cost.all_gather_params for x in found.values()} == {0}
 
 
 def test_offload_takes_the_state_off_the_device():
     config = config_of(arguments={"width": 16384, "layers": 5}, levels=("dp",))
     near, away = (
-        gshard.make_plan(
+        gshard.forecast(
             config.model, 4, levels=["dp"], arguments=config.arguments, offload=offload
         ).levels["dp"]
         for offload in (False, True)

@@ -40,7 +40,7 @@ def save_three(directory: Path) -> Saved:
     params = {"w": np.arange(1024, dtype=np.float32).reshape(16, 64), "b": np.ones(64, np.float32)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     state, plan = gshard.shard_train_state(
-        (params, optax.adam(1e-2)), mesh, "p_g_os", segment_size=0
+        (params, optax.adam(1e-2)), mesh, "p_g_os", min_shard_size=0
     )
     with gshard.Checkpointer(directory) as checkpointer:
         for step in (1, 2, 3):

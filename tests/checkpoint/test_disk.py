@@ -56,7 +56,9 @@ def state_of(kilobytes: int) -> Any:
     """A train state and its bytes; the optimizer keeps nothing."""
     params = {"w": np.random.default_rng(0).normal(size=(kilobytes, 256)).astype(np.float32)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
-    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0
+    )
     size = sum(x.nbytes for x in jax.tree.leaves(plan.kind.split(state)))
     return state, size
 
@@ -118,7 +120,9 @@ def test_what_a_failed_save_leaves_goes_with_a_later_one(tmp_path):
     """Orbax's threads go on for a while and make anew what was removed."""
     params = {f"w{i}": np.full((64 + i, 256), i, np.float32) for i in range(30)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
-    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0
+    )
     with gshard.Checkpointer(tmp_path / "steps", asynchronous=False) as checkpointer:
         for size in range(10_000, 160_000, 10_000):
             with files_end_at(size), pytest.raises(gshard.SaveFailedError, match="step 1 was not"):
@@ -210,7 +214,7 @@ def test_the_disk_of_one_of_two_processes(tmp_path, monkeypatch):
     """Both say the same, and go on together."""
     jax.devices()  # this process has its eight before they are forgotten
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    said = gshard.spawn(
+    said = gshard.distributed.spawn(
         saves_on_a_bad_disk, (str(tmp_path / "steps"),), nprocs=2, virtual_devices=2
     )
     assert said[0] == said[1]

@@ -22,7 +22,7 @@ from tests.zoo import ZOO
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
-    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+    pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 
 

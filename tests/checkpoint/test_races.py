@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 def state():
     params = {"w": np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
-    return gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=0)[0]
+    return gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0)[0]
 
 
 @pytest.fixture

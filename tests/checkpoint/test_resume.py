@@ -79,7 +79,7 @@ def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
         job.wait_until(lambda: newest(last) > before, "saved", LIMIT)
         time.sleep(0.3)  # a step or two that no save was due after
         job.process.terminate()
-        assert job.code(LIMIT) == gshard.PREEMPTED, job.out + job.err
+        assert job.code(LIMIT) == gshard.distributed.PREEMPTED_EXIT_CODE, job.out + job.err
         assert killed in job.out
         assert f"{last:<10} told to stop after step {newest(last)}: saved\n" in job.out
     assert before < newest(last) < 24
@@ -118,7 +118,7 @@ def settings(tmp_path):
 
 def toy():
     state, _ = gshard.shard_train_state(
-        ({"w": jnp.arange(16.0)}, optax.sgd(0.1)), gshard.make_mesh(), "os", segment_size=8
+        ({"w": jnp.arange(16.0)}, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=8
     )
     return state
 

@@ -38,7 +38,7 @@ def setup(width=64, layers=2):
 
     tx = optax.adam(1e-3)
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)
-    return gshard.Setup(init, loss, row, shard={"segment_size": 256})
+    return gshard.TrainSetup(init, loss, row, shard={"min_shard_size": 256})
 
 
 def multiplies(width=64):
@@ -47,7 +47,7 @@ def multiplies(width=64):
     def post_update(state):  # products need whole matrices, which no level promises
         return state.replace(params={k: w @ w.T @ w for k, w in state.params.items()})
 
-    return gshard.Setup(
+    return gshard.TrainSetup(
         made.state, made.loss_fn, made.batch, made.shard, {"post_update": post_update}
     )
 
@@ -58,7 +58,8 @@ def pair(width=64):
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     row = jnp.zeros((1, width))
-    return gshard.Setup(init, lambda m, x: jnp.square(m(x)).mean(), row, {"segment_size": 256})
+    shard = {"min_shard_size": 256}
+    return gshard.TrainSetup(init, lambda m, x: jnp.square(m(x)).mean(), row, shard)
 
 
 def no_step():
@@ -98,7 +99,7 @@ def test_audit_of_a_config(folder, capsys):
     moved = {(m["kind"], m["purpose"]): m["elements"] for m in levels["os"]["promise"]["moved"]}
     rows = levels["os"]["collectives"]
     found = {(r["kind"], r["purpose"]): r["elements"] for r in rows if not r["scalar"]}
-    assert moved == found == {("reduce-scatter", "scatter"): size, ("all-gather", "publish"): size}
+    assert moved == found == {("reduce-scatter", "scatter"): size, ("all-gather", "update"): size}
     for level in levels.values():
         assert level["exceeded"] == [] and level["memory"]["temp"] > 0
         assert level["promise"]["group_size"] == 4

@@ -34,7 +34,7 @@ NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
 
 def named(*names):
     params = {name: jax.ShapeDtypeStruct((256, 256), jnp.float32) for name in names}
-    return gshard.Setup((params, optax.adam(1e-3)))
+    return gshard.TrainSetup((params, optax.adam(1e-3)))
 
 
 # ---- names of the user's ------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_bytes_in_a_loop_of_unknown_length_are_shown_as_unknown():
         "wire_bytes": {"all-reduce": None, "all-gather": 2000, "all-to-all": 3000},
         "asynchronous_bytes": {"all-reduce": 0, "all-gather": 2000},
     }
-    found = gshard.make_plan(named("w"), 4, levels=["os"])
+    found = gshard.forecast(named("w"), 4, levels=["os"])
     lines = compiled_report("cpu:4", found, {"os": of}).splitlines()
     (row,) = [x.split() for x in lines if "kB" in x and x.split()[0] == "os" and "?" in x]
     assert row == "os 2.00 kB 0 B ? 3.00 kB ? ? 0".split()
@@ -96,12 +96,12 @@ def raises():
     ("further", "said"),
     [
         ({"shard": {"presicion": "bfloat16"}}, "Did you mean 'precision'?"),
-        ({"shard": [1, 2]}, "shard= of gshard.Setup is [1, 2]"),
+        ({"shard": [1, 2]}, "shard= of gshard.TrainSetup is [1, 2]"),
         ({"shard": None}, "further arguments of shard_train_state"),
         ({"shard": {"level": "os"}}, "has no 'level': CONFIG says it"),
         ({"shard": {"offload": True}}, "has no 'offload': CONFIG says it"),
         ({"shard": {"init_args": (1,)}}, "functools.partial"),
-        ({"step": {"micro_batchez": 2}}, "step= of gshard.Setup has no 'micro_batchez'"),
+        ({"step": {"micro_batchez": 2}}, "step= of gshard.TrainSetup has no 'micro_batchez'"),
         ({"step": {"micro_batches": 4}}, "has no 'micro_batches': CONFIG says it"),
         ({"step": {"plan": 4}}, "has no 'plan': it is made"),
         ({"batch": {}}, "holds no arrays"),
@@ -112,7 +112,7 @@ def raises():
 )
 def test_a_setup_that_cannot_be_is_refused_in_words(further, said):
     with pytest.raises(gshard.GShardError) as caught:
-        gshard.make_plan(dataclasses.replace(setups.mlp(), **further), 4, levels=["os"])
+        gshard.forecast(dataclasses.replace(setups.mlp(), **further), 4, levels=["os"])
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -308,8 +308,8 @@ def test_a_value_that_cannot_be_meant(tmp_path, text, said, capsys):
 
 def test_one_level_is_enough():
     for levels in (1, "os", LEVELS["os"], ["os"]):
-        assert list(gshard.make_plan(named("w"), 4, levels=levels).levels) == ["os"]
-    assert list(gshard.make_plan(named("w"), 4, levels="dp,3").levels) == ["dp", "p_g_os"]
+        assert list(gshard.forecast(named("w"), 4, levels=levels).levels) == ["os"]
+    assert list(gshard.forecast(named("w"), 4, levels="dp,3").levels) == ["dp", "p_g_os"]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_one_level_is_enough():
 )
 def test_an_argument_that_cannot_be_meant(given, said):
     with pytest.raises(gshard.GShardError) as caught:
-        gshard.make_plan(**{"model": named("w"), "devices": 4, **given})
+        gshard.forecast(**{"model": named("w"), "devices": 4, **given})
     assert said in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from tests.checkpoint.test_checkpoints import shard
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
-    pytest.mark.filterwarnings("ignore:.*segment_size changes nothing"),
+    pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 
 

@@ -31,7 +31,7 @@ def test_one_that_never_arrives_is_named(tmp_path):
     script.write_text(
         "import os, time, gshard\n"
         "if os.environ['GSHARD_PROCESS_ID'] == '1': time.sleep(1000)\n"
-        "gshard.init_parallel_env()\n"
+        "gshard.distributed.initialize()\n"
     )
     words = ("--nproc_per_node", 3, "--start_timeout", 4, script)
     with running(launch(*words), tmp_path) as job:

@@ -31,14 +31,14 @@ def free_port_above(first: int) -> int:
 MEET = """
 import time
 import gshard
-gshard.init_parallel_env()
-gshard.init_parallel_env()
-rank = gshard.get_rank()
-gshard.barrier()  # both have started
+gshard.distributed.initialize()
+gshard.distributed.initialize()
+rank = gshard.distributed.process_index()
+gshard.distributed.barrier()  # both have started
 time.sleep(rank)
 came = time.monotonic()
-gshard.barrier()
-print("SEEN", rank, gshard.get_world_size(), came, time.monotonic())
+gshard.distributed.barrier()
+print("SEEN", rank, gshard.distributed.process_count(), came, time.monotonic())
 """
 
 
@@ -88,14 +88,14 @@ def test_open_mpi_is_detected(tmp_path):
 
 ALONE = """
 import gshard
-gshard.init_parallel_env(**{arguments})
-assert (gshard.get_rank(), gshard.get_world_size()) == (0, 1)
-gshard.barrier()
+gshard.distributed.initialize(**{arguments})
+assert (gshard.distributed.process_index(), gshard.distributed.process_count()) == (0, 1)
+gshard.distributed.barrier()
 gshard.virtual_devices(3)  # JAX has not started
 import jax
 assert len(jax.devices()) == 3 and not jax.distributed.is_initialized()
-gshard.init_parallel_env(**{arguments})  # again, and JAX has started
-assert (gshard.get_rank(), gshard.get_world_size()) == (0, 1)
+gshard.distributed.initialize(**{arguments})  # again, and JAX has started
+assert (gshard.distributed.process_index(), gshard.distributed.process_count()) == (0, 1)
 """
 
 
@@ -110,7 +110,7 @@ def test_without_a_word_a_process_is_alone(tmp_path):
 UNDETECTED = """
 import gshard
 try:
-    gshard.init_parallel_env()
+    gshard.distributed.initialize()
 except gshard.GShardError as error:
     print("SAID", error)
 """
@@ -130,20 +130,20 @@ def test_a_cluster_that_is_not_detected_is_no_reason_to_train_alone(tmp_path):
 
 PRECEDENCE = """
 import gshard
-gshard.init_parallel_env(process_id={rank})
-assert (gshard.get_rank(), gshard.get_world_size()) == ({rank}, 2)
+gshard.distributed.initialize(process_id={rank})
+assert (gshard.distributed.process_index(), gshard.distributed.process_count()) == ({rank}, 2)
 gshard.virtual_devices(3)  # JAX has not started
 import jax
 assert (jax.process_index(), jax.process_count()) == ({rank}, 2)
 assert (len(jax.local_devices()), len(jax.devices())) == (3, 6)
-assert (gshard.get_rank(), gshard.get_world_size()) == ({rank}, 2)
-gshard.init_parallel_env()
-gshard.init_parallel_env(num_processes=2, process_id={rank})
+assert (gshard.distributed.process_index(), gshard.distributed.process_count()) == ({rank}, 2)
+gshard.distributed.initialize()
+gshard.distributed.initialize(num_processes=2, process_id={rank})
 try:
-    gshard.init_parallel_env(num_processes=3)
+    gshard.distributed.initialize(num_processes=3)
 except gshard.GShardError as error:
     print("SAID", error)
-gshard.barrier()
+gshard.distributed.barrier()
 """
 
 
@@ -163,7 +163,7 @@ def test_arguments_before_variables_before_a_cluster(tmp_path):
     assert_all_well(ended)
     for end in ended:
         assert (
-            "SAID init_parallel_env(num_processes=3) was called, but this process has already "
+            "SAID initialize(num_processes=3) was called, but this process has already "
             "joined with num_processes=2." in end.said
         )
 
@@ -204,7 +204,7 @@ def test_bad_arguments(monkeypatch, arguments, said):
     for name in variables("", 0, 0):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(gshard.GShardError) as caught:
-        gshard.init_parallel_env(**arguments)
+        gshard.distributed.initialize(**arguments)
     assert said in str(caught.value)
 
 
@@ -224,7 +224,7 @@ def test_bad_variables(monkeypatch, environment, said):
     for name, value in zip(variables("", 0, 0), environment, strict=True):
         monkeypatch.setenv(name, value)
     with pytest.raises(gshard.GShardError) as caught:
-        gshard.init_parallel_env()
+        gshard.distributed.initialize()
     assert said in str(caught.value)
 
 
@@ -234,10 +234,10 @@ def test_jax_has_started(monkeypatch):
     for name in variables("", 0, 0):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(gshard.CallOrderError, match="JAX has already started in process 1. Call"):
-        gshard.init_parallel_env(HERE, 2, 1, start_timeout=1)
+        gshard.distributed.initialize(HERE, 2, 1, start_timeout=1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(gshard.CallOrderError, match="started, and SLURM_STEP_NUM_TASKS=2 says"):
-        gshard.init_parallel_env()
+        gshard.distributed.initialize()
 
 
 # ---- the roll call -------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def all_are_at(place):
 def attempt(name, *place):
     began = time.monotonic()
     try:
-        gshard.init_parallel_env(addresses[name], *place, start_timeout=3)
+        gshard.distributed.initialize(addresses[name], *place, start_timeout=3)
     except gshard.GShardError as error:
         said[name] = type(error).__name__, str(error), time.monotonic() - began
 
@@ -278,9 +278,10 @@ if number == 2:
     attempt("not here", 2, 0)
 all_are_at("end")
 # None of that has left anything behind.
-gshard.init_parallel_env(addresses["end"], 3, number, start_timeout=60)
-gshard.barrier()
-print("SAID", json.dumps([gshard.get_rank(), gshard.get_world_size(), said]))
+gshard.distributed.initialize(addresses["end"], 3, number, start_timeout=60)
+gshard.distributed.barrier()
+rank, count = gshard.distributed.process_index(), gshard.distributed.process_count()
+print("SAID", json.dumps([rank, count, said]))
 """
 
 

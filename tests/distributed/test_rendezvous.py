@@ -84,7 +84,7 @@ def test_one_that_leaves_and_comes_again_is_let_in():
 def test_who_comes_too_late_is_told_nothing_and_says_so():
     call = Call(2, timeout=0.5)
     error = call.end()
-    assert isinstance(error, gshard.NotArrivedError)
+    assert isinstance(error, gshard.distributed.NotArrivedError)
     assert "arrived: 0; missing: 1" in str(error)
-    with pytest.raises(gshard.NotArrivedError, match="did not reach process 0"):
+    with pytest.raises(gshard.distributed.NotArrivedError, match="did not reach process 0"):
         meet(call.at, 2, 1, 0.5, False)

@@ -231,7 +231,10 @@ def test_one_host_is_told_to_stop_and_both_do(stepping, tmp_path):
     job = stepping("--nproc_per_node", 2)
     job.until_running(4)
     job.launchers[1].send(signal.SIGTERM)
-    assert job.wait(LIMIT) == [gshard.PREEMPTED, gshard.PREEMPTED], job.said
+    assert job.wait(LIMIT) == [
+        gshard.distributed.PREEMPTED_EXIT_CODE,
+        gshard.distributed.PREEMPTED_EXIT_CODE,
+    ], job.said
     steps = {(tmp_path / f"{rank}.stopped").read_text() for rank in range(4)}
     assert len(steps) == 1, steps
     job.assert_nobody_is_left()

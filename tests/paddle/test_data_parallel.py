@@ -31,7 +31,9 @@ def step(model, optimizer):
 @pytest.mark.parametrize("devices", quick([1, 3, 8], [3, 8]))
 def test_every_third_step_reduces(devices):
     """D1: two of three calls stay local; losses and parameters are those of a local run."""
-    model = gshard.DataParallel(Net(), group=gshard.new_group(list(range(devices))))
+    model = gshard.paddle.DataParallel(
+        Net(), group=gshard.distributed.new_group(list(range(devices)))
+    )
     optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
     local = Net()
     its = nnx.Optimizer(local, optax.sgd(1e-2), wrt=nnx.Param)
@@ -74,10 +76,10 @@ def test_branches_unused_parameters_and_buffers():
     for batch in batches:
         batch["x"][:4, 0] = np.abs(batch["x"][:4, 0])  # the first two devices go left
     with pytest.warns(gshard.GShardWarning, match=r"does not reach unused/bias, unused/kernel"):
-        lazy = gshard.DataParallel(Branches(), find_unused_parameters=True)
+        lazy = gshard.paddle.DataParallel(Branches(), find_unused_parameters=True)
         lazy.backward(loss_fn, batches[0])
     lazy.clear_gradients()
-    eager = gshard.DataParallel(Branches())
+    eager = gshard.paddle.DataParallel(Branches())
     for i, batch in enumerate(batches):
         eager.backward(loss_fn, batch)
         if i < 4:
@@ -108,7 +110,7 @@ def my_loss(model, batch):
 
 def test_an_operator_with_its_own_backward():
     """D6: `no_sync` and a manual reduction are automatic synchronisation."""
-    models = [gshard.DataParallel(Net()) for _ in range(2)]
+    models = [gshard.paddle.DataParallel(Net()) for _ in range(2)]
     optimizers = [nnx.Optimizer(m, optax.sgd(0.01), wrt=nnx.Param) for m in models]
     for i in range(10):
         batch = rows(16, i)
@@ -116,7 +118,7 @@ def test_an_operator_with_its_own_backward():
             models[0].backward(my_loss, batch)
         with pytest.raises(gshard.GShardError, match="not been reduced"):
             assert models[0].grads
-        gshard.fused_allreduce_gradients(list(models[0].parameters()), None)
+        gshard.paddle.fused_allreduce_gradients(list(models[0].parameters()), None)
         models[1].backward(my_loss, batch)
         for model, optimizer in zip(models, optimizers, strict=True):
             step(model, optimizer)
@@ -151,20 +153,22 @@ def reduced(model):
 
 def test_buckets_stay_apart_and_the_last_is_small():
     """Nine layers of 0.25 MB."""
-    sizes = reduced(gshard.DataParallel(Deep(), comm_buffer_size=1, last_comm_buffer_size=0.26))
+    sizes = reduced(
+        gshard.paddle.DataParallel(Deep(), comm_buffer_size=1, last_comm_buffer_size=0.26)
+    )
     assert sum(sizes) == pytest.approx(9 * 0.251, rel=1e-2)
     assert max(sizes) <= 1 and sizes[-1] <= 0.26 and len(sizes) == 5
-    assert len(reduced(gshard.DataParallel(Deep(), comm_buffer_size=0))) == 1  # XLA's choice
+    assert len(reduced(gshard.paddle.DataParallel(Deep(), comm_buffer_size=0))) == 1  # XLA's choice
 
 
 def test_it_is_the_model_and_a_data_parallel():
     net = Net()
-    model = gshard.DataParallel(net, last_comm_buffer_size=1.5)
-    assert isinstance(model, Net) and isinstance(model, gshard.DataParallel)
+    model = gshard.paddle.DataParallel(net, last_comm_buffer_size=1.5)
+    assert isinstance(model, Net) and isinstance(model, gshard.paddle.DataParallel)
     assert model.middle.out_features == WIDTH and len(model.parameters()) == 8
     assert model.scale_loss(3.0) == 3.0 and model.apply_collective_grads() is None
     assert_same(model.state_dict(), whole(net), rtol=0, atol=0)
-    other = gshard.DataParallel(Net(4))
+    other = gshard.paddle.DataParallel(Net(4))
     other.set_dict(model.state_dict())
     other.load_dict(model.state_dict())
     assert_same(other.state_dict(), whole(net), rtol=0, atol=0)
@@ -178,13 +182,16 @@ def weighted(model, batch):
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda: gshard.DataParallel(3), "is no model"),
-        (lambda: gshard.DataParallel(nnx.Dropout(0.1)), "no nnx.Param"),
-        (lambda: gshard.DataParallel(Net(), comm_buffer_size=2.5), "comm_buffer_size"),
-        (lambda: gshard.DataParallel(Net(), last_comm_buffer_size=0), "last_comm_buffer_size"),
-        (lambda: gshard.DataParallel(Net(), find_unused_parameters=1), "True or False"),
-        (lambda: gshard.DataParallel(gshard.DataParallel(Net())), "wrapped already"),
-        (lambda: gshard.fused_allreduce_gradients([], hcg=3), "pass None"),
+        (lambda: gshard.paddle.DataParallel(3), "is no model"),
+        (lambda: gshard.paddle.DataParallel(nnx.Dropout(0.1)), "no nnx.Param"),
+        (lambda: gshard.paddle.DataParallel(Net(), comm_buffer_size=2.5), "comm_buffer_size"),
+        (
+            lambda: gshard.paddle.DataParallel(Net(), last_comm_buffer_size=0),
+            "last_comm_buffer_size",
+        ),
+        (lambda: gshard.paddle.DataParallel(Net(), find_unused_parameters=1), "True or False"),
+        (lambda: gshard.paddle.DataParallel(gshard.paddle.DataParallel(Net())), "wrapped already"),
+        (lambda: gshard.paddle.fused_allreduce_gradients([], hcg=3), "pass None"),
     ],
 )
 def test_bad_input(act, says):
@@ -193,7 +200,7 @@ def test_bad_input(act, says):
 
 
 def test_a_weighted_loss_cannot_stay_local():
-    model = gshard.DataParallel(Net())
+    model = gshard.paddle.DataParallel(Net())
     model.backward(weighted, rows(16, 0))
     with model.no_sync(), pytest.raises(gshard.GShardError, match="Weighted"):
         model.backward(weighted, rows(16, 0))

@@ -56,14 +56,14 @@ def adamw():
 
 
 def groups(devices):
-    return {} if devices == 8 else {"group": gshard.new_group(list(range(devices)))}
+    return {} if devices == 8 else {"group": gshard.distributed.new_group(list(range(devices)))}
 
 
 def wrap(level, model=None, tx=None, **options):
     small = {"segment_size": 100} if level == "p_g_os" else {}
     model = Net() if model is None else model
     tx = adamw() if tx is None else tx
-    return gshard.group_sharded_parallel(model, tx, level, **(small | options))
+    return gshard.paddle.group_sharded_parallel(model, tx, level, **(small | options))
 
 
 def train(model, optimizer, batches, loss=loss_fn):
@@ -138,7 +138,7 @@ def test_no_sync_adds_up_and_moves_no_gradient(level):
     batches = [rows(16, seed) for seed in range(3)]
     grads = []
     for local in (False, True):
-        model = gshard.DataParallel(Net()) if level == "dp" else wrap(level)[0]
+        model = gshard.paddle.DataParallel(Net()) if level == "dp" else wrap(level)[0]
         for i, batch in enumerate(batches):
             if local and i < 2:
                 with model.no_sync(), model.no_sync():
@@ -156,7 +156,7 @@ def test_no_sync_adds_up_and_moves_no_gradient(level):
 
 
 def test_no_sync_ends_with_an_exception():
-    model = gshard.DataParallel(Net())
+    model = gshard.paddle.DataParallel(Net())
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
     assert model.backward(loss_fn, rows(16, 0)).shape == ()
@@ -171,7 +171,7 @@ def test_gradients_that_wait_are_not_forgotten(level):
         model.backward(loss_fn, rows(16, 0))
     with pytest.raises(gshard.GShardError, match="not been reduced"):
         optimizer.step()
-    gshard.fused_allreduce_gradients(model.parameters(), None)
+    gshard.paddle.fused_allreduce_gradients(model.parameters(), None)
     waited = [np.asarray(x) for x in jax.tree.leaves(model.grads)]
     model.clear_gradients()
     model.backward(loss_fn, rows(16, 0))
@@ -203,7 +203,10 @@ def test_copies_of_the_divided_state(level, way):
     """T13, T14: 2 x 2 is 4 devices, and one."""
     batches = [rows(16, seed) for seed in range(3)]
     if way == "groups":
-        given = {"group": gshard.new_group([0, 1]), "dp_group": gshard.new_group([0, 2])}
+        given = {
+            "group": gshard.distributed.new_group([0, 1]),
+            "dp_group": gshard.distributed.new_group([0, 2]),
+        }
     else:
         mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
         given = {"group": mesh, "dp_group": "replica"}
@@ -477,11 +480,11 @@ def test_state_dicts_go_anywhere(level, tmp_path):
     _, wanted = on_one_device(batches)
     model, optimizer, _ = wrap(level)
     train(model, optimizer, batches[:3])
-    gshard.save_group_sharded_model(model, tmp_path / "saved", optimizer)
+    gshard.paddle.save_group_sharded_model(model, tmp_path / "saved", optimizer)
     before = model.state_dict()
     other_level = "p_g_os" if level == "os" else "os"
     other, its_optimizer, _ = wrap(other_level, Net(5), **groups(3))
-    gshard.load_group_sharded_model(other, tmp_path / "saved", its_optimizer)
+    gshard.paddle.load_group_sharded_model(other, tmp_path / "saved", its_optimizer)
     assert_same(other.state_dict(), before, rtol=0, atol=0)
     assert int(its_optimizer.step) == 3
     for pair in ((model, optimizer), (other, its_optimizer)):
@@ -495,9 +498,9 @@ def test_state_dict_by_name(tmp_path):
     found = model.state_dict(given)
     assert found is given and found["kept"] == 1 and found["first.kernel"].shape == (13, WIDTH)
     assert model.state_dict(include_sublayers=False) == {}
-    gshard.save({"model": model.state_dict(), "epoch": 3, "note": "x"}, tmp_path / "a")
-    gshard.save({"model": model.state_dict(), "epoch": 4, "note": "x"}, tmp_path / "a")
-    back = gshard.load(tmp_path / "a")
+    gshard.paddle.save({"model": model.state_dict(), "epoch": 3, "note": "x"}, tmp_path / "a")
+    gshard.paddle.save({"model": model.state_dict(), "epoch": 4, "note": "x"}, tmp_path / "a")
+    back = gshard.paddle.load(tmp_path / "a")
     assert (back["epoch"], back["note"]) == (4, "x")
     assert_same(back["model"], model.state_dict(), rtol=0, atol=0)
     with pytest.warns(gshard.GShardWarning, match=r"lacks first\.bias.*does not know more"):
@@ -670,15 +673,18 @@ def test_state_dicts_before_and_after_wrapping(level, tmp_path):
     tx = optax.adamw(1e-2)
     net = Noisy()
     its = nnx.Optimizer(net, tx, wrt=nnx.Param)
-    model, optimizer, _ = gshard.group_sharded_parallel(net, its, level, **groups(3))
-    assert_same(gshard.state_dict(net), model.state_dict(), rtol=0, atol=0)
-    assert_same(gshard.state_dict(its), optimizer.state_dict(), rtol=0, atol=0)
+    model, optimizer, _ = gshard.paddle.group_sharded_parallel(net, its, level, **groups(3))
+    assert_same(gshard.paddle.state_dict(net), model.state_dict(), rtol=0, atol=0)
+    assert_same(gshard.paddle.state_dict(its), optimizer.state_dict(), rtol=0, atol=0)
     train(model, optimizer, [rows(15, seed) for seed in range(2)])
-    gshard.save({"net": gshard.state_dict(model), "its": gshard.state_dict(optimizer)}, tmp_path)
-    values = gshard.load(tmp_path)
-    gshard.set_state_dict(net, values["net"])
-    gshard.set_state_dict(its, values["its"])
-    assert_same(gshard.state_dict(net), model.state_dict(), rtol=0, atol=0)
+    gshard.paddle.save(
+        {"net": gshard.paddle.state_dict(model), "its": gshard.paddle.state_dict(optimizer)},
+        tmp_path,
+    )
+    values = gshard.paddle.load(tmp_path)
+    gshard.paddle.set_state_dict(net, values["net"])
+    gshard.paddle.set_state_dict(its, values["its"])
+    assert_same(gshard.paddle.state_dict(net), model.state_dict(), rtol=0, atol=0)
     assert int(its.step[...]) == 2
     assert {x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(nnx.state(net))} == {True}
 
@@ -687,17 +693,17 @@ def test_state_dicts_before_and_after_wrapping(level, tmp_path):
         its.update(net, nnx.grad(loss_fn)(net, batch))
 
     step(net, its, rows(15, 2))
-    other, o, _ = gshard.group_sharded_parallel(Noisy(), tx, level, **groups(2))
-    gshard.set_state_dict(other, gshard.state_dict(net))
-    gshard.set_state_dict(o, gshard.state_dict(its))
-    assert_same(other.state_dict(), gshard.state_dict(net), rtol=0, atol=0)
-    assert_same(o.state_dict(), gshard.state_dict(its), rtol=0, atol=0)
+    other, o, _ = gshard.paddle.group_sharded_parallel(Noisy(), tx, level, **groups(2))
+    gshard.paddle.set_state_dict(other, gshard.paddle.state_dict(net))
+    gshard.paddle.set_state_dict(o, gshard.paddle.state_dict(its))
+    assert_same(other.state_dict(), gshard.paddle.state_dict(net), rtol=0, atol=0)
+    assert_same(o.state_dict(), gshard.paddle.state_dict(its), rtol=0, atol=0)
     with pytest.warns(gshard.GShardWarning, match=r"lacks.*does not know"):
-        gshard.set_state_dict(net, {"unknown": np.zeros(3)})
+        gshard.paddle.set_state_dict(net, {"unknown": np.zeros(3)})
     with pytest.raises(gshard.GShardError, match="another optimizer's"):
-        gshard.set_state_dict(its, {})
+        gshard.paddle.set_state_dict(its, {})
     with pytest.raises(gshard.GShardError, match="neither a model"):
-        gshard.state_dict({"w": np.zeros(3)})
+        gshard.paddle.state_dict({"w": np.zeros(3)})
 
 
 def test_two_models_do_not_touch_each_other_and_can_go():
@@ -830,10 +836,10 @@ def test_dropout_goes_on_where_it_was(tmp_path):
     batches = [rows(16, seed) for seed in range(4)]
     model, optimizer, _ = wrap("os_g", Dropped())
     train(model, optimizer, batches[:2])
-    gshard.save_group_sharded_model(model, tmp_path, optimizer)
+    gshard.paddle.save_group_sharded_model(model, tmp_path, optimizer)
     wanted = train(model, optimizer, batches[2:])
     other, its, _ = wrap("p_g_os", Dropped())
-    gshard.load_group_sharded_model(other, tmp_path, its)
+    gshard.paddle.load_group_sharded_model(other, tmp_path, its)
     np.testing.assert_allclose(train(other, its, batches[2:]), wanted, rtol=1e-5)
 
 
@@ -865,16 +871,16 @@ def test_what_is_beside_a_saved_state_stays(tmp_path):
     for name in ("real.old", "real.new", "link.old"):
         (tmp_path / name).write_text("mine")
     for _ in range(2):
-        gshard.save_group_sharded_model(model, out, optimizer)
-        gshard.save(scaler.state_dict(), out / "scaler")
+        gshard.paddle.save_group_sharded_model(model, out, optimizer)
+        gshard.paddle.save(scaler.state_dict(), out / "scaler")
         (out / "notes.txt").write_text("mine")
-    assert out.is_symlink() and gshard.load(out / "scaler") == scaler.state_dict()
+    assert out.is_symlink() and gshard.paddle.load(out / "scaler") == scaler.state_dict()
     assert {p.name for p in out.iterdir()} == {"gshard_state", "scaler", "notes.txt"}
     assert (tmp_path / "real.old").read_text() == "mine"
     (out / "gshard_state").rename(out / ".gshard_state.old")
-    assert gshard.load(out)["model"].keys() == model.state_dict().keys()
-    gshard.save({"a": 1}, out)
-    assert gshard.load(out) == {"a": 1}
+    assert gshard.paddle.load(out)["model"].keys() == model.state_dict().keys()
+    gshard.paddle.save({"a": 1}, out)
+    assert gshard.paddle.load(out) == {"a": 1}
     assert {p.name for p in out.iterdir()} == {"gshard_state", "scaler", "notes.txt"}
 
 
@@ -942,7 +948,7 @@ class Fallback(Net):
 
 def test_attributes_of_upstream_say_what_to_use_instead():
     model, optimizer, _ = wrap("os")
-    dp = gshard.DataParallel(Net())
+    dp = gshard.paddle.DataParallel(Net())
     for target, name, says in (
         (dp, "module", "use model itself"),
         (model, "_layers", "use model itself"),
@@ -962,7 +968,7 @@ def test_attributes_of_upstream_say_what_to_use_instead():
 
 
 def test_what_a_model_says_of_its_attributes_stays():
-    model = gshard.DataParallel(Fallback())
+    model = gshard.paddle.DataParallel(Fallback())
     assert model.module == "its own"
     with pytest.raises(AttributeError, match="nothing: not of Fallback"):
         _ = model.nothing
@@ -971,7 +977,7 @@ def test_what_a_model_says_of_its_attributes_stays():
         broken = Fallback.broken
 
     with pytest.raises(AttributeError, match="inside the property"):
-        _ = gshard.DataParallel(Plain()).broken
+        _ = gshard.paddle.DataParallel(Plain()).broken
 
 
 def copy_of(model):
@@ -994,19 +1000,27 @@ def copy_of(model):
         ),
         (lambda: wrap("os")[0](rows(8, 0)["x"], nnx.Rngs(0)), "nnx.Rngs"),
         (lambda: wrap("os")[0](rows(8, 0)["x"], {1}), "cannot be hashed"),
-        (lambda: gshard.save({}, "never"), "empty"),
+        (lambda: gshard.paddle.save({}, "never"), "empty"),
         (lambda: wrap("os", buffer_max_size=-1), "buffer_max_size"),
         (lambda: wrap("p_g_os", segment_size=2.5), "segment_size"),
         (lambda: wrap("os", offload="yes"), "offload"),
         (lambda: wrap("os", sync_comm=1), "sync_comm"),
         (lambda: wrap("os", group=[0, 1]), "new_group"),
-        (lambda: wrap("os", dp_group=gshard.new_group([0, 1])), "group= is missing"),
+        (lambda: wrap("os", dp_group=gshard.distributed.new_group([0, 1])), "group= is missing"),
         (
-            lambda: wrap("os", group=gshard.new_group([0, 1]), dp_group=gshard.new_group([0, 1])),
+            lambda: wrap(
+                "os",
+                group=gshard.distributed.new_group([0, 1]),
+                dp_group=gshard.distributed.new_group([0, 1]),
+            ),
             "orthogonal",
         ),
         (
-            lambda: wrap("os", group=gshard.new_group([0, 1]), dp_group=gshard.new_group([1, 2])),
+            lambda: wrap(
+                "os",
+                group=gshard.distributed.new_group([0, 1]),
+                dp_group=gshard.distributed.new_group([1, 2]),
+            ),
             "do not span a grid",
         ),
         (lambda: wrap("p_g_os", exclude_layer="Linear"), "must be a list"),
@@ -1019,17 +1033,23 @@ def copy_of(model):
         (lambda: copy_of(wrap("os")[0]).backward(loss_fn, rows(8, 0)), "a copy"),
         (lambda: wrap("os")[1].minimize(), "optimizer.step()"),
         (lambda: wrap("os")[0].set_state_dict({}, use_structured_name=False), "structured"),
-        (lambda: gshard.save_group_sharded_model(Net(), "x"), "no wrapped model"),
-        (lambda: gshard.save_group_sharded_model(wrap("os")[0], "x", 3), "no wrapped optimizer"),
+        (lambda: gshard.paddle.save_group_sharded_model(Net(), "x"), "no wrapped model"),
         (
-            lambda: gshard.save_group_sharded_model(wrap("os")[0], "x", wrap("os")[1]),
+            lambda: gshard.paddle.save_group_sharded_model(wrap("os")[0], "x", 3),
+            "no wrapped optimizer",
+        ),
+        (
+            lambda: gshard.paddle.save_group_sharded_model(wrap("os")[0], "x", wrap("os")[1]),
             "another model's",
         ),
-        (lambda: gshard.fused_allreduce_gradients([], None), "an empty list"),
-        (lambda: gshard.fused_allreduce_gradients(Net(), None), "no parameters"),
-        (lambda: gshard.fused_allreduce_gradients([Net().first.kernel], None), "not the param"),
-        (lambda: gshard.load("/nowhere/at/all"), "does not exist"),
-        (lambda: gshard.save({"a": "b", "c": None}, "never"), "c is None"),
+        (lambda: gshard.paddle.fused_allreduce_gradients([], None), "an empty list"),
+        (lambda: gshard.paddle.fused_allreduce_gradients(Net(), None), "no parameters"),
+        (
+            lambda: gshard.paddle.fused_allreduce_gradients([Net().first.kernel], None),
+            "not the param",
+        ),
+        (lambda: gshard.paddle.load("/nowhere/at/all"), "does not exist"),
+        (lambda: gshard.paddle.save({"a": "b", "c": None}, "never"), "c is None"),
     ],
 )
 def test_bad_input(act, says):
@@ -1045,14 +1065,14 @@ def test_what_is_in_the_way_or_damaged(tmp_path):
     (tmp_path / "folder" / "gshard_state").write_text("mine")
     for name in ("file", "folder"):
         with pytest.raises(gshard.GShardError, match="Choose another"):
-            gshard.save({"a": np.ones(3)}, tmp_path / name)
+            gshard.paddle.save({"a": np.ones(3)}, tmp_path / name)
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
-    gshard.save({"a": np.ones(3)}, tmp_path / "good")
+    gshard.paddle.save({"a": np.ones(3)}, tmp_path / "good")
     for part in sorted((tmp_path / "good").rglob("*")):
         if part.is_file() and part.stat().st_size > 100:
             part.write_bytes(part.read_bytes()[:40])
     with pytest.raises(gshard.GShardError, match="damaged"):
-        gshard.load(tmp_path / "good")
+        gshard.paddle.load(tmp_path / "good")
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g"]))

@@ -14,7 +14,7 @@ from flax import nnx
 import gshard
 from tests.pytorch.test_zero_redundancy_optimizer import Net, devices, loss_fn, rows
 
-ZRO = gshard.ZeroRedundancyOptimizer
+ZRO = gshard.pytorch.ZeroRedundancyOptimizer
 
 
 def weighted_loss(model, batch):
@@ -53,10 +53,10 @@ def test_uneven_inputs_are_one_device_that_sees_all(partition, initial, n):
     inputs = inputs_of(n)
     steps = [[x[j] for x in inputs if j < len(x)] for j in range(2 + n)]
     wanted, losses = on_one_device(steps, n, initial)
-    dp = gshard.DataParallel(Net(), group=devices(n))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
     opt = ZRO(dp.parameters(), optax.adam, devices(n), partition=partition, lr=0.01)
     seen = []
-    with gshard.Join([dp, opt], divide_by_initial_world_size=initial) as join:
+    with gshard.pytorch.Join([dp, opt], divide_by_initial_world_size=initial) as join:
         for batch in join(*inputs):
             seen.append(dp.backward(loss_fn, batch))
             opt.step()
@@ -76,16 +76,16 @@ def test_other_losses_and_ways(way):
     settings = gshard.GradScaler(init_loss_scaling=8.0)
     net, tx = Net(), optax.adam(0.01)
     if way == "scaled":
-        dp, opt, scaler = gshard.group_sharded_parallel(
+        dp, opt, scaler = gshard.paddle.group_sharded_parallel(
             net, tx, "os_g", scaler=settings, group=devices(n)
         )
         joined = [dp]
     else:
-        dp = gshard.DataParallel(net, group=devices(n))
+        dp = gshard.pytorch.DataParallel(net, group=devices(n))
         opt = ZRO(dp, optax.adam, devices(n), overlap_with_ddp=way == "overlap", lr=0.01)
         joined = [dp, opt]
     loss = weighted_loss if way == "weighted" else loss_fn
-    with gshard.Join(joined, divide_by_initial_world_size=False) as join:
+    with gshard.pytorch.Join(joined, divide_by_initial_world_size=False) as join:
         for batch in join(*inputs):
             dp.backward(scaler.scale(loss) if way == "scaled" else loss, batch)
             if way == "scaled":
@@ -95,7 +95,7 @@ def test_other_losses_and_ways(way):
             else:
                 opt.step()
                 opt.zero_grad()
-    values = gshard.state_dict(dp)
+    values = gshard.paddle.state_dict(dp)
     for (path, y), x in zip(
         jax.tree_util.tree_leaves_with_path(wanted), values.values(), strict=True
     ):
@@ -103,8 +103,8 @@ def test_other_losses_and_ways(way):
 
 
 def test_one_input_for_all_devices_of_the_process():
-    dp = gshard.DataParallel(Net(), group=devices(4))
-    with gshard.Join([dp]) as join:
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
+    with gshard.pytorch.Join([dp]) as join:
         found = [np.asarray(b["x"]) for b in join(rows(8, seed) for seed in range(3))]
     for seed, x in enumerate(found):
         np.testing.assert_array_equal(x, rows(8, seed)["x"])
@@ -112,12 +112,12 @@ def test_one_input_for_all_devices_of_the_process():
 
 
 def test_early_termination_is_an_error_where_asked_for():
-    dp = gshard.DataParallel(Net(), group=devices(2))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     for given in ({"throw_on_early_termination": True}, {"enable": False}):
         seen = 0
         with (
             pytest.raises(RuntimeError, match="process 0 has no data left"),
-            gshard.Join([dp], **given) as join,
+            gshard.pytorch.Join([dp], **given) as join,
         ):
             for _ in join([rows(4, 0)], [rows(4, 1), rows(4, 2)]):
                 seen += 1
@@ -127,24 +127,32 @@ def test_early_termination_is_an_error_where_asked_for():
 @pytest.mark.parametrize(
     ("act", "kind", "says"),
     [
-        (lambda dp: gshard.Join([]), ValueError, "at least one"),
-        (lambda dp: gshard.Join([3]), TypeError, "neither"),
-        (lambda dp: gshard.Join([dp, gshard.DataParallel(Net())]), ValueError, "different devices"),
-        (lambda dp: gshard.Join([dp], enable=1), ValueError, "True or False"),
-        (lambda dp: list(gshard.Join([dp])([], [], [])), ValueError, "3 inputs"),
-        (lambda dp: list(gshard.Join([dp])(3)), TypeError, "not an iterable"),
-        (lambda dp: list(gshard.Join([dp])([rows(4, 0), rows(2, 0)])), ValueError, "smaller last"),
+        (lambda dp: gshard.pytorch.Join([]), ValueError, "at least one"),
+        (lambda dp: gshard.pytorch.Join([3]), TypeError, "neither"),
+        (
+            lambda dp: gshard.pytorch.Join([dp, gshard.pytorch.DataParallel(Net())]),
+            ValueError,
+            "different devices",
+        ),
+        (lambda dp: gshard.pytorch.Join([dp], enable=1), ValueError, "True or False"),
+        (lambda dp: list(gshard.pytorch.Join([dp])([], [], [])), ValueError, "3 inputs"),
+        (lambda dp: list(gshard.pytorch.Join([dp])(3)), TypeError, "not an iterable"),
+        (
+            lambda dp: list(gshard.pytorch.Join([dp])([rows(4, 0), rows(2, 0)])),
+            ValueError,
+            "smaller last",
+        ),
     ],
 )
 def test_bad_input(act, kind, says):
     with pytest.raises(kind, match=says):
-        act(gshard.DataParallel(Net(), group=devices(2)))
+        act(gshard.pytorch.DataParallel(Net(), group=devices(2)))
 
 
 def test_an_optimizer_brings_its_model_and_others_are_refused():
-    dp = gshard.DataParallel(Net(), group=devices(2))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, lr=0.01)
-    with gshard.Join([opt]) as join:
+    with gshard.pytorch.Join([opt]) as join:
         for batch in join([rows(4, 0)], [rows(4, 1), rows(4, 2)]):
             dp.backward(loss_fn, batch)
             with pytest.raises(gshard.GShardError, match="within Join gradients are those"):
@@ -152,16 +160,16 @@ def test_an_optimizer_brings_its_model_and_others_are_refused():
             opt.step()
     alone = ZRO(Net(), optax.adam, devices(2), lr=0.01)
     with pytest.raises(gshard.GShardError, match="has no DataParallel"):
-        gshard.Join([alone])
+        gshard.pytorch.Join([alone])
 
 
 def test_rows_of_a_device_without_data_are_those_of_another():
     """A loss that is not finite on old rows changes nothing."""
-    dp = gshard.DataParallel(Net(), group=devices(2))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     bad, good = rows(4, 0), rows(4, 1)
     bad["x"][:] = np.nan
     seen = []
-    with gshard.Join([dp], divide_by_initial_world_size=False) as join:
+    with gshard.pytorch.Join([dp], divide_by_initial_world_size=False) as join:
         for batch in join([bad], [good, good]):
             dp.clear_gradients()
             seen.append(float(dp.backward(loss_fn, batch)))
@@ -170,14 +178,17 @@ def test_rows_of_a_device_without_data_are_those_of_another():
 
 
 def test_inputs_of_other_rows_are_refused():
-    dp = gshard.DataParallel(Net(), group=devices(2))
-    with gshard.Join([dp]) as join, pytest.raises(gshard.GShardError, match="different shapes"):
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    with (
+        gshard.pytorch.Join([dp]) as join,
+        pytest.raises(gshard.GShardError, match="different shapes"),
+    ):
         list(join([rows(4, 0)], [rows(2, 0)]))
 
 
 def test_no_sync_within_join_is_refused():
-    dp = gshard.DataParallel(Net(), group=devices(2))
-    with gshard.Join([dp]) as join, dp.no_sync():
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    with gshard.pytorch.Join([dp]) as join, dp.no_sync():
         for batch in join([rows(4, 0)]):
             with pytest.raises(gshard.GShardError, match="no_sync within Join"):
                 dp.backward(loss_fn, batch)

@@ -18,7 +18,7 @@ from examples import pytorch_zero
 from tests.ahead_of_time import found_by
 
 PARTITIONS = ["even", "greedy"]
-ZRO = gshard.ZeroRedundancyOptimizer
+ZRO = gshard.pytorch.ZeroRedundancyOptimizer
 SHAPES = {"first": {"kernel": (13, 6), "bias": (6,)}, "last": {"kernel": (6, 5), "scale": ()}}
 
 
@@ -30,7 +30,7 @@ def tree(seed=0, dtype=jnp.float32):
 
 
 def devices(n):
-    return gshard.new_group(range(n))
+    return gshard.distributed.new_group(range(n))
 
 
 @partial(jax.jit, static_argnums=0)
@@ -327,13 +327,13 @@ def test_what_a_division_costs_is_said(partition, buckets, says):
     assert says in repr(opt)
     rows = gshard.audit(opt.step).collectives
     assert sum(row.elements for row in rows) == opt._engine.published()
-    held = gshard.promise(opt.plan).resident["optimizer"]
+    held = gshard.budget(opt.plan).resident["optimizer"]
     if partition == "even":
         assert held == opt.plan.bytes_per_device["opt_state"]
 
 
 def held_elements(opt):
-    return sum(np.prod(x.part_shape, dtype=int) for x in jax.tree.leaves(opt.plan.grads))
+    return sum(np.prod(x.shard_shape, dtype=int) for x in jax.tree.leaves(opt.plan.grads))
 
 
 @pytest.mark.parametrize(
@@ -405,8 +405,8 @@ def test_state_dicts_go_from_any_number_of_devices_to_any(partition, path, tmp_p
             jax.tree.map(np.testing.assert_array_equal, before, saved["state"])
         for g in grads[2 * i : 2 * i + 2]:
             params = opt.step(g)
-        gshard.save(opt.state_dict(), tmp_path / str(n))
-        saved = gshard.load(tmp_path / str(n))
+        gshard.paddle.save(opt.state_dict(), tmp_path / str(n))
+        saved = gshard.paddle.load(tmp_path / str(n))
     assert_equal(params, wanted, close=0 if partition == "even" else 2.4e-7)
 
 
@@ -508,14 +508,14 @@ def test_whole_numbers_come_back_as_they_went_in(partition):
 
 
 def test_a_data_parallel_says_which_devices():
-    dp = gshard.DataParallel(Net(), group=devices(3))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
     assert ZRO(dp, optax.adam, lr=0.1).plan.group.devices == 3
     with pytest.raises(gshard.GShardError, match="process_group= names other devices"):
         ZRO(dp, optax.adam, devices(4), lr=0.1)
     mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
     batches = [rows(24, seed) for seed in range(3)]
     for partition in PARTITIONS:
-        dp = gshard.DataParallel(Net(), group=mesh)
+        dp = gshard.pytorch.DataParallel(Net(), group=mesh)
         opt = ZRO(dp, optax.adam, partition=partition, lr=0.01)
         for batch in batches:
             dp.backward(loss_fn, batch)
@@ -561,7 +561,7 @@ def on_one_device(batches, **hyper):
 @pytest.mark.parametrize("n", [3, 8])
 def test_data_parallel_gives_its_gradients(partition, given, n):
     """The seed's example: backward, step."""
-    dp = gshard.DataParallel(Net(), group=devices(n))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
     params = {
         "model": dp,
         "parameters": dp.parameters(),
@@ -575,7 +575,7 @@ def test_data_parallel_gives_its_gradients(partition, given, n):
         opt.zero_grad()
     with dp.no_sync():
         dp.backward(loss_fn, batches[3])
-    gshard.fused_allreduce_gradients(dp.parameters(), None)
+    gshard.paddle.fused_allreduce_gradients(dp.parameters(), None)
     opt.step()
     wanted = on_one_device(batches, learning_rate=0.01)
     for x, y in zip(jax.tree.leaves(nnx.state(dp)), jax.tree.leaves(wanted), strict=True):
@@ -589,7 +589,7 @@ def test_data_parallel_gives_its_gradients(partition, given, n):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", ["nnx", "tree"])
 def test_gradients_of_the_users_own_loop(way, partition, kind):
-    """9: Divided, Unreduced or whole ones, of a model in place or of a tree."""
+    """9: Divided, LocalGradients or whole ones, of a model in place or of a tree."""
     net = Net()
     graph, params = nnx.split(net, nnx.Param)
     params = nnx.as_pure(params)
@@ -643,7 +643,7 @@ def test_two_psi_on_the_wire_with_data_parallel(n):
     """Upstream pays 3: an all-reduce, and broadcasts."""
     net = nnx.Sequential(*[nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)])
     size = sum(x.size for x in jax.tree.leaves(nnx.state(net, nnx.Param)))
-    dp = gshard.DataParallel(net, group=devices(n))
+    dp = gshard.pytorch.DataParallel(net, group=devices(n))
     opt = ZRO(dp.parameters(), optax.adam, devices(n), parameters_as_bucket_view=True, lr=0.01)
     batch = {"x": np.ones((16, 16), "f4"), "y": np.ones((16, 16), "f4")}
     backward = gshard.audit(dp.backward, loss_fn, batch)
@@ -703,7 +703,7 @@ ONE = [jnp.ones(3)]
         (lambda: jax.jit(adam().step)(tree(1)), ValueError, "inside a jitted"),
         (lambda: ZRO(tree(), optax.lbfgs), ValueError, "from their gradients alone"),
         (lambda: ZRO(tree(), optax.sgd, lr="0.1"), ValueError, "gradients alone"),
-        (lambda: gshard.state_dict(adam()), ValueError, "target.state_dict"),
+        (lambda: gshard.paddle.state_dict(adam()), ValueError, "target.state_dict"),
         (
             lambda: adam().load_state_dict(optax.sgd(0.1).init(tree())),
             ValueError,
@@ -752,7 +752,7 @@ def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
     batches = [rows(24, seed) for seed in range(5)]
     found = []
     for overlap in (False, True):
-        dp = gshard.DataParallel(Net(), group=devices(n))
+        dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
         params = [{"params": [x]} for x in dp.parameters()] if groups else dp.parameters()
         opt = ZRO(params, optax.radam, devices(n), overlap_with_ddp=overlap, lr=0.01)
         seen = []
@@ -780,7 +780,7 @@ def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
 
 
 def test_the_overlapped_program_reduces_and_publishes():
-    dp = gshard.DataParallel(Net(), group=devices(4))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
     ZRO(dp, optax.adam, devices(4), overlap_with_ddp=True, lr=0.01)
     kinds = [c.kind for c in gshard.audit(dp.backward, loss_fn, rows(8, 0)).collectives]
     assert {"reduce-scatter", "all-gather"} <= set(kinds)
@@ -801,10 +801,16 @@ def test_what_is_ignored_is_reported():
     with pytest.warns(gshard.GShardWarning, match="overlap_with_ddp changes nothing"):
         ZRO(tree(), optax.adam, overlap_with_ddp=True, lr=0.1)
     with pytest.warns(gshard.GShardWarning, match="bucket_view is ignored"):
-        dp = gshard.DataParallel(Net())
+        dp = gshard.pytorch.DataParallel(Net())
         ZRO(dp, optax.adam, None, True, True, lr=0.1)
     with pytest.warns(gshard.GShardWarning, match="greedy"):
-        ZRO(gshard.DataParallel(Net()), optax.adam, overlap_with_ddp=True, partition="greedy", lr=1)
+        ZRO(
+            gshard.pytorch.DataParallel(Net()),
+            optax.adam,
+            overlap_with_ddp=True,
+            partition="greedy",
+            lr=1,
+        )
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
@@ -814,10 +820,10 @@ def test_this_processs_part_and_a_consolidated_state(partition, tmp_path):
     part, whole = opt.state_dict(whole=False), opt.state_dict()["state"]
     opt.consolidate_state_dict(to=0)
     assert_equal(opt.state_dict()["state"], whole)
-    gshard.save({"parts": part["parts"]}, tmp_path)
+    gshard.paddle.save({"parts": part["parts"]}, tmp_path)
     opt.step(tree(2))
     assert int(opt.state_dict()["state"][0][0].count) == 2
-    opt.load_state_dict(gshard.load(tmp_path))
+    opt.load_state_dict(gshard.paddle.load(tmp_path))
     assert_equal(opt.state_dict()["state"], whole)
     other = ZRO(tree(), optax.adamw, devices(2), partition=partition, lr=0.01)
     with pytest.raises(gshard.GShardError, match="divided otherwise"):
@@ -859,9 +865,9 @@ def test_states_of_several_groups_are_plain_and_load_again(partition, tmp_path):
             optax.adam(lr).init(params[i])
         )
         optax.adam(lr).update(params[i], saved["state"][i], params[i])
-    gshard.save(saved, tmp_path)
+    gshard.paddle.save(saved, tmp_path)
     opt.step(grads_of_two(3))
-    opt.load_state_dict(gshard.load(tmp_path))
+    opt.load_state_dict(gshard.paddle.load(tmp_path))
     assert_equal(opt.state_dict()["state"], saved["state"])
     other = two_groups(partition, 2)
     other.load_state_dict(saved)
@@ -883,7 +889,7 @@ class Deep(nnx.Module):
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_groups_of_more_than_ten_layers(partition):
     """Names in a file sort otherwise than numbers."""
-    dp = gshard.DataParallel(Deep(), group=devices(3))
+    dp = gshard.pytorch.DataParallel(Deep(), group=devices(3))
     kernels, biases = ([x for x in dp.parameters() if x.ndim == ndim] for ndim in (2, 1))
     opt = ZRO([{"params": kernels}], optax.adam, partition=partition, lr=0.01)
     dp.backward(loss_fn, rows(12, 0))
@@ -895,7 +901,7 @@ def test_groups_of_more_than_ten_layers(partition):
     with pytest.raises(gshard.GShardError, match="twice"):
         opt.add_param_group({"params": biases[:1]})
     with pytest.raises(gshard.GShardError, match="not parameters of"):
-        opt.add_param_group({"params": gshard.DataParallel(Net()).parameters()})
+        opt.add_param_group({"params": gshard.pytorch.DataParallel(Net()).parameters()})
     dp.backward(loss_fn, rows(12, 1))
     opt.step()
     saved = opt.state_dict()
@@ -956,7 +962,7 @@ def test_whole_numbers_stay_whole_where_they_must():
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_one_optimizer_of_a_data_parallel_at_a_time(partition):
-    dp = gshard.DataParallel(Net(), group=devices(3))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
     first = ZRO([dp.parameters()[0]], optax.adam, partition=partition, lr=0.1)
     second = ZRO([dp.parameters()[1]], optax.adam, partition="even", lr=0.1)
     dp.backward(loss_fn, rows(12, 0))
@@ -967,7 +973,7 @@ def test_one_optimizer_of_a_data_parallel_at_a_time(partition):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
-    dp = gshard.DataParallel(Net(), group=devices(2))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, partition=partition, lr=0.1)
     dp.backward(loss_fn, rows(12, 0))
     opt.step()
@@ -979,7 +985,7 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_closure_may_call_backward(overlap):
-    dp = gshard.DataParallel(Net(), group=devices(2))
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, overlap_with_ddp=overlap, lr=0.01)
     loss, model = opt.step(lambda: dp.backward(loss_fn, rows(12, 0)))
     assert model is dp and loss.shape == ()
@@ -989,9 +995,9 @@ def test_a_closure_may_call_backward(overlap):
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_an_optimizer_without_state_is_saved_too(partition, tmp_path):
     opt = ZRO(tree(), optax.sgd, devices(2), partition=partition, lr=0.1)
-    gshard.save(opt.state_dict(), tmp_path)
+    gshard.paddle.save(opt.state_dict(), tmp_path)
     other = ZRO(tree(), optax.sgd, devices(3), partition=partition, lr=0.2)
-    other.load_state_dict(gshard.load(tmp_path))
+    other.load_state_dict(gshard.paddle.load(tmp_path))
     assert other.param_groups[0]["lr"] == 0.1
 
 

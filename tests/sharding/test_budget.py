@@ -58,7 +58,7 @@ def make(scan, remat, level, mesh, tx=None, **options):
         (params, tx or optax.adam(1e-3)),
         mesh,
         level,
-        segment_size=64,
+        min_shard_size=64,
         scan_axes={"^layers/": 0} if "layers" in params else None,
     )
     return state, plan, gshard.make_train_step(loss, plan, **options), loss, params
@@ -103,18 +103,18 @@ def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
     mesh = mesh_of(mesh)
     state, plan, step, _, _ = make(scan, scan, level, mesh, micro_batches=k)
     rows = batch(mesh.size * k * 2)
-    report, promise = gshard.audit(step, state, rows), gshard.promise(plan, micro_batches=k)
-    assert promise == step.promise
+    report, budget = gshard.audit(step, state, rows), gshard.budget(plan, micro_batches=k)
+    assert budget == step.budget
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        found, bound = report.elements(kind), promise.elements(kind)
+        found, bound = report.elements(kind), budget.elements(kind)
         if kind == "all-gather" and level == "p_g_os" and not scan and plan.group.size > 1:
             # Kept from forward to backward where the user does not rematerialise.
             assert bound // 2 <= found <= bound, report
         else:
             assert found == bound, report
             sent = [r.wire_bytes for r in report.collectives if r.kind == kind and not r.scalar]
-            promised = sum(m.wire_bytes for m in promise.moved if m.kind == kind)
-            assert sum(sent) == pytest.approx(promised, abs=4 * LAYERS * k)  # of whole bytes
+            budgeted = sum(m.wire_bytes for m in budget.moved if m.kind == kind)
+            assert sum(sent) == pytest.approx(budgeted, abs=4 * LAYERS * k)  # of whole bytes
     kinds = {row.kind for row in report.collectives}
     assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}, kinds
 
@@ -128,7 +128,7 @@ def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
             for shard in x.addressable_shards
             if shard.device == device
         )
-        assert held == promise.resident[name]
+        assert held == budget.resident[name]
 
 
 @pytest.mark.parametrize("level, units", [("dp", 2), ("os", 2), ("os_g", 5), ("p_g_os", 12)])
@@ -138,7 +138,7 @@ def test_the_table_of_levels(level, units):
     _, plan, step, _, _ = make(True, True, level, mesh, micro_batches=4)
     psi = sum(layout.size for layout in jax.tree.leaves(plan.params))
     whole = sum(x.size for x in jax.tree.leaves(plan.grads) if x.dim is None)
-    moved = sum(wire(m.kind, m.elements, 8) for m in step.promise.moved)
+    moved = sum(wire(m.kind, m.elements, 8) for m in step.budget.moved)
     divided = psi - whole if level != "dp" else psi
     extra = 0 if level == "dp" else wire("all-reduce", whole, 8)
     assert moved == pytest.approx(units * divided * 7 / 8 + extra)
@@ -151,10 +151,10 @@ def test_local_accumulation_scatters_once(level):
         True, True, level, mesh, optax.sgd(1.0), micro_batches=4, accumulate="local"
     )
     report = gshard.audit(step, state, batch())
-    assert report.elements("reduce-scatter") == step.promise.elements("reduce-scatter")
+    assert report.elements("reduce-scatter") == step.budget.elements("reduce-scatter")
     divided = sum(x.stored_size for x in jax.tree.leaves(plan.grads) if x.dim is not None)
     assert report.elements("reduce-scatter") == divided
-    assert report.elements("all-gather") == step.promise.elements("all-gather")
+    assert report.elements("all-gather") == step.budget.elements("all-gather")
     state, _ = step(state, batch())
     expected = jax.grad(loss)(params, batch())
     for new, old, g in zip(
@@ -180,11 +180,11 @@ def test_os_g_holds_a_divided_gradient(scan, remat):
     mesh = gshard.make_mesh()
     most = 4 * D * D  # elements of one layer: a bucket
     state, plan, step, loss, params = make(
-        scan, remat, "os_g", mesh, optax.sgd(1e-3), micro_batches=4, buffer_max_size=most
+        scan, remat, "os_g", mesh, optax.sgd(1e-3), micro_batches=4, bucket_size=most
     )
     one_device = jax.jit(jax.value_and_grad(loss)).lower(params, batch(ROWS // 8)).compile()
     activations = one_device.memory_analysis().temp_size_in_bytes
-    gradient = step.promise.resident["gradients"]
+    gradient = step.budget.resident["gradients"]
     found = step.lower(state, batch()).compile().memory_analysis().temp_size_in_bytes
     assert found <= activations + gradient + 2 * most * 4
     whole = sum(layout.size * 4 for layout in jax.tree.leaves(plan.params))
@@ -209,7 +209,7 @@ def test_init_never_holds_the_whole_state(level):
         return params, optax.adam(1e-3)
 
     mesh = gshard.make_mesh()
-    options = dict(segment_size=0, scan_axes={"^layers/": 0})
+    options = dict(min_shard_size=0, scan_axes={"^layers/": 0})
     state, plan = gshard.shard_train_state(
         init, mesh, level, init_args=(jax.random.key(0),), **options
     )

@@ -75,7 +75,7 @@ def mesh_of(name: str):
 
 def divided(name: str, level: str, params=BOXED, tx=TX, **options):
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    options = {"segment_size": 8, "scan_axes": {"^layers/": 0}, **options}
+    options = {"min_shard_size": 8, "scan_axes": {"^layers/": 0}, **options}
     return gshard.shard_train_state(state, mesh_of(name), level, **options)
 
 
@@ -96,7 +96,9 @@ def expected():
 
 def assert_laid_out(state, plan):
     for x, wanted in zip(
-        jax.tree.leaves(plan.kind.split(state)), jax.tree.leaves(plan.abstract_parts()), strict=True
+        jax.tree.leaves(plan.kind.split(state)),
+        jax.tree.leaves(plan.abstract_components()),
+        strict=True,
     ):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim), (x.sharding, wanted)
 
@@ -139,10 +141,10 @@ def test_a_level_beside_tensor_parallelism(expected, name, level):
             for row in found.collectives
             if row.kind == kind and not row.scalar and "model" not in row.axes
         )
-        promised = [m for m in found.promise.moved if m.kind == kind]
-        assert moved <= sum(m.elements for m in promised)
-        if not any(m.at_most for m in promised):
-            assert moved == sum(m.elements for m in promised)
+        budgeted = [m for m in found.budget.moved if m.kind == kind]
+        assert moved <= sum(m.elements for m in budgeted)
+        if not any(m.at_most for m in budgeted):
+            assert moved == sum(m.elements for m in budgeted)
 
     for i in range(STEPS):
         state, _ = step(state, batch(i))
@@ -186,7 +188,7 @@ def placed(mesh, params=None):
 def small_state(level, **options):
     mesh = gshard.make_mesh(extra={"model": 2}, devices=jax.devices()[:6])
     state = TrainState.create(apply_fn=None, params=placed(mesh), tx=optax.adam(1e-2))
-    options = {"segment_size": 4, **options}
+    options = {"min_shard_size": 4, **options}
     return gshard.shard_train_state(state, mesh, level, **options)
 
 
@@ -227,7 +229,7 @@ def test_the_own_loop_and_separate_calls(level):
 
 def test_frozen_parameters_precision_and_evaluation():
     state, plan = small_state("p_g_os", frozen="^up$", precision=gshard.Precision("float32"))
-    frozen = plan.extras["frozen parameters"]["up"]
+    frozen = plan.non_trainable["frozen parameters"]["up"]
     assert frozen.user == ((), ("model",)) and frozen.dim == 0
     step = gshard.make_train_step(small_loss, plan)
     for _ in range(2):
@@ -288,7 +290,7 @@ def test_an_nnx_model_with_partitioned_layers_and_batch_statistics():
 
     def divided_steps(model, optimizer, steps):
         (model, optimizer), plan = gshard.shard_train_state(
-            (model, optimizer), mesh, "p_g_os", segment_size=4
+            (model, optimizer), mesh, "p_g_os", min_shard_size=4
         )
         assert plan.params["up"]["kernel"].user == ((), ("model",))
         step = gshard.make_train_step(nnx_loss, plan)
@@ -334,7 +336,7 @@ def boxed_state(names, level="os_g", shape=(8, 6), mesh=None, box=nn.Partitioned
     mesh = mesh or gshard.make_mesh(extra={"model": 4})
     params = {"w": box(jnp.ones(shape), names)}
     made = TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
-    return gshard.shard_train_state(made, mesh, level, segment_size=0, **options)
+    return gshard.shard_train_state(made, mesh, level, min_shard_size=0, **options)
 
 
 def test_logical_names_are_followed_by_their_rules():
@@ -386,6 +388,6 @@ def test_names_that_flax_cannot_apply_are_explained(extra, said):
         params["kernel"] = jax.device_put(
             params["kernel"], NamedSharding(mesh, jax.P(None, "model"))
         )
-    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", segment_size=0)
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", min_shard_size=0)
     with pytest.raises(gshard.GShardError, match=said):
         gshard.make_train_step(attention_loss, plan)(state, batch())

@@ -51,7 +51,7 @@ def mesh():
 
 def divided(level, tx=None, precision: Any = "bfloat16"):
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx or optax.sgd(0.1))
-    return gshard.shard_train_state(state, mesh(), level, segment_size=4, precision=precision)
+    return gshard.shard_train_state(state, mesh(), level, min_shard_size=4, precision=precision)
 
 
 def dtypes(tree) -> set[str]:
@@ -123,7 +123,7 @@ def test_the_numbers_of_one_device_and_both_loops_agree(level):
 def test_what_lies_and_moves_in_which_dtype(level):
     state, plan = divided(level, optax.adam(1e-3))
     step = gshard.make_train_step(loss_fn, plan, donate=False, micro_batches=2)
-    promised = step.promise.resident
+    budgeted = step.budget.resident
     size = sum(layout.stored_size for layout in jax.tree.leaves(plan.params))
     assert dtypes(state.params) == {"bfloat16"}
     assert dtypes(state.opt_state.master) == {"float32"}
@@ -132,13 +132,13 @@ def test_what_lies_and_moves_in_which_dtype(level):
     _, grads = jax.eval_shape(gshard.value_and_grad(loss_fn, plan), state.params, batch())
     assert dtypes(grads) == {"float32"}
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.opt_state))
-    assert promised["optimizer"] == held
+    assert budgeted["optimizer"] == held
     if level == "dp":  # 2 + 2 + 12 bytes for each parameter; counts and the scale
-        assert promised == {
+        assert budgeted == {
             "params": 2 * size,
             "gradients": 2 * size,
             "optimizer": 12 * size + 4 + 24,
-            "extras": 0,
+            "non_trainable": 0,
         }
     new, _ = step(state, batch())
     assert dtypes(new.params) == {"bfloat16"}
@@ -148,7 +148,7 @@ def test_what_lies_and_moves_in_which_dtype(level):
     # Elements as promised; gathers, publishing and scatters all of bf16 in the lowered program.
     found = gshard.audit(step, state, batch())
     for kind in ("reduce-scatter", "all-reduce"):
-        assert found.elements(kind) == step.promise.elements(kind)
+        assert found.elements(kind) == step.budget.elements(kind)
     text = step.lower(state, batch()).as_text()
     for collective in ("all_gather", "reduce_scatter"):
         pattern = rf'"stablehlo\.{collective}".*?[)>] : \(tensor<(?:\d+x)*(\w+)>'
@@ -165,7 +165,7 @@ def test_a_small_update_is_not_lost():
 
     for level in LEVELS:
         state, plan = gshard.shard_train_state(
-            (params, optax.sgd(2.0**-12)), mesh(), level, segment_size=4, precision="bfloat16"
+            (params, optax.sgd(2.0**-12)), mesh(), level, min_shard_size=4, precision="bfloat16"
         )
         step = gshard.make_train_step(loss, plan)
         for _ in range(32):
@@ -192,7 +192,7 @@ def test_the_dtype_of_the_reduction_is_a_choice(level):
             ({"w": np.ones((6, 16), np.float32)}, optax.sgd(1.0)),
             mesh(),
             level,
-            segment_size=4,
+            min_shard_size=4,
             precision=precision,
         )
         gradient = gshard.value_and_grad(loss, plan, micro_batches=65)
@@ -235,7 +235,7 @@ def test_init_function_abstract_state_and_the_plain_state_back():
         return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-2))
 
     made, plan = gshard.shard_train_state(
-        init, mesh(), "p_g_os", segment_size=4, precision="bfloat16"
+        init, mesh(), "p_g_os", min_shard_size=4, precision="bfloat16"
     )
     placed, _ = divided("p_g_os", optax.adam(1e-2))
     for x, y in zip(jax.tree.leaves(made), jax.tree.leaves(placed), strict=True):
@@ -245,7 +245,7 @@ def test_init_function_abstract_state_and_the_plain_state_back():
     assert abstract == jax.tree.map(lambda x: (x.shape, x.dtype), made)
     plain = plan.unwrap(gshard.make_train_step(loss_fn, plan)(made, batch())[0])
     assert dtypes(plain.params) == {"float32"}
-    again, _ = gshard.shard_train_state(plain, mesh(), "os", segment_size=4, precision="bfloat16")
+    again, _ = gshard.shard_train_state(plain, mesh(), "os", min_shard_size=4, precision="bfloat16")
     for x, y in zip(
         jax.tree.leaves(gshard.full_params(again)), jax.tree.leaves(plain.params), strict=True
     ):
@@ -258,7 +258,7 @@ def test_parameters_that_come_in_bf16_get_float32_moments():
     state = TrainState.create(apply_fn=None, params=low, tx=optax.adam(1e-2))
     assert dtypes(state.opt_state[0].mu) == {"bfloat16"}
     state, plan = gshard.shard_train_state(
-        state, mesh(), "os", segment_size=4, precision="bfloat16"
+        state, mesh(), "os", min_shard_size=4, precision="bfloat16"
     )
     assert dtypes(state.opt_state.inner[0].mu) == {"float32"}
     state, metrics = gshard.make_train_step(loss_fn, plan)(state, batch())
@@ -276,7 +276,7 @@ def test_nnx_and_output_dtype():
 
     precision = gshard.Precision(output_dtype="bfloat16")
     (model, optimizer), plan = gshard.shard_train_state(
-        pair(), mesh(), "p_g_os", segment_size=1, precision=precision
+        pair(), mesh(), "p_g_os", min_shard_size=1, precision=precision
     )
     gradient = gshard.value_and_grad(loss, plan, has_aux=True)
 
@@ -287,7 +287,7 @@ def test_nnx_and_output_dtype():
         return value, aux
 
     other, plan = gshard.shard_train_state(
-        pair(), mesh(), "p_g_os", segment_size=1, precision=precision
+        pair(), mesh(), "p_g_os", min_shard_size=1, precision=precision
     )
     step = gshard.make_train_step(loss, plan, has_aux=True)
     for _ in range(3):

@@ -95,7 +95,7 @@ def allowed(case: Case, path: str, shape: tuple[int, ...]) -> set[int | None]:
     scanned = set() if scan_dim is None else {scan_dim % len(shape)}
     layers = max(1, math.prod(shape[d] for d in scanned))
     dims = set(range(len(shape))) - scanned
-    if not case.divides or math.prod(shape) // layers <= case.segment_size or not dims:
+    if not case.divides or math.prod(shape) // layers <= case.min_shard_size or not dims:
         return {None}
     even = {d for d in dims if shape[d] % case.parts == 0}
     if even or case.indivisible == "whole":
@@ -180,7 +180,7 @@ def steps(draw: st.DrawFn, level: str) -> tuple[Case, int, int]:
     tree = draw(trees(shapes(sizes, most=200, max_rank=3), most=3))
     case = draw(cases(tree, {}, st.sampled_from(STEPPERS)))
     case = case._replace(
-        level=level, segment_size=draw(st.sampled_from([0, 20])), indivisible="pad"
+        level=level, min_shard_size=draw(st.sampled_from([0, 20])), indivisible="pad"
     )
     return case, draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
 
@@ -272,7 +272,7 @@ def check_collectives(move: Move) -> None:
     each = rng.integers(-9, 9, (group.devices, *move.shape)).astype(move.dtype)  # sums are exact
 
     def on_device(whole: jax.Array, mine: jax.Array) -> list[jax.Array]:
-        part = collectives.own_part(whole, layout)
+        part = collectives.local_shard(whole, layout)
         moved = [part, collectives.gather(part, layout), collectives.scatter(mine[0], layout)]
         return [x[None] for x in moved]
 

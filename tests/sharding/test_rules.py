@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gshard
 from gshard.sharding.layout import lay_out
 from gshard.sharding.mesh import Group
-from gshard.sharding.rules import Leaf, as_rules, by_path, by_shape, first_of
+from gshard.sharding.rules import LeafInfo, as_rules, by_path, by_shape, first_of
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
 
@@ -22,23 +22,23 @@ def group(size: int) -> Group:
     return Group(("shard",), (), (size,), 1)
 
 
-def leaf(shape: tuple[int, ...], parts: int = 4, scan_dim: int | None = None) -> Leaf:
-    return Leaf("block/kernel", shape, np.dtype("float32"), scan_dim, parts)
+def leaf(shape: tuple[int, ...], parts: int = 4, scan_dim: int | None = None) -> LeafInfo:
+    return LeafInfo("block/kernel", shape, np.dtype("float32"), scan_dim, parts)
 
 
 @given(SHAPES, st.integers(1, 8), st.sampled_from(["pad", "whole"]), st.integers(0, 40))
 @settings(max_examples=200, deadline=None)
-def test_a_layout_is_exact(shape, parts, indivisible, segment_size):
+def test_a_layout_is_exact(shape, parts, indivisible, min_shard_size):
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    layout = lay_out("x", x, None, group(parts), by_shape(segment_size, indivisible))
+    layout = lay_out("x", x, None, group(parts), by_shape(min_shard_size, indivisible))
     stored = layout.pad(x)
     assert stored.shape == layout.stored_shape
     np.testing.assert_array_equal(layout.cut(stored), x)
-    assert math.prod(layout.part_shape) * (parts if layout.dim is not None else 1) == stored.size
+    assert math.prod(layout.shard_shape) * (parts if layout.dim is not None else 1) == stored.size
     divides = any(size and size % parts == 0 for size in shape)
-    if parts > 1 and x.size > segment_size and divides:
+    if parts > 1 and x.size > min_shard_size and divides:
         assert layout.dim is not None and layout.padding == 0
-    if x.size <= segment_size:
+    if x.size <= min_shard_size:
         assert layout.dim is None
 
 
@@ -95,7 +95,7 @@ def test_a_rule_may_not_divide_the_scanned_dimension():
 
 def test_wrong_arguments_are_refused():
     for bad in (-1, 2.5, True, "many"):
-        with pytest.raises(gshard.GShardError, match="segment_size"):
+        with pytest.raises(gshard.GShardError, match="min_shard_size"):
             by_shape(bad)
     with pytest.raises(gshard.GShardError, match="indivisible"):
         by_shape(0, "drop")

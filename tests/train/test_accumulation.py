@@ -68,7 +68,7 @@ def divided(level, mesh="3", tx=None):
         TrainState.create(apply_fn=None, params=params(), tx=tx or optax.adam(1e-2)),
         meshes()[mesh],
         level,
-        segment_size=16,
+        min_shard_size=16,
     )
 
 
@@ -149,9 +149,9 @@ def test_a_local_call_moves_nothing_of_a_gradient(level):
     _, total = call(state.params, rows(0))
     end = jax.jit(lambda total: gshard.reduce_gradients(total, plan))
     ended = gshard.audit(end, total, plan=plan)
-    promised = gshard.promise(plan)
+    budgeted = gshard.budget(plan)
     for kind in ("reduce-scatter", "all-reduce"):
-        assert ended.elements(kind) == promised.elements(kind)
+        assert ended.elements(kind) == budgeted.elements(kind)
 
 
 @pytest.mark.parametrize("level", ["os_g", "p_g_os"])
@@ -166,7 +166,7 @@ def test_a_scattered_call_keeps_one_part(level):
     }
     assert held == {layout.path: layout.bytes_per_device for layout in jax.tree.leaves(plan.grads)}
     found = gshard.audit(call, state.params, gshard.shard_batch(rows(0), plan), plan=plan)
-    assert found.elements("reduce-scatter") == gshard.promise(plan).elements("reduce-scatter")
+    assert found.elements("reduce-scatter") == gshard.budget(plan).elements("reduce-scatter")
     assert found.elements("all-reduce") == 0  # whole leaves wait for the end
 
 
@@ -206,16 +206,16 @@ def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
     options = dict(micro_batches=CALLS, accumulate="sync")
     call = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True, **options))
     batch = gshard.shard_batch(everything(), plan)
-    found, promised = (
+    found, budgeted = (
         gshard.audit(call, state.params, batch, plan=plan),
-        gshard.promise(plan, **options),
+        gshard.budget(plan, **options),
     )
     for kind in ("reduce-scatter", "all-reduce"):
-        assert found.elements(kind) == promised.elements(kind)
+        assert found.elements(kind) == budgeted.elements(kind)
     moved = [row for row in found.collectives if row.purpose in ("scatter", "reduce")]
     assert moved and all(row.times == CALLS * row.count for row in moved)
     held = [layout.bytes_per_device for layout in jax.tree.leaves(plan.grads)]
-    assert promised.resident["gradients"] == sum(held)
+    assert budgeted.resident["gradients"] == sum(held)
 
     (loss, _), grads = call(state.params, batch)
     expected_loss, expected = one_device(params(), everything())
@@ -269,7 +269,7 @@ def test_nnx_in_the_users_own_loop():
         return ((model(b["x"]) - b["y"]) ** 2).mean()
 
     (model, optimizer), plan = gshard.shard_train_state(
-        pair(), meshes()["3"], "p_g_os", segment_size=1
+        pair(), meshes()["3"], "p_g_os", min_shard_size=1
     )
     call = gshard.value_and_grad(loss, plan, sync=False)
 
@@ -308,7 +308,7 @@ def test_unreduced_gradients_are_refused_by_name():
         lambda: state.apply_gradients(grads=total),
         lambda: state.tx.update(total, state.opt_state, state.params),
     ):
-        with pytest.raises(gshard.GShardError, match="Unreduced.*reduce_gradients"):
+        with pytest.raises(gshard.GShardError, match="LocalGradients.*reduce_gradients"):
             use()
     (_, _), grads = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True))(
         state.params, rows(0)

@@ -64,7 +64,7 @@ def divided(level="os", replica=None, **options):
         ({"w": weights}, optax.sgd(0.1)),
         gshard.make_mesh(devices=devices, replica=replica or 1),
         level,
-        segment_size=4,
+        min_shard_size=4,
         **options,
     )
 
@@ -196,7 +196,7 @@ def test_rows_without_weight_do_not_count():
     params = {"w": np.ones((5, 3), np.float32)}
     given = {"x": rows()["x"], "mask": mask}
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", segment_size=4)
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", min_shard_size=4)
     _, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, given)
     expected = loss(params, given)[1]["plain"]
     np.testing.assert_allclose([*metrics["aux"].values()], [expected] * 2, rtol=1e-6)

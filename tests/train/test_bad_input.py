@@ -104,8 +104,8 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "no state": (lambda: {"state": {"w": 1}}, ("dict", "TrainState", "(model, optimizer)")),
     "a lone model": (lambda: {"state": NNX_MODEL.init(0)}, ("NNXMLP", "(model, optimizer)")),
     "init_args": (lambda: {"init_args": (1,)}, ("init_args", "init function")),
-    "segment_size": (lambda: {"segment_size": -1}, ("segment_size=-1", "0 or more")),
-    "segment_size text": (lambda: {"segment_size": "64"}, ("segment_size='64'",)),
+    "min_shard_size": (lambda: {"min_shard_size": -1}, ("min_shard_size=-1", "0 or more")),
+    "min_shard_size text": (lambda: {"min_shard_size": "64"}, ("min_shard_size='64'",)),
     "the optimizer first": (
         lambda: {"state": (optax.adam(1e-2), {"w": jnp.ones(8)})},
         ("(GradientTransformationExtraArgs, dict)", "(params, optax transformation)"),
@@ -208,7 +208,7 @@ def test_unused_devices_are_one_warning():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mesh = gshard.make_mesh({"a": 3})
-        gshard.shard_train_state(plain(), mesh, "os", segment_size=8)
+        gshard.shard_train_state(plain(), mesh, "os", min_shard_size=8)
     assert len(caught) == 1, [str(w.message) for w in caught]
     assert issubclass(caught[0].category, gshard.GShardWarning)
     for part in ("3 of 8", "5", "devices=jax.devices()[:3]"):
@@ -257,8 +257,11 @@ MESHES |= {
     "no devices": (lambda: gshard.make_mesh(devices=[]), ("devices=[]", "at least one")),
     "indices": (lambda: gshard.make_mesh(devices=[0, 1]), ("devices=[0, 1]", "new_group([0, 1])")),
     "twice": (lambda: gshard.make_mesh(devices=jax.devices()[:1] * 2), ("a device twice",)),
-    "group": (lambda: gshard.new_group(3), ("new_group(3)", "a list")),
-    "unknown in group": (lambda: gshard.new_group([0, 8]), ("8 is no device", "0 to 7")),
+    "group": (lambda: gshard.distributed.new_group(3), ("new_group(3)", "a list")),
+    "unknown in group": (
+        lambda: gshard.distributed.new_group([0, 8]),
+        ("8 is no device", "0 to 7"),
+    ),
     "virtual": (lambda: gshard.virtual_devices("8"), ("count='8'", "1 or more")),
 }
 
@@ -612,7 +615,7 @@ def test_swapped_state_and_batch():
     with refused("plan.unwrap(state)", "the state is plain"):
         plan.unwrap(plain())
     with refused("promise(plan)", "a TrainState"):
-        gshard.promise(state)
+        gshard.budget(state)
     with refused("shard_batch(batch, plan)", "a dict"):
         gshard.shard_batch(plan, batch())
     step(state, batch())
@@ -725,7 +728,7 @@ def test_a_sharding_constraint_on_a_data_axis_inside_an_nnx_model():
     model = Constrained(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     pair, plan = gshard.shard_train_state(
-        (model, optimizer), gshard.make_mesh(), "p_g_os", segment_size=8
+        (model, optimizer), gshard.make_mesh(), "p_g_os", min_shard_size=8
     )
     step = gshard.make_train_step(lambda model, batch: model(batch["x"]).mean(), plan)
     with refused("constrain", "'shard'", HERE, "Remove"):
@@ -854,8 +857,8 @@ def test_an_rng_that_nothing_takes():
     [
         ({"mutable": 3}, ("mutable=3",)),
         ({"accumulate": "never"}, ("accumulate='never'", "'local'", "'scatter'", "'sync'")),
-        ({"buffer_max_size": -1}, ("buffer_max_size=-1", "0 or more")),
-        ({"buffer_max_size": 0.5}, ("buffer_max_size=0.5",)),
+        ({"bucket_size": -1}, ("bucket_size=-1", "0 or more")),
+        ({"bucket_size": 0.5}, ("bucket_size=0.5",)),
     ],
 )
 def test_options_of_a_step(option, parts):

@@ -131,7 +131,7 @@ def test_the_thresholds_bite():
 
 
 def divided(tx: optax.GradientTransformation, mesh: Any, level: str) -> tuple[Any, gshard.Plan]:
-    return gshard.shard_train_state((params(), tx), mesh, level, segment_size=SEGMENT)
+    return gshard.shard_train_state((params(), tx), mesh, level, min_shard_size=SEGMENT)
 
 
 def on_levels(levels: tuple[str, ...], devices: int) -> dict[str, dict[str, Any]]:

@@ -235,7 +235,7 @@ def bytes_on_one_device(tree: Any) -> int:
 def test_every_byte_is_aliased(name, level, devices):
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     state, plan = gshard.shard_train_state(
-        plain_state(OPTIMIZERS[name]()), mesh, level, segment_size=64
+        plain_state(OPTIMIZERS[name]()), mesh, level, min_shard_size=64
     )
     step = gshard.make_train_step(plain_loss, plan)
     memory = step.lower(state, feature_rows(0, 40, 0)).compile().memory_analysis()
@@ -259,7 +259,7 @@ def test_what_the_step_returned_is_not_looked_at_again_leaf_by_leaf(monkeypatch)
     monkeypatch.setattr(validate, "_fault", lambda x, wanted: seen.append(x) or fault(x, wanted))
     params = {"w": np.ones((8, 4), np.float32), "b": np.ones(4, np.float32)}
     state, plan = gshard.shard_train_state(
-        (params, optax.adam(0.1)), gshard.make_mesh(), "p_g_os", segment_size=8
+        (params, optax.adam(0.1)), gshard.make_mesh(), "p_g_os", min_shard_size=8
     )
     step = gshard.make_train_step(lambda p, x: jnp.mean(x @ p["w"] + p["b"]), plan)
     rows = gshard.shard_batch(np.ones((8, 8), np.float32), plan)

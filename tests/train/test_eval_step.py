@@ -57,7 +57,7 @@ def test_eval_step_full_params_and_unwrap(level):
     tx = optax.adam(1e-2)
     state = TrainState.create(apply_fn=Net().apply, params=start, tx=tx)
     mesh = gshard.make_mesh(devices=jax.devices()[:6])
-    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+    state, plan = gshard.shard_train_state(state, mesh, level, min_shard_size=16)
 
     def measures(p, b):
         logits = Net().apply({"params": p}, b["x"])
@@ -98,7 +98,7 @@ def test_eval_step_full_params_and_unwrap(level):
 def test_eval_step_refuses_what_it_cannot_join():
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     state, plan = gshard.shard_train_state(
-        (params(Net())["params"], optax.sgd(1.0)), mesh, "os", segment_size=16
+        (params(Net())["params"], optax.sgd(1.0)), mesh, "os", min_shard_size=16
     )
     with pytest.raises(gshard.GShardError, match="one entry for each"):
         gshard.make_eval_step(lambda p, b: jnp.zeros(5), plan)(state, batch())
@@ -113,7 +113,7 @@ def test_abstract_state_is_the_state_without_its_arrays(level, kind):
     else:
         model = nnx.Linear(13, 26, rngs=nnx.Rngs(0))
         given = (model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param))
-    state, plan = gshard.shard_train_state(given, mesh, level, segment_size=16)
+    state, plan = gshard.shard_train_state(given, mesh, level, min_shard_size=16)
     concrete, abstract = (
         jax.tree.leaves(nnx.state(s) if kind == "nnx" else s)
         for s in (state, plan.abstract_state())
@@ -132,7 +132,7 @@ def test_a_plan_needs_no_devices():
         return {"w": jnp.zeros((32, 8192, 8192))}, optax.adam(1e-3)
 
     state, plan = gshard.shard_train_state(init, mesh, "p_g_os", scan_axes={"w": 0})
-    assert plan.params["w"].part_shape in {(32, 8, 8192), (32, 8192, 8)}
+    assert plan.params["w"].shard_shape in {(32, 8, 8192), (32, 8192, 8)}
     assert state.params["w"].shape == (32, 8192, 8192)
     assert plan.bytes_per_device["opt_state"] == pytest.approx(
         2 * 32 * 8192 * 8192 * 4 / 1024, abs=40
@@ -160,7 +160,7 @@ def test_batch_stats_come_back_as_one_value(level, micro_batches):
         batch_stats=start["batch_stats"],
         seen=jnp.arange(3.0),
     )
-    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+    state, plan = gshard.shard_train_state(state, mesh, level, min_shard_size=16)
 
     def loss(p, b, *, batch_stats):
         logits, new = net.apply(
@@ -194,7 +194,7 @@ def test_with_sync_buffers_those_of_the_first_device_count(level):
     start = params(Net())["params"]
     state = State.create(apply_fn=None, params=start, tx=optax.sgd(0.1), seen=seen)
     mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state(state, mesh, level, segment_size=16)
+    state, plan = gshard.shard_train_state(state, mesh, level, min_shard_size=16)
 
     def loss(p, b, *, seen):
         low = b["y"].min()
@@ -233,7 +233,7 @@ def test_batch_norm_over_the_data_axes_is_one_device(level):
         return loss
 
     state, plan = gshard.shard_train_state(
-        (start["params"], optax.sgd(1.0)), mesh, level, segment_size=16
+        (start["params"], optax.sgd(1.0)), mesh, level, min_shard_size=16
     )
     assert plan.data_axes == ("shard",)
     state, _ = gshard.make_train_step(loss_of(synced), plan)(state, batch())
@@ -246,7 +246,7 @@ def test_batch_norm_over_the_data_axes_is_one_device(level):
 def test_rng_differs_by_step_device_and_micro_batch():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     start = ({"w": jnp.zeros((4, 4))}, optax.sgd(0.0))
-    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    state, plan = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
 
     def loss(p, b, *, rng):
         draw = jax.random.uniform(rng)
@@ -261,7 +261,7 @@ def test_rng_differs_by_step_device_and_micro_batch():
     assert seen[0] != seen[1]
     for mean, square in seen:
         assert square - mean**2 > 1e-3  # the eight draws are not one draw
-    fresh, _ = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    fresh, _ = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
     _, metrics = step(fresh, {"row": np.arange(8)})
     assert float(metrics["aux"]["mean"]) == seen[0][0]  # the same seed, the same numbers
 
@@ -298,7 +298,9 @@ def test_a_key_for_each_row_draws_the_same_on_any_number_of_devices(devices, k):
         return jnp.mean(jnp.where(drawn, b["x"] @ p["w"], 0) ** 2)
 
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
-    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4
+    )
     _, metrics = gshard.make_train_step(loss, plan, micro_batches=k)(state, given)
     np.testing.assert_allclose(metrics["loss"], loss(params, given), rtol=1e-6)
 
@@ -312,7 +314,7 @@ def test_every_kind_of_key_differs_by_step_device_and_micro_batch(source):
         tx=optax.sgd(0.0),
         key=jax.random.key(7),
     )
-    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    state, plan = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
     keys = {"typed": jax.random.key(3), "old style": jax.random.PRNGKey(3)}
     given = {"rng": keys[source]} if source in keys else {}
     variances, means = draws(state, plan, 3, **given)
@@ -332,7 +334,7 @@ def test_a_weighted_aux_is_divided_by_its_own_weight():
 
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     start = ({"w": jnp.ones(8)}, optax.sgd(0.1))
-    state, plan = gshard.shard_train_state(start, mesh, "os", segment_size=4)
+    state, plan = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
     step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
     state, metrics = step(state, rows)
     expected = rows["x"][rows["mask"] > 0].mean()
@@ -352,7 +354,7 @@ def test_the_loss_reaches_an_optimizer_that_asks_for_it():
         return (p["w"] * 0).sum() + b["x"].mean()  # a plateau
 
     start = ({"w": jnp.ones((8, 8))}, tx)
-    state, plan = gshard.shard_train_state(start, gshard.make_mesh(), "os_g", segment_size=8)
+    state, plan = gshard.shard_train_state(start, gshard.make_mesh(), "os_g", min_shard_size=8)
     step = gshard.make_train_step(loss, plan)
     for _ in range(4):
         state, _ = step(state, {"x": np.ones(8, np.float32)})
@@ -379,7 +381,7 @@ def strict(scale):
 )
 def test_an_optimizer_is_given_no_more_than_it_takes(make):
     state = TrainState.create(apply_fn=None, params={"w": jnp.ones((8, 8))}, tx=make())
-    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", segment_size=8)
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=8)
     step = gshard.make_train_step(lambda p, b: (p["w"] * b["x"].mean()).sum(), plan)
     for _ in range(3):
         state, _ = step(state, {"x": np.ones(8, np.float32)})
@@ -399,7 +401,7 @@ def test_nnx_dropout_inside_a_transform_trains_and_draws_anew(wrap):
     model = Wrapped(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
     pair, plan = gshard.shard_train_state(
-        (model, optimizer), gshard.make_mesh(), "p_g_os", segment_size=16
+        (model, optimizer), gshard.make_mesh(), "p_g_os", min_shard_size=16
     )
     step = gshard.make_train_step(lambda m, b: jnp.square(m(b["x"])).mean(), plan)
     losses = {float(step(*pair, {"x": np.ones((8, 13), np.float32)})["loss"]) for _ in range(3)}
@@ -421,7 +423,7 @@ def test_nnx_dropout_differs_by_device_and_its_count_moves_on():
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     (model, optimizer), plan = gshard.shard_train_state(
-        (model, optimizer), mesh, "p_g_os", segment_size=16
+        (model, optimizer), mesh, "p_g_os", min_shard_size=16
     )
 
     def loss(model, b):
@@ -454,7 +456,7 @@ def test_weighted_loss_is_divided_once_by_the_global_weight():
     for level in LEVELS:
         mesh = gshard.make_mesh(devices=jax.devices()[:4])
         state, plan = gshard.shard_train_state(
-            (start, optax.sgd(1.0)), mesh, level, segment_size=16
+            (start, optax.sgd(1.0)), mesh, level, min_shard_size=16
         )
         state, metrics = gshard.make_train_step(weighted, plan, micro_batches=3)(state, rows)
         value, grads = jax.value_and_grad(mean)(start, rows)

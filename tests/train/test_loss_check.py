@@ -119,7 +119,7 @@ def said(
 ) -> list[str]:
     """What gshard warns of at two calls of a step."""
     state = (jax.tree.map(jnp.copy, PARAMS), optax.sgd(0.1))
-    state, plan = gshard.shard_train_state(state, mesh(devices), level, segment_size=4)
+    state, plan = gshard.shard_train_state(state, mesh(devices), level, min_shard_size=4)
     if "rng" in loss.__code__.co_varnames:
         options["rng"] = jax.random.key(1)
     step = gshard.make_train_step(loss, plan, **options)
@@ -226,7 +226,7 @@ def test_batch_norm(axis_name, warns):
     net = norm(axis_name)
     made = net.init(jax.random.key(0), BATCH["x"], init=True)
     state = _WithStats.create(apply_fn=None, tx=optax.sgd(0.1), **made)
-    state, plan = gshard.shard_train_state(state, mesh(), "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(state, mesh(), "p_g_os", min_shard_size=4)
 
     def loss(params, batch, *, batch_stats):
         variables = {"params": params, "batch_stats": batch_stats}
@@ -261,7 +261,7 @@ def test_nnx_changes_nothing_of_the_model():
     def after(check: bool) -> Any:
         model = _Net()
         pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", segment_size=4)
+        pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=4)
         step = gshard.make_train_step(loss, plan, check_loss=check)
         found = calls(lambda: step(*pair, BATCH), lambda _: step(*pair, BATCH))
         assert_named(found) if check else None
@@ -288,11 +288,11 @@ def test_what_the_loss_prints_is_printed_by_the_steps_alone(capfd):
 WORKER = """
 import sys, warnings
 import gshard
-gshard.init_parallel_env()
+gshard.distributed.initialize()
 import jax, optax
 from tests import test_loss_check as t
 rank, mesh = jax.process_index(), gshard.make_mesh()
-state, plan = gshard.shard_train_state((t.PARAMS, optax.sgd(0.1)), mesh, "p_g_os", segment_size=4)
+state, plan = gshard.shard_train_state((t.PARAMS, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4)
 batch = {name: x[rank * 24 : rank * 24 + 24] for name, x in t.BATCH.items()}
 if rank:  # the first process alone sees it
     batch["mask"] = batch["mask"] * 0 + 1

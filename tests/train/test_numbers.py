@@ -256,7 +256,7 @@ def test_axis_order_by_value(mesh, level, shape):
     """The gradient of `mean(sum(w * x))` is the mean of x, whose entries all differ."""
     weights = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     state, plan = gshard.shard_train_state(
-        ({"w": weights}, optax.sgd(1.0)), MESHES[mesh](), level, segment_size=8
+        ({"w": weights}, optax.sgd(1.0)), MESHES[mesh](), level, min_shard_size=8
     )
     x = np.random.default_rng(0).normal(size=(16, *shape)).astype(np.float32)
 

@@ -61,7 +61,7 @@ def only_average(state):
 
 def divided(level, key=None, **options):
     mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
-    return gshard.shard_train_state(fresh(key), mesh, level, segment_size=8, **options)
+    return gshard.shard_train_state(fresh(key), mesh, level, min_shard_size=8, **options)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_the_numbers_of_one_device_and_a_skipped_step(level, one_device):
     found = gshard.audit(step, state, batch())
     assert not [row for row in found.collectives if row.purpose == "compiler" and not row.scalar]
     for kind in ("reduce-scatter", "all-reduce"):
-        assert found.elements(kind) == step.promise.elements(kind)
+        assert found.elements(kind) == step.budget.elements(kind)
     plain = plan.unwrap(state)
     assert int(plain.count) == int(one_device.count) == 6 and int(plain.step) == STEPS
     if plain.key is not None:
@@ -204,7 +204,7 @@ def test_nnx_in_place(level):
         return ((model.net(b["x"]) - b["y"]) ** 2).mean()
 
     mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
-    (model, optimizer), plan = gshard.shard_train_state(pair(), mesh, level, segment_size=4)
+    (model, optimizer), plan = gshard.shard_train_state(pair(), mesh, level, min_shard_size=4)
     assert model.ema.kernel[...].is_fully_replicated == (level != "p_g_os")
     step = gshard.make_train_step(loss, plan, post_update=nnx_average)
     alone, plain = pair()
@@ -295,7 +295,7 @@ def test_with_state_on_the_host(precision):
     found = []
     for offload in (True, False):
         mesh = gshard.make_mesh(devices=jax.devices()[:3])
-        options = {"segment_size": 4, "offload": offload, "precision": precision}
+        options = {"min_shard_size": 4, "offload": offload, "precision": precision}
         start = (params, optax.adam(1e-2))
         state, plan = gshard.shard_train_state(start, mesh, "p_g_os", **options)
         step = gshard.make_train_step(loss_fn, plan, post_update=shrink)
@@ -315,7 +315,7 @@ def test_nnx_attributes_are_fixed():
     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
     pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
-    (model, optimizer), plan = gshard.shard_train_state(pair, mesh, "os", segment_size=4)
+    (model, optimizer), plan = gshard.shard_train_state(pair, mesh, "os", min_shard_size=4)
     step = gshard.make_train_step(
         lambda m, b: (m(b["x"]) ** 2).mean(), plan, post_update=other_rate
     )

@@ -62,7 +62,7 @@ def says(run) -> list[str]:
 
 @pytest.mark.parametrize(("devices", "k"), [(8, 1), (1, 2)])
 def test_a_typed_key_in_the_batch(devices, k):
-    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", min_shard_size=4)
 
     def loss(params, batch):
         return drawn(params, batch["x"], batch["key"])
@@ -92,7 +92,7 @@ def test_an_old_style_key_in_the_state_is_a_typed_one(level):
 
     found = []
     for key in (jax.random.PRNGKey(7), KEY):
-        state, plan = gshard.shard_train_state(with_key(key), mesh(), level, segment_size=1)
+        state, plan = gshard.shard_train_state(with_key(key), mesh(), level, min_shard_size=1)
         step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2)
         seen = []
         for _ in range(2):
@@ -114,7 +114,7 @@ def test_numbers_that_look_like_a_key():
         return jnp.mean(z * params["w"]), gshard.Reduced(dropout_rng.astype(jnp.int32), "max")
 
     pair = with_key(jnp.array([3, 5], jnp.uint32))
-    state, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", segment_size=1)
+    state, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
     state, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, X)
     assert metrics["aux"].tolist() == [3, 5]
 
@@ -132,7 +132,7 @@ def test_an_old_style_key_that_the_loss_returns():
 
 def own_loop(devices=8, k=1, x=X, take=lambda key, x: key):
     """A step of the user's own, whose loss closes over its key."""
-    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(plain(), mesh(devices), "p_g_os", min_shard_size=4)
 
     @jax.jit
     def step(params, x, key):
@@ -178,7 +178,7 @@ def in_a_loop(params, x, key):
 
 
 def test_draws_in_loops_and_branches():
-    state, plan = gshard.shard_train_state(plain(), mesh(), "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(plain(), mesh(), "p_g_os", min_shard_size=4)
     given = gshard.value_and_grad(lambda p, x, *, rng: in_a_loop(p, x, rng), plan)
     closed = gshard.value_and_grad(lambda p, x: in_a_loop(p, x, KEY), plan)
     batch = gshard.shard_batch(X, plan)
@@ -211,6 +211,6 @@ class _Net(nnx.Module):
 def test_keys_that_an_nnx_model_carries():
     model = _Net()
     pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", segment_size=1)
+    pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
     step = gshard.make_train_step(lambda m, x: jnp.square(m.drop(m.layer(x))).mean(), plan)
     assert says(lambda: step(*pair, X)) == []

@@ -230,7 +230,7 @@ def averaged(state: Averaged) -> Averaged:
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_a_subclass_with_more_fields(level):
     state, plan = gshard.shard_train_state(
-        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
+        averaged_state(), mesh(), level, min_shard_size=SEGMENT_SIZE
     )
     loss = normed_loss(plan.data_axes)
     value_and_grad = gshard.value_and_grad(loss, plan, mutable="batch_stats")
@@ -259,7 +259,7 @@ def test_a_subclass_with_more_fields(level):
         )
 
     step_state, step_plan = gshard.shard_train_state(
-        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
+        averaged_state(), mesh(), level, min_shard_size=SEGMENT_SIZE
     )
     step = gshard.make_train_step(loss, step_plan, mutable="batch_stats")
     step_losses = []
@@ -280,7 +280,7 @@ def test_a_subclass_with_more_fields(level):
 def test_an_average_of_the_parameters_in_the_loop(level):
     """It lies as the parameters do, divided or whole, and so does what the user computes."""
     state, plan = gshard.shard_train_state(
-        averaged_state(), mesh(), level, segment_size=SEGMENT_SIZE
+        averaged_state(), mesh(), level, min_shard_size=SEGMENT_SIZE
     )
     value_and_grad = gshard.value_and_grad(normed_loss(plan.data_axes), plan, mutable="batch_stats")
 

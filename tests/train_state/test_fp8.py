@@ -103,7 +103,7 @@ def assert_same(found: Any, wanted: dict[str, np.ndarray]) -> None:
 
 def divided(level: str, devices: int = 4, replica: int = 1, **options: Any) -> Any:
     mesh = gshard.make_mesh(devices=jax.devices()[:devices], replica=replica)
-    return gshard.shard_train_state(fresh(), mesh, level, segment_size=16, **options)
+    return gshard.shard_train_state(fresh(), mesh, level, min_shard_size=16, **options)
 
 
 QUICK = [("p_g_os", "weighted", 2, 4, 1)]
@@ -171,13 +171,13 @@ def test_they_lie_whole_without_optimizer_state():
     paths = [str(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
     assert paths and not [path for path in paths if "Fp8" in path]
     assert "Fp8" not in str([x.path for x in jax.tree.leaves(plan.grads)])
-    whole = [x for x in jax.tree.leaves(plan.extras) if x.path.startswith(KEY)]
+    whole = [x for x in jax.tree.leaves(plan.non_trainable) if x.path.startswith(KEY)]
     assert len(whole) == 12 and all(x.dim is None for x in whole)
     # The plain state back, and a state that is no Flax TrainState yet.
     plain = plan.unwrap(state)
     assert_same(plain.params, flat(VARIABLES))
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    pair, _ = gshard.shard_train_state((VARIABLES, optax.adam(1e-2)), mesh, "os", segment_size=16)
+    pair, _ = gshard.shard_train_state((VARIABLES, optax.adam(1e-2)), mesh, "os", min_shard_size=16)
     assert_same(gshard.full_params(pair), flat(VARIABLES))
 
 
@@ -192,9 +192,9 @@ def test_what_moves_is_what_is_promised(level, k):
     agreed = sum(row.elements or 0 for row in found.collectives if row.purpose == "agree")
     # The largest of each, and whether it is a number on every device.
     assert agreed == 2 * sum(x.size for x in jax.tree.leaves(VARIABLES[KEY]))
-    assert found.elements("all-reduce") == step.promise.elements("all-reduce") + agreed
-    assert found.elements("reduce-scatter") == step.promise.elements("reduce-scatter")
-    assert found.elements("all-gather") <= step.promise.elements("all-gather")
+    assert found.elements("all-reduce") == step.budget.elements("all-reduce") + agreed
+    assert found.elements("reduce-scatter") == step.budget.elements("reduce-scatter")
+    assert found.elements("all-gather") <= step.budget.elements("all-gather")
 
 
 @pytest.mark.slow

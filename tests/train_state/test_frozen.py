@@ -18,7 +18,7 @@ import gshard
 from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
-OPTIONS: dict[str, Any] = {"segment_size": 8, "scan_axes": {"Lora_1/": 0}}
+OPTIONS: dict[str, Any] = {"min_shard_size": 8, "scan_axes": {"Lora_1/": 0}}
 DEVICES, STEPS = 3, 3
 
 
@@ -137,9 +137,9 @@ def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     step = gshard.make_train_step(loss_fn, plan, donate=False)
     found = gshard.audit(step, state, batch())
     for kind in ("reduce-scatter", "all-reduce"):
-        assert found.elements(kind) == step.promise.elements(kind)
-    rows = [row for row in found.collectives if row.purpose == "extras"]
-    bound = sum(m.elements for m in step.promise.moved if m.purpose == "extras")
+        assert found.elements(kind) == step.budget.elements(kind)
+    rows = [row for row in found.collectives if row.purpose == "non_trainable"]
+    bound = sum(m.elements for m in step.budget.moved if m.purpose == "non_trainable")
     # Layer by layer, forward and backward; the first kernel's input needs no gradient.
     assert 0.7 * bound <= sum(row.elements or 0 for row in rows) <= bound
     assert bool(rows) == divided
@@ -168,7 +168,7 @@ def test_a_scanned_frozen_stack_is_never_whole():
         gshard.make_mesh(),
         "p_g_os",
         frozen="base",
-        segment_size=16,
+        min_shard_size=16,
         scan_axes={"layers": 0},
     )
     step = gshard.make_train_step(loss, plan)
@@ -275,7 +275,7 @@ def test_an_nnx_filter_says_what_is_trained(level):
     for _ in range(STEPS):
         grads = nnx.grad(nnx_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch())
         optimizer.update(model, grads)
-    divided, plan = gshard.shard_train_state(pair(), mesh(), level, segment_size=8)
+    divided, plan = gshard.shard_train_state(pair(), mesh(), level, min_shard_size=8)
     kernel = divided[0].first.kernel.get_value()
     assert kernel.is_fully_replicated == (level == "os")
     step = gshard.make_train_step(nnx_loss, plan)
@@ -319,7 +319,7 @@ def test_further_fields_lie_as_parameters_and_may_be_read_and_changed(micro_batc
             apply_fn=None, params=params, tx=optax.adam(1e-2), ema=ema, queue=queue
         )
         here = gshard.make_mesh(devices=jax.devices()[:devices])
-        state, plan = gshard.shard_train_state(state, here, level, segment_size=8)
+        state, plan = gshard.shard_train_state(state, here, level, min_shard_size=8)
         step = gshard.make_train_step(loss, plan, mutable="queue", micro_batches=micro_batches)
         measure = gshard.make_eval_step(
             lambda p, b, *, ema, queue: loss(p, b, ema=ema, queue=queue)[0], plan
@@ -370,7 +370,7 @@ def test_bad_frozen_for_nnx_and_a_pattern_without_a_match():
         gshard.shard_train_state((twice, optax.sgd(0.1)), mesh(), "os", frozen="^a")
     with pytest.raises(gshard.GShardError, match="no dimension of Lora_0/base"):
         gshard.shard_train_state(
-            fresh(), mesh(), "os", frozen="base$", segment_size=8, scan_axes={"base": 5}
+            fresh(), mesh(), "os", frozen="base$", min_shard_size=8, scan_axes={"base": 5}
         )
     _, plan = gshard.shard_train_state(fresh(), mesh(), "os", frozen=[], **OPTIONS)
     assert "Lora_0/base" in {x.path for x in jax.tree.leaves(plan.grads)}

@@ -56,7 +56,7 @@ def divided(level, tx=None, **options):
     state = WithCount.create(apply_fn=None, params=params(), tx=tx, seen=jnp.zeros(3))
     # By rows: a bad entry of `x` spoils one row of the gradient, which one device alone holds.
     return gshard.shard_train_state(
-        state, mesh(), level, segment_size=8, rules={"^a$": 0}, **options
+        state, mesh(), level, min_shard_size=8, rules={"^a$": 0}, **options
     )
 
 
@@ -126,7 +126,7 @@ def test_small_gradients_of_float16_need_the_scale(level):
             ({"w": np.ones((6, 16), np.float32)}, optax.sgd(2.0**20)),
             mesh(),
             level,
-            segment_size=4,
+            min_shard_size=4,
             precision="float16",
         )
         step = gshard.make_train_step(loss, plan, scaler=scaler)
@@ -225,7 +225,9 @@ def test_the_reported_norm_of_complex_gradients():
         return (jnp.abs(b["x"] @ p["w"]) ** 2).mean()
 
     rows = {"x": rng.normal(size=(ROWS, 16)).astype(np.float32)}
-    state, plan = gshard.shard_train_state(({"w": w}, optax.sgd(0.1)), mesh(), "os", segment_size=4)
+    state, plan = gshard.shard_train_state(
+        ({"w": w}, optax.sgd(0.1)), mesh(), "os", min_shard_size=4
+    )
     _, metrics = gshard.make_train_step(loss, plan)(state, rows)
     expected = optax.tree.norm(jax.grad(loss)({"w": w}, rows))
     np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
@@ -239,7 +241,9 @@ def test_the_norm_is_that_of_the_mean_whatever_the_weights_sum_to(scale):
         errors = ((b["x"] @ p["a"] @ p["b"] - b["y"]) ** 2).mean(-1)
         return gshard.Weighted((errors * scale).sum(), scale * errors.size)
 
-    state, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh(), "os", segment_size=4)
+    state, plan = gshard.shard_train_state(
+        (params(), optax.sgd(0.1)), mesh(), "os", min_shard_size=4
+    )
     scaler = gshard.GradScaler(init_loss_scaling=1.0)
     _, metrics = gshard.make_train_step(loss, plan, scaler=scaler)(state, batch())
 
@@ -269,7 +273,7 @@ def test_an_equation_of_an_optimizer_keeps_its_context():
 def test_nnx_skips_in_place():
     model = nnx.Linear(7, 5, rngs=nnx.Rngs(0))
     pair = model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    (model, optimizer), plan = gshard.shard_train_state(pair, mesh(), "os", segment_size=1)
+    (model, optimizer), plan = gshard.shard_train_state(pair, mesh(), "os", min_shard_size=1)
 
     def loss(model, b):
         return ((model(b["x"]) - b["y"]) ** 2).mean()
@@ -417,7 +421,7 @@ def test_state_is_chosen_where_it_arises_as_at_the_end(update, nested):
 def test_a_norm_that_overflows_counts_as_not_finite():
     """Every entry is finite, and their squares are not: Adam would keep infinities for good."""
     state, plan = gshard.shard_train_state(
-        ({"w": np.ones((6, 4), np.float32)}, optax.adam(1e-2)), mesh(), "os", segment_size=4
+        ({"w": np.ones((6, 4), np.float32)}, optax.adam(1e-2)), mesh(), "os", min_shard_size=4
     )
     step = gshard.make_train_step(lambda p, b: (p["w"] * 1e20).sum() + 0 * b["x"].sum(), plan)
     before = gshard.full_params(state)["w"]

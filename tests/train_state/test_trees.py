@@ -113,7 +113,7 @@ def test_every_kind_of_tree_trains_as_on_one_device(name, level):
         return state.apply_gradients(grads=grads, **new)
 
     mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
-    state, plan = gshard.shard_train_state(start, mesh, level, segment_size=4)
+    state, plan = gshard.shard_train_state(start, mesh, level, min_shard_size=4)
     assert any(layout.dim is not None for layout in jax.tree.leaves(plan.grads))
     step = gshard.make_train_step(loss, plan, mutable="batch_stats")
     expected = start

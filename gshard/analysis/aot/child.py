@@ -29,7 +29,7 @@ from gshard._util.version import versions
 from gshard.analysis.aot.buffers import Buffers, read_buffers, traffic
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import memory_of, rows_of
-from gshard.analysis.setup import Choices, batch_of, divided, load_setup, step_of
+from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
 from gshard.sharding.mesh import make_mesh
 
 Say = Callable[[str], None]
@@ -49,7 +49,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     choices = Choices(**{name: request[name] for name in names if name in request})
     say("tracing and lowering")
     start = time.perf_counter()
-    state, plan = divided(setup, mesh, request["level"], choices)
+    state, plan = sharded_setup(setup, mesh, request["level"], choices)
     step = step_of(setup, plan, choices)
     lowered = step.lower(*step.arguments(state, batch_of(setup, plan, choices)))
     lowering = time.perf_counter() - start

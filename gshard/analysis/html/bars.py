@@ -172,7 +172,7 @@ FILLS = {
         Fill("params", "parameters", "#0072b2", "#ffffff", "plain"),
         Fill("gradients", "gradients", "#e69f00", "#000000", "rising"),
         Fill("optimizer", "optimizer state", "#56b4e9", "#000000", "dotted"),
-        Fill("extras", "extras", "#f0e442", "#000000", "flat"),
+        Fill("non_trainable", "non_trainable", "#f0e442", "#000000", "flat"),
         Fill("batch", "batch", "#cc79a7", "#000000", "upright"),
         Fill("gathered", "layer gathered", "#009e73", "#000000", "falling"),
         Fill("activations", "activations", "#d55e00", "#000000", "crossed"),

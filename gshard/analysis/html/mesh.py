@@ -156,7 +156,7 @@ def _part_in_words(layout: Layout, part: int | None) -> str:
         return "…"
     if layout.dim is None:
         return f"part {part}"
-    size, whole = layout.part_shape[layout.dim], layout.shape[layout.dim]
+    size, whole = layout.shard_shape[layout.dim], layout.shape[layout.dim]
     first, last = part * size, min((part + 1) * size, whole) - 1
     if first > last:
         return f"part {part}: padding"

@@ -18,12 +18,12 @@ from gshard.checkpoint.safetensors.save import NewFile, file_path
 
 # Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_PARTS = ("params", "optimizer", "extras", "gradients", "batch", "gathered", "activations")
+_PARTS = ("params", "optimizer", "non_trainable", "gradients", "batch", "gathered", "activations")
 _FAR = 20  # a limit so many times the longest bar would leave nothing of it to see
 _HEADINGS = {
     "params": "parameters",
     "optimizer": "optimizer",
-    "extras": "extras",
+    "non_trainable": "non_trainable",
     "gradients": "gradients",
     "batch": "batch",
     "gathered": "layer gathered",

@@ -122,11 +122,16 @@ def leaves_of(plan: Plan) -> list[Leaf]:
     """Every array of the state at rest, the largest first."""
     level, found = plan.level, []
     for part, kind, tree, sharded in (
-        ("parameters", "params", plan.params, level.divides_params),
-        ("optimizer", "optimizer", plan.layouts.opt_state._replace(master={}), level.divides_state),
-        ("master copy", "optimizer", plan.master, level.divides_state),
+        ("parameters", "params", plan.params, level.shards_params),
+        (
+            "optimizer",
+            "optimizer",
+            plan.layouts.opt_state._replace(master={}),
+            level.shards_opt_state,
+        ),
+        ("master copy", "optimizer", plan.master, level.shards_opt_state),
         ("step", "optimizer", plan.layouts.step, False),
-        ("extras", "extras", plan.extras, level.divides_params),
+        ("non_trainable", "non_trainable", plan.non_trainable, level.shards_params),
     ):
         for x in jax.tree.leaves(tree):
             # A parameter has the reason of its gradient, which the level may shard alone.
@@ -145,7 +150,7 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     """
     leaves = leaves_of(plan)
     tiles = _tiles(leaves)
-    kinds = [kind for kind in ("params", "optimizer", "extras", "host")
+    kinds = [kind for kind in ("params", "optimizer", "non_trainable", "host")
              if any(tile.kind == kind for tile in tiles)]  # fmt: skip
     title = f"Arrays of the train state on one device at level {name}, by bytes at rest"
     if any("*" in tile.name for tile in tiles):

@@ -130,7 +130,7 @@ def compiled_peak(compiled: Any, platform: str) -> int:
 
 def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> Program:
     (leaves, batch, rng), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
-    shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_parts())]
+    shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_components())]
     rows = plan.sharding().update(spec=plan.batch_spec)
     shardings += [rows if x.shape else None for x in jax.tree.leaves(batch)]
     shardings += [None for _ in jax.tree.leaves(rng)]

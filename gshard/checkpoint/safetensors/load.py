@@ -1,4 +1,4 @@
-"""`import_params`: the weights of a divided state, read from a safetensors file."""
+"""`load_safetensors`: the weights of a divided state, read from a safetensors file."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ Ends: TypeAlias = tuple[
 _HINTS = 20  # missing names for which the nearest is looked for: that takes long among thousands
 
 
-def import_params(state: Any, path: str | os.PathLike[str], *, cast: bool = False) -> Any:
+def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = False) -> Any:
     """A divided state with the weights of a safetensors file.
 
-    The file is one of `gshard.export`, of a state of any level, mesh and precision, or any other of
-    the same names, shapes and dtypes. Parameters, their master copies and the collections beside
-    them are replaced, and lie as the plan of `state` says. The rest stays: the step, the moments of
-    the optimizer (for a fresh one divide a fresh state), keys of random numbers.
+    The file is one of `gshard.save_safetensors`, of a state of any level, mesh and precision, or
+    any other of the same names, shapes and dtypes. Parameters, their master copies and the
+    collections beside them are replaced, and lie as the plan of `state` says. The rest stays: the
+    step, the moments of the optimizer (for a fresh one divide a fresh state), keys of random
+    numbers.
 
     One weight at a time is on the host, and of it what this process's devices need. Over several
     processes all call this, each reads the file, and all return when all have.
@@ -55,16 +56,16 @@ def import_params(state: Any, path: str | os.PathLike[str], *, cast: bool = Fals
         state or has others; a shape or, without `cast`, a dtype differs; or the `safetensors`
         library is not installed. Over several processes every one raises.
     """
-    plan = plan_of(state, "import_params")
+    plan = plan_of(state, "load_safetensors")
     if isinstance(plan.mesh, jax.sharding.AbstractMesh):
-        raise GShardError("import_params: the plan has an abstract mesh: it has no devices.")
+        raise GShardError("load_safetensors: the plan has an abstract mesh: it has no devices.")
 
     def read() -> Any:
         convert = flag("cast", cast)
-        file = file_path(path, "import_params")
+        file = file_path(path, "load_safetensors")
         parts = plan.kind.split(state)
-        wanted = weights_of(parts, plan, "import_params")
-        found = tensors_of(file, "import_params")
+        wanted = weights_of(parts, plan, "load_safetensors")
+        found = tensors_of(file, "load_safetensors")
         _check(found, wanted, file, convert)
 
         def make(name: str, layout: Layout) -> jax.Array:
@@ -87,7 +88,7 @@ def _check(
         hints = [f"{name}:{did_you_mean(name, added)}" for name in missing[:_HINTS]]
         hints = [hint for hint in hints if not hint.endswith(":")]
         raise GShardError(
-            f"import_params: {file} has other weights than the state. Missing in the file: "
+            f"load_safetensors: {file} has other weights than the state. Missing in the file: "
             f"{', '.join(missing) or 'none'}. Not in the state: {', '.join(added) or 'none'}."
             f"{' ' if hints else ''}{' '.join(hints)} Rename, add or remove tensors of the file "
             "(safetensors.numpy.load_file, save_file), or divide a state of the same model."
@@ -99,7 +100,7 @@ def _check(
     ]
     if shapes:
         raise GShardError(
-            f"import_params: {file} has weights of other shapes: {some(shapes, len(shapes))}. "
+            f"load_safetensors: {file} has weights of other shapes: {some(shapes, len(shapes))}. "
             "Divide a state of the model that the file was written from."
         )
     fits = _can_cast if cast else _is_same
@@ -115,7 +116,7 @@ def _check(
             else "Pass cast=True to convert them."
         )
         raise GShardError(
-            f"import_params: {file} has weights of other dtypes: {some(dtypes, len(dtypes))}. "
+            f"load_safetensors: {file} has weights of other dtypes: {some(dtypes, len(dtypes))}. "
             f"{mend}"
         )
 
@@ -169,7 +170,7 @@ def _converted(name: str, x: np.ndarray, dtypes: Sequence[Any]) -> np.ndarray:
             new = x.astype(dtype)
         if jnp.issubdtype(dtype, jnp.integer) and (new != x).any():
             raise GShardError(
-                f"import_params: {name} holds integers that {dtype} does not. Keep the dtype of "
+                f"load_safetensors: {name} holds integers that {dtype} does not. Keep the dtype of "
                 "the file in the state."
             )
         x = new

@@ -23,7 +23,7 @@ from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
 FORMAT = "1"  # of the names and of what is in the metadata
 
 
-def export(
+def save_safetensors(
     state: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Writes the weights of a divided state into a safetensors file, whole and by name.

@@ -19,7 +19,7 @@ from gshard.checkpoint.safetensors.format import METADATA
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
-from gshard.train_state import Parts
+from gshard.train_state import Components
 
 
 class Weight(NamedTuple):
@@ -34,16 +34,16 @@ def name_of(layout: Layout) -> str:
     return layout.path.replace("/", ".")
 
 
-def weights_of(parts: Parts, plan: Plan, call: str) -> dict[str, Weight]:
+def weights_of(parts: Components, plan: Plan, call: str) -> dict[str, Weight]:
     """The weights of a state by name.
 
     Raises:
       GShardError: the state is abstract, or not the tree or of the shapes and dtypes of its plan;
         or two weights would have one name.
     """
-    for tree, known in ((parts.params, plan.params), (parts.extras, plan.extras)):
+    for tree, known in ((parts.params, plan.params), (parts.non_trainable, plan.non_trainable)):
         same_leaves(tree, flatten(known)[0], f"{call}: the state is")
-    leaves = jax.tree.leaves((parts.params, parts.extras, parts.opt_state))
+    leaves = jax.tree.leaves((parts.params, parts.non_trainable, parts.opt_state))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise GShardError(
             f"{call}: the state is abstract, it has no values. Pass one that was divided over "
@@ -53,14 +53,16 @@ def weights_of(parts: Parts, plan: Plan, call: str) -> dict[str, Weight]:
     params, layouts = plan.precise(parts.params, parts.opt_state)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True)
     found = [Weight(x, layout) for x, layout in pairs]
-    beside = zip(jax.tree.leaves(parts.extras), jax.tree.leaves(plan.extras), strict=True)
+    beside = zip(
+        jax.tree.leaves(parts.non_trainable), jax.tree.leaves(plan.non_trainable), strict=True
+    )
     random = plan.kind.random_paths(plan.template)
     found += [Weight(x, layout) for x, layout in beside if _is_weight(layout, random)]
     _refuse_other_forms(found, call)
     return _by_name(found, call)
 
 
-def replaced(parts: Parts, plan: Plan, make: Callable[[str, Layout], jax.Array]) -> Parts:
+def replaced(parts: Components, plan: Plan, make: Callable[[str, Layout], jax.Array]) -> Components:
     """Parts whose weights are what `make(name, layout)` says, master copies too."""
     random = plan.kind.random_paths(plan.template)
 
@@ -78,7 +80,7 @@ def replaced(parts: Parts, plan: Plan, make: Callable[[str, Layout], jax.Array])
         parts,
         params=all_of(parts.params, plan.params),
         opt_state=parts.opt_state._replace(master=master),
-        extras=all_of(parts.extras, plan.extras),
+        non_trainable=all_of(parts.non_trainable, plan.non_trainable),
     )
 
 

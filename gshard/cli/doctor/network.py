@@ -70,7 +70,7 @@ _RETRY = 0.2  # seconds
 
 
 def cluster(held: ExitStack) -> list[Check]:
-    """Who this process is in its job, as `gshard.init_parallel_env()` would read it.
+    """Who this process is in its job, as `gshard.distributed.initialize()` would read it.
 
     Args:
       held: keeps the port of process 0 open, so that the others of the job reach it meanwhile.

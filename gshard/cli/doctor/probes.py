@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from gshard._util.errors import GShardError, GShardWarning
-from gshard.distributed.initialize import get_rank, init_parallel_env
+from gshard.distributed.initialize import initialize, process_index
 from gshard.distributed.launch.spawn import spawn
 from gshard.sharding.host_arrays import full_params
 from gshard.sharding.level import LEVELS
@@ -86,7 +86,7 @@ def numbers(virtual: int) -> dict[str, Any]:
         wanted = _on_one_device(params, tx, batch)
         found = {}
         for level in LEVELS:
-            state, plan = shard_train_state((params, tx), mesh, level, segment_size=0)
+            state, plan = shard_train_state((params, tx), mesh, level, min_shard_size=0)
             step = make_train_step(_loss, plan)
             for _ in range(_STEPS):
                 state, _ = step(state, batch)
@@ -121,9 +121,9 @@ def gloo(patience: int) -> dict[str, Any]:
 
 
 def _sum_over_processes() -> float:
-    init_parallel_env()
+    initialize()
     mesh = make_mesh()
-    own = np.full((1,), get_rank() + 1, np.float32)
+    own = np.full((1,), process_index() + 1, np.float32)
     return float(_sum(mesh)(jax.make_array_from_process_local_data(_rows(mesh), own)))
 
 

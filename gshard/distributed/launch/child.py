@@ -1,4 +1,4 @@
-"""What runs in a process of `gshard.spawn`: the function, and its result or its error."""
+"""What runs in a spawned process: the function, and its result or its error."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from signal import SIGTERM, Signals
 
 from gshard._util.errors import GShardError
-from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.exit_status import End, first_cause, in_words, meaning
 from gshard.distributed.launch.job import Outcome, heard, run
 from gshard.distributed.launch.options import Request, parser, request
@@ -48,9 +48,9 @@ def _exit_code(outcome: Outcome) -> int:
     codes = {end.code for end in outcome.ends}
     if codes == {0}:
         return 0
-    if codes and codes <= {0, PREEMPTED}:
+    if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
         _say("gshard: the job was told to stop, and all processes did so in order")
-        return PREEMPTED
+        return PREEMPTED_EXIT_CODE
     if outcome.told is not None and not outcome.failed:
         _say(f"gshard: the job was ended by {Signals(outcome.told).name}{_killed(outcome)}")
         return 128 + outcome.told
@@ -62,7 +62,11 @@ def _killed(outcome: Outcome) -> str:
     late = [end.rank for end in outcome.ends if end.asked]
     if not late:
         return ""
-    hint = ". A script stops in order by gshard.until_preempted" if outcome.told == SIGTERM else ""
+    hint = (
+        ". A script stops in order by gshard.distributed.until_preempted"
+        if outcome.told == SIGTERM
+        else ""
+    )
     return f"; ranks {late} had not stopped and were killed{hint}"
 
 

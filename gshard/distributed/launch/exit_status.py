@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gshard._util.errors import some
-from gshard.distributed.exit import LOST_PEER, PREEMPTED
+from gshard.distributed.exit import LOST_PEER, PREEMPTED_EXIT_CODE
 
 TAIL = 20  # lines
 
@@ -52,7 +52,7 @@ class End:
     @property
     def failed(self) -> bool:
         """Whether it neither finished, nor stopped in order when it was told to."""
-        return self.code not in (0, PREEMPTED)
+        return self.code not in (0, PREEMPTED_EXIT_CODE)
 
     @property
     def follows(self) -> bool:

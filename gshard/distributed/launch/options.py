@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import whole_number
+from gshard._util.validation import check_integer
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
 from gshard.distributed.rendezvous import Address, address, found_at, is_loopback
@@ -60,7 +60,7 @@ def parser(program: str) -> argparse.ArgumentParser:
         program,
         usage=f"{program} [options] [-m] SCRIPT [ARGUMENTS ...]",
         description="Run a script in several processes, on one machine or on each of many. The "
-        "script calls gshard.init_parallel_env() before it uses JAX.",
+        "script calls gshard.distributed.initialize() before it uses JAX.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -131,9 +131,9 @@ def request(program: str, words: list[str]) -> Request:
 
 def _checked(given: argparse.Namespace) -> Request:
     for name, least in (("nnodes", 1), ("max_restarts", 0), ("grace", 0)):
-        whole_number(f"--{name}", getattr(given, name), least)
+        check_integer(f"--{name}", getattr(given, name), least)
     for name in ("heartbeat_timeout", "start_timeout"):
-        whole_number(f"--{name}", getattr(given, name), 1, " of seconds")
+        check_integer(f"--{name}", getattr(given, name), 1, " of seconds")
     master = None if given.master is None else address(given.master, "--master")
     _check_machines(given, master)
     if given.virtual_devices is not None and given.devices is not None:
@@ -146,7 +146,7 @@ def _checked(given: argparse.Namespace) -> Request:
     if processes is None:
         on_cpu = given.virtual_devices is not None
         processes = 1 if on_cpu else max(1, len(devices or visible_gpus()))
-    whole_number("--nproc_per_node", processes, 1)
+    check_integer("--nproc_per_node", processes, 1)
     variables = device_shares(processes, devices, given.virtual_devices, "--")
     return Request(
         target=given.script,

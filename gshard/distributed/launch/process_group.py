@@ -1,4 +1,4 @@
-"""The processes that `gshard.spawn` has started: waited for, and ended together."""
+"""The processes that `gshard.distributed.spawn` has started: waited for, and ended together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard.distributed.exit import PREEMPTED
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.child import Failure, Result
 from gshard.distributed.launch.exit_status import End, first_cause, in_words, meaning
 from gshard.distributed.launch.guardian import (
@@ -40,7 +40,7 @@ _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 
 
 class ProcessFailedError(GShardError, RuntimeError):
-    """A process of `gshard.spawn` failed; its own exception is the cause, where it could be sent.
+    """A spawned process failed; its own exception is the cause, where it could be sent.
 
     Attributes:
       rank: of the first process that failed.
@@ -53,7 +53,7 @@ class ProcessFailedError(GShardError, RuntimeError):
 
 
 class Spawned:
-    """What `gshard.spawn(..., join=False)` returns.
+    """What `gshard.distributed.spawn(..., join=False)` returns.
 
     Attributes:
       processes: by rank; each has `pid`, `exitcode`, `is_alive()`.
@@ -81,7 +81,9 @@ class Spawned:
         self._began, self._told = time.monotonic(), threading.Event()
         self._wanted, self._broken = False, list[BaseException]()
         # Results are read as they come, and a failure ends the others, whoever waits or not.
-        self._watch = threading.Thread(target=self._run, name="gshard.spawn", daemon=True)
+        self._watch = threading.Thread(
+            target=self._run, name="gshard.distributed.spawn", daemon=True
+        )
         self._watch.start()
         if daemon:  # multiprocessing would ask them to end, which JAX does not hear, and wait
             atexit.register(self.terminate)
@@ -194,8 +196,8 @@ class Spawned:
         unread = [(r, s) for r, s in self._said.items() if isinstance(s, Failure)]
         if self._wanted or (codes == {0} and not unread):
             return
-        if codes <= {0, PREEMPTED} and not unread:
-            raise SystemExit(PREEMPTED)
+        if codes <= {0, PREEMPTED_EXIT_CODE} and not unread:
+            raise SystemExit(PREEMPTED_EXIT_CODE)
         failed = [end for end in self._ends.values() if end.code]
         first = first_cause(failed) if failed else self._ends[unread[0][0]]
         said = self._said.get(first.rank)

@@ -14,7 +14,7 @@ import runpy
 import sys
 from types import TracebackType
 
-PREEMPTED = 75  # that of gshard, which is not imported here
+PREEMPTED_EXIT_CODE = 75  # that of gshard, which is not imported here
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-        if code not in (0, PREEMPTED):
+        if code not in (0, PREEMPTED_EXIT_CODE):
             _leave_with(code)
         raise
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""`gshard.spawn`: a function in several processes of this machine."""
+"""`gshard.distributed.spawn`: a function in several processes of this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
-from gshard._util.validation import flag, shown, whole_number
+from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
@@ -43,21 +43,21 @@ def spawn(
     daemon: bool = False,
     **options: Any,
 ) -> list[Any] | Spawned:
-    """Runs `func(*args)` in several new processes, which `init_parallel_env()` then joins.
+    """Runs `func(*args)` in several new processes, which `initialize()` then joins.
 
     When one fails the others are ended, SIGTERM first; none outlives this process, also when it is
     killed. SIGTERM to this process while it waits is passed on to them.
 
     Args:
       func: a function at the top of a module; the program that calls `spawn` does so under
-        `if __name__ == "__main__":`. It calls `gshard.init_parallel_env()` before it uses JAX.
+        `if __name__ == "__main__":`. It calls `gshard.distributed.initialize()` before it uses JAX.
       args: its arguments, the same for every process.
       nprocs: how many; -1 for one on each visible GPU, and without a GPU one on each CPU core.
       join: wait for all. False returns at once.
       daemon: the processes end when this one does.
       **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, divided over the
         processes; `virtual_devices=2`: virtual CPU devices of each process; `heartbeat_timeout`,
-        `start_timeout` in seconds, as of `init_parallel_env`; `start_method="spawn"`, the only one.
+        `start_timeout` in seconds, as of `initialize`; `start_method="spawn"`, the only one.
 
     Returns:
       What the function returned, by rank, of any size; arrays of JAX come as NumPy's. With
@@ -193,7 +193,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
             "runs threads, which a forked process does not have."
         )
     for name in ("heartbeat_timeout", "start_timeout"):
-        whole_number(name, chosen[name], 1, " of seconds")
+        check_integer(name, chosen[name], 1, " of seconds")
     return chosen
 
 
@@ -202,4 +202,4 @@ def _count(nprocs: Any, devices: list[str] | None, virtual: int | None) -> int:
         if virtual is None and (gpus := devices or visible_gpus()):
             return len(gpus)
         return os.cpu_count() or 1
-    return whole_number("nprocs", nprocs, 1, " (-1: one for each GPU, or CPU core)")
+    return check_integer("nprocs", nprocs, 1, " (-1: one for each GPU, or CPU core)")

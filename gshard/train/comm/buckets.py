@@ -13,7 +13,7 @@ from jax import lax
 
 from gshard.sharding.layout import Layout
 
-BUFFER_MAX_SIZE = 2**23  # elements of a bucket, by default
+BUCKET_SIZE = 2**23  # elements of a bucket, by default
 MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
 LAYER = 2**22  # elements of a layer from which on those of a stack are moved one by one
 LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
@@ -21,11 +21,11 @@ LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (
 LONGEST_OVER_GLOO = 2**19
 # Elements of the first and the last turn of several: the sooner the first can start, and the less
 # is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
-END_BUFFER_SIZE = 2**18
+END_BUCKET_SIZE = 2**18
 
 
-def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) -> list[list[int]]:
-    """Groups neighbouring leaves of one kind into buckets of at most `buffer_max_size` elements.
+def buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
+    """Groups neighbouring leaves of one kind into buckets of at most `bucket_size` elements.
 
     A leaf of more than a quarter of that, or of more than `LARGE`, goes alone, without a copy. Over
     several processes on CPU all leaves share buckets, of at most `LONGEST_OVER_GLOO` elements. 0
@@ -34,14 +34,14 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
     Args:
       sizes: elements of each whole leaf.
       kinds: hashable; only leaves of one kind share a bucket.
-      buffer_max_size: elements.
+      bucket_size: elements.
 
     Returns:
       Lists of indices, together every index once.
     """
-    alone = min(LARGE, buffer_max_size // 4)
+    alone = min(LARGE, bucket_size // 4)
     if _over_gloo():
-        alone = buffer_max_size = min(LONGEST_OVER_GLOO, buffer_max_size)
+        alone = bucket_size = min(LONGEST_OVER_GLOO, bucket_size)
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
@@ -50,7 +50,7 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
             found.append([i])
             continue
         bucket = open_bucket.get(kind)
-        if bucket is None or filled[kind] + size > buffer_max_size or len(bucket) >= MOST_LEAVES:
+        if bucket is None or filled[kind] + size > bucket_size or len(bucket) >= MOST_LEAVES:
             bucket, filled[kind] = [], 0
             open_bucket[kind] = bucket
             found.append(bucket)
@@ -60,29 +60,29 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], buffer_max_size: int) ->
 
 
 def turns(
-    sizes: Sequence[int], buffer_max_size: int, end_buffer_size: int = END_BUFFER_SIZE
+    sizes: Sequence[int], bucket_size: int, end_bucket_size: int = END_BUCKET_SIZE
 ) -> list[list[int]]:
     """Groups neighbouring leaves into turns that are reduced one after the other.
 
-    A turn has at most `buffer_max_size` elements, the first and the last at most `end_buffer_size`;
-    a leaf of more is one alone. All are one turn where `buffer_max_size` is 0, and over several
+    A turn has at most `bucket_size` elements, the first and the last at most `end_bucket_size`;
+    a leaf of more is one alone. All are one turn where `bucket_size` is 0, and over several
     processes on CPU, where nothing is computed meanwhile.
 
     Args:
       sizes: elements of each leaf.
-      buffer_max_size: elements.
-      end_buffer_size: elements.
+      bucket_size: elements.
+      end_bucket_size: elements.
 
     Returns:
       Lists of indices, together every index once.
     """
-    if not buffer_max_size or _over_gloo():
+    if not bucket_size or _over_gloo():
         return [list(range(len(sizes)))]
-    first, rest = _filled(sizes, range(len(sizes)), min(end_buffer_size, buffer_max_size))
-    last, middle = _filled(sizes, rest[::-1], min(end_buffer_size, buffer_max_size))
+    first, rest = _filled(sizes, range(len(sizes)), min(end_bucket_size, bucket_size))
+    last, middle = _filled(sizes, rest[::-1], min(end_bucket_size, bucket_size))
     found, middle = [first], middle[::-1]
     while middle:
-        turn, middle = _filled(sizes, middle, buffer_max_size)
+        turn, middle = _filled(sizes, middle, bucket_size)
         found.append(turn)
     return [turn for turn in (*found, last[::-1]) if turn]
 
@@ -126,7 +126,7 @@ def layers(paths: Sequence[str]) -> list[str]:
 def in_buckets(
     leaves: Sequence[jax.Array],
     layouts: Sequence[Layout],
-    buffer_max_size: int,
+    bucket_size: int,
     alone: Callable[[jax.Array, Layout], jax.Array],
     packed: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
 ) -> list[jax.Array]:
@@ -134,7 +134,7 @@ def in_buckets(
     divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
     kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
     out = list(leaves)
-    for bucket in buckets([layouts[i].stored_size for i in divided], kinds, buffer_max_size):
+    for bucket in buckets([layouts[i].stored_size for i in divided], kinds, bucket_size):
         members = [divided[j] for j in bucket]
         if len(members) == 1:
             results = [alone(leaves[members[0]], layouts[members[0]])]
@@ -153,7 +153,7 @@ def to_rows(x: jax.Array, layout: Layout, n: int) -> jax.Array:
 def from_rows(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
     """The inverse of `to_rows` for `n` parts."""
     dim = layout.dim or 0
-    part = layout.part_shape
+    part = layout.shard_shape
     shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 

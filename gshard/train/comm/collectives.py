@@ -20,7 +20,7 @@ from jax import lax
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group, Hop
 from gshard.train.comm.buckets import (
-    BUFFER_MAX_SIZE,
+    BUCKET_SIZE,
     LAYER,
     buckets,
     from_rows,
@@ -50,7 +50,7 @@ def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gathe
 def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
     """The second half of `gather`: the logical whole of what `gather_across` gave."""
     whole = _over_hops(held, layout, layout.group.sub_group(n)[1], purpose)
-    dim, size = layout.dim or 0, layout.part_shape[layout.dim or 0]
+    dim, size = layout.dim or 0, layout.shard_shape[layout.dim or 0]
     # By place in the sub-group and then by sub-group: the parts lie the other way round.
     before, after = whole.shape[:dim], whole.shape[dim + 1 :]
     parts = whole.reshape(*before, n, -1, size, *after)
@@ -179,11 +179,11 @@ def on_user_axes(
     )(list(leaves))
 
 
-def own_part(whole: jax.Array, layout: Layout) -> jax.Array:
+def local_shard(whole: jax.Array, layout: Layout) -> jax.Array:
     """This device's part of a whole leaf; moves nothing."""
     if layout.dim is None:
         return whole
-    size = layout.part_shape[layout.dim]
+    size = layout.shard_shape[layout.dim]
     start = group_index(layout.group.shard) * size
     return lax.dynamic_slice_in_dim(layout.pad(whole), start, size, axis=layout.dim)
 
@@ -194,17 +194,17 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    wholes: Sequence[jax.Array], layouts: Sequence[Layout], buffer_max_size: int
+    wholes: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
 ) -> list[jax.Array]:
     """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
-    return in_buckets(wholes, layouts, buffer_max_size, scatter, scatter_bucket)
+    return in_buckets(wholes, layouts, bucket_size, scatter, scatter_bucket)
 
 
-def publish_leaves(
+def all_gather_updated(
     parts: Sequence[jax.Array],
     layouts: Sequence[Layout],
-    buffer_max_size: int,
-    purpose: str = "publish",
+    bucket_size: int,
+    purpose: str = "update",
     into: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Gathers many leaves in buckets: every device's part of an update to the logical whole.
@@ -212,7 +212,7 @@ def publish_leaves(
     Args:
       parts: of the leaves.
       layouts: of the parts.
-      buffer_max_size: elements of a bucket.
+      bucket_size: elements of a bucket.
       purpose: its name in profiles.
       into: the wholes that these replace; large stacks are gathered in their memory.
     """
@@ -224,7 +224,7 @@ def publish_leaves(
             rest.append(i)
     alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
     some, places = [parts[i] for i in rest], [layouts[i] for i in rest]
-    found = in_buckets(some, places, buffer_max_size, alone, packed)
+    found = in_buckets(some, places, bucket_size, alone, packed)
     for i, x in zip(rest, found, strict=True):
         out[i] = x
     return out
@@ -241,7 +241,7 @@ def from_owners(
       axes: of the mesh.
     """
     place = group_index(axes)
-    with jax.named_scope("gshard/publish"):
+    with jax.named_scope("gshard/update"):
         return [
             lax.psum(jnp.where(place == owner, x, jnp.zeros_like(x)), tuple(axes))
             for x, owner in zip(leaves, owners, strict=True)
@@ -250,39 +250,39 @@ def from_owners(
 
 def rows_of_all(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     """One row of each device along `axes`, `(devices, length)`."""
-    with jax.named_scope("gshard/publish"):
+    with jax.named_scope("gshard/update"):
         return lax.all_gather(row, tuple(axes))
 
 
 def reduce_leaves(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],
-    buffer_max_size: int,
+    bucket_size: int,
     purpose: str = "reduce",
     reduce: Callable[..., Any] = lax.psum,
 ) -> list[jax.Array]:
     """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
-    return _reduced(leaves, axes, buffer_max_size, purpose, reduce, ())[0]
+    return _reduced(leaves, axes, bucket_size, purpose, reduce, ())[0]
 
 
 def reduce_in_turns(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],
-    buffer_max_size: int,
-    end_buffer_size: int,
+    bucket_size: int,
+    end_bucket_size: int,
 ) -> list[jax.Array]:
     """`reduce_leaves` in turns (`buckets.turns`), which stay apart in the compiled program.
 
     Args:
       leaves: to be summed over `axes`, in the order in which they arise.
       axes: of the mesh.
-      buffer_max_size: elements of one turn.
-      end_buffer_size: elements of the first turn and the last.
+      bucket_size: elements of one turn.
+      end_bucket_size: elements of the first turn and the last.
     """
     out, before = list(leaves), ()
-    for turn in turns([x.size for x in leaves], buffer_max_size, end_buffer_size):
+    for turn in turns([x.size for x in leaves], bucket_size, end_bucket_size):
         chosen = [leaves[i] for i in turn]
-        sums, before = _reduced(chosen, axes, buffer_max_size, "reduce", lax.psum, before)
+        sums, before = _reduced(chosen, axes, bucket_size, "reduce", lax.psum, before)
         for i, x in zip(turn, sums, strict=True):
             out[i] = x
     return out
@@ -291,7 +291,7 @@ def reduce_in_turns(
 def _reduced(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],
-    buffer_max_size: int,
+    bucket_size: int,
     purpose: str,
     reduce: Callable[..., Any],
     after: Sequence[jax.Array],
@@ -306,7 +306,7 @@ def _reduced(
         return results[-1]
 
     out, results = list(leaves), []
-    for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], buffer_max_size):
+    for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], bucket_size):
         if len(bucket) == 1:
             out[bucket[0]] = total(leaves[bucket[0]])
             continue
@@ -369,7 +369,7 @@ def agree(tree: Any, group: Group, first: bool = False) -> Any:
 
         def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
             means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUFFER_MAX_SIZE, "agree")
+            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUCKET_SIZE, "agree")
             for i, x in zip(means, sums, strict=True):
                 leaves[i] = (x / share).astype(x.dtype)
             return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
@@ -384,7 +384,7 @@ def largest(tree: Any, group: Group) -> Any:
     if group.devices > 1:
 
         def over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
-            return reduce_leaves(leaves, group.axes, BUFFER_MAX_SIZE, "agree", _extreme)
+            return reduce_leaves(leaves, group.axes, BUCKET_SIZE, "agree", _extreme)
 
         leaves = on_user_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)

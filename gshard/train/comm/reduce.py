@@ -118,7 +118,7 @@ def _sum_over_devices(
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     reduced = jax.tree.leaves(plan.grads)
-    size, ends = options.buffer_max_size, options.end_buffer_size
+    size, ends = options.bucket_size, options.end_bucket_size
     late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:

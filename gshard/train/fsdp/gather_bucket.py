@@ -175,13 +175,13 @@ class Scope:
     Attributes:
       sync: gathered when what a leaf is used with is known; else one gather earlier, beside that
         computation.
-      buffer_max_size: elements of one bucket.
+      bucket_size: elements of one bucket.
       saved: what its backward pass needs is saved by the forward pass, and not computed again.
       order: inputs of the loss, by their first uses; once it is evaluated.
     """
 
-    def __init__(self, sync: bool, buffer_max_size: int, saved: bool = True):
-        self.sync, self.buffer_max_size, self.saved = sync, buffer_max_size, saved
+    def __init__(self, sync: bool, bucket_size: int, saved: bool = True):
+        self.sync, self.bucket_size, self.saved = sync, bucket_size, saved
         self.order: list[int] = []
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
@@ -192,7 +192,7 @@ class Scope:
 
     def computed_again(self) -> Scope:
         """A scope within, whose backward pass computes again what it needs."""
-        return Scope(self.sync, self.buffer_max_size, saved=False)
+        return Scope(self.sync, self.bucket_size, saved=False)
 
     def used_with(self, operands: Sequence[Any]) -> None:
         """The latest use of leaves, and what they are used with; a mere broadcast has nothing."""

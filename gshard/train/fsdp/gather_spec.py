@@ -72,7 +72,7 @@ class Use:
 
     def tap(self) -> jax.Array:
         """Zeros that receive the gradient."""
-        return jnp.zeros(self.reduced.part_shape, self.reduced.dtype)
+        return jnp.zeros(self.reduced.shard_shape, self.reduced.dtype)
 
     @property
     def neighbours(self) -> int:
@@ -85,7 +85,7 @@ class Use:
         times = self.stored.group.size // (self.neighbours or self.stored.group.size)
         return tuple(
             size * times if d == self.stored.dim else size
-            for d, size in enumerate(self.stored.part_shape)
+            for d, size in enumerate(self.stored.shard_shape)
         )
 
 

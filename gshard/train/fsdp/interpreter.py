@@ -24,12 +24,12 @@ from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_size
 from gshard.train.fsdp import constraints
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import Use
-from gshard.train.fsdp.lazy_param import Divided
-from gshard.train.fsdp.regather import hold_back, make_whole, on_whole, saves_operands
+from gshard.train.fsdp.lazy_param import LazyParam
+from gshard.train.fsdp.regather import gathered, hold_back, on_gathered, saves_operands
 from gshard.train.fsdp.use_analysis import Places, by_first_use, move_layers_together
 
 
-def with_divided(
+def with_sharded_params(
     fun: Callable[..., Any],
     uses: Sequence[Use | None],
     axes: Sequence[str],
@@ -55,7 +55,7 @@ def with_divided(
         with; `trace(*args)` is its jaxpr for other arguments.
     """
     values = [
-        leaf if use is None else Divided.alone(use, leaf, tap, scope)
+        leaf if use is None else LazyParam.alone(use, leaf, tap, scope)
         for use, leaf, tap in zip(uses, leaves, taps, strict=True)
     ]
     abstract = [
@@ -85,10 +85,10 @@ def _evaluate_scope(
     places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
 ) -> list[Any]:
     """Evaluates one scope; the results are whole."""
-    often = Counter(id(x) for x in args if isinstance(x, Divided))
+    often = Counter(id(x) for x in args if isinstance(x, LazyParam))
     # Given twice, it is used by more than the scope can see of either.
-    args = [make_whole(x) if often[id(x)] > 1 else x for x in args]
-    move_layers_together(places, args, scope.buffer_max_size)
+    args = [gathered(x) if often[id(x)] > 1 else x for x in args]
+    move_layers_together(places, args, scope.bucket_size)
     return _evaluate(places, consts, args, scope)
 
 
@@ -101,7 +101,7 @@ def _evaluate(
 
     def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
-            if isinstance(value, Divided):
+            if isinstance(value, LazyParam):
                 value.used_once &= places.uses(v) <= 1
                 value = value.whole() if places.several(v) else value
             env[v] = value
@@ -114,11 +114,11 @@ def _evaluate(
         with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
             results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], scope, places)
         write(eqn.outvars, results)
-    return [make_whole(read(v)) for v in jaxpr.outvars]
+    return [gathered(read(v)) for v in jaxpr.outvars]
 
 
 def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:
-    if not any(isinstance(v, Divided) for v in values):
+    if not any(isinstance(v, LazyParam) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
     if name == "convert_element_type" and values[0].of is None:
@@ -131,7 +131,7 @@ def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope, places: Places
         return _evaluate_checkpoint(eqn, values, scope, places.within(eqn))
     if name == "scan":
         return _evaluate_scan(eqn, values, scope, places.within(eqn))
-    return on_whole(partial(bind, eqn), values, scope, saves_operands(eqn))
+    return on_gathered(partial(bind, eqn), values, scope, saves_operands(eqn))
 
 
 def _evaluate_checkpoint(
@@ -160,16 +160,16 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) ->
     fixed, carried, _ = scan_sizes(eqn)
     _warn_of_divided_stacks(values[fixed + carried :])
     layers = [
-        v if not isinstance(v, Divided) or (v.use.scannable and v.of is None) else v.whole()
+        v if not isinstance(v, LazyParam) or (v.use.scannable and v.of is None) else v.whole()
         for v in values[fixed + carried :]
     ]
     # The stack of gradients that a scan makes stays in the dtype of its layers.
     layers = [
-        x.with_gradient_in(places.moves_in(v)) if isinstance(x, Divided) else x
+        x.with_gradient_in(places.moves_in(v)) if isinstance(x, LazyParam) else x
         for x, v in zip(layers, body.invars[fixed + carried :], strict=True)
     ]
     flat, restore = _open(layers, layer=True)
-    again = [v for v in layers if isinstance(v, Divided) and v.use.reshard]
+    again = [v for v in layers if isinstance(v, LazyParam) and v.use.reshard]
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -190,12 +190,12 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) ->
         )
         return [*carry, *stacked]
 
-    return on_whole(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
+    return on_gathered(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
 
 
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
     """Not of those that a rule of the user divides there, knowing that a scan walks it."""
-    uses = [v.use for v in values if isinstance(v, Divided) and not v.use.scannable]
+    uses = [v.use for v in values if isinstance(v, LazyParam) and not v.use.scannable]
     others = [use.stored.path for use in uses if use.stored.user and use.stored.user[0]]
     if others:
         warn(
@@ -212,14 +212,14 @@ def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
         )
 
 
-def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
+def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
     """A `jax.checkpoint` policy: a layer made whole, and mere views of it, are made again.
 
     Else a scan would stack every layer that it made whole for its backward pass. A policy sees a
     primitive and the shapes it is given, so leaves made whole are known by those of part and tap.
     """
     uses = [v.use.of_one_layer() for v in layers]
-    known = {(use.kept_shape, use.reduced.part_shape) for use in uses}
+    known = {(use.kept_shape, use.reduced.shard_shape) for use in uses}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
@@ -227,7 +227,7 @@ def _keep_all_but_layers(layers: Sequence[Divided]) -> Callable[..., bool]:
             pairs = set(zip(shapes[:half], shapes[half : 2 * half], strict=True))
             return not pairs or len(shapes) != 2 * half or not known.issuperset(pairs)
         if primitive.name == "device_put":  # a part that is fetched
-            return avals[0].shape not in {use.stored.part_shape for use in uses}
+            return avals[0].shape not in {use.stored.shard_shape for use in uses}
         if primitive.name == "convert_element_type":  # of a layer, and not of an activation
             return avals[0].size not in {use.stored.size for use in uses}
         return primitive.name not in (*VIEWS, "optimization_barrier")
@@ -251,8 +251,8 @@ def _open(
 
     A leaf that is given twice crosses once, and is one leaf there.
     """
-    leaves = {id(v): v for v in values if isinstance(v, Divided)}
-    others = [v for v in values if not isinstance(v, Divided)]
+    leaves = {id(v): v for v in values if isinstance(v, LazyParam)}
+    others = [v for v in values if not isinstance(v, LazyParam)]
     flat = [*others, *(x for v in leaves.values() for x in v.given(layer))]
 
     def restore(arrays: Sequence[Any], scope: Scope) -> list[Any]:
@@ -260,12 +260,12 @@ def _open(
         first = [next(rest) for _ in others]
         there = {k: v.elsewhere(layer, next(rest), next(rest), scope) for k, v in leaves.items()}
         rest = iter(first)
-        return [there[id(v)] if isinstance(v, Divided) else next(rest) for v in values]
+        return [there[id(v)] if isinstance(v, LazyParam) else next(rest) for v in values]
 
     return flat, restore
 
 
 def _kept(value: Any) -> Any:
     """Made whole where that is kept for the backward pass, or a mere view; else as it is."""
-    kept = isinstance(value, Divided) and (value.of is not None or not value.use.reshard)
+    kept = isinstance(value, LazyParam) and (value.of is not None or not value.use.reshard)
     return value.whole() if kept else value

@@ -15,7 +15,7 @@ from gshard.train.fsdp.gather_spec import Use
 from gshard.train.optim.offload import fetched
 
 
-class Divided:
+class LazyParam:
     """A leaf that is not whole yet. Made whole once per scope, however often it is used there.
 
     Attributes:
@@ -27,13 +27,13 @@ class Divided:
 
     def __init__(self, bucket: LeafBucket, place: int = 0):
         self.bucket, self.place = bucket, place
-        self.of: Divided | None = None
+        self.of: LazyParam | None = None
         self.view: Any = None
         self.used_once = True
-        self._in_dtype: Divided | None = None
+        self._in_dtype: LazyParam | None = None
 
     @classmethod
-    def alone(cls, use: Use, stored: jax.Array, tap: jax.Array, scope: Scope) -> Divided:
+    def alone(cls, use: Use, stored: jax.Array, tap: jax.Array, scope: Scope) -> LazyParam:
         """A leaf of `scope` that is gathered by itself."""
         return cls(LeafBucket([use], [stored], [tap], scope))
 
@@ -68,31 +68,31 @@ class Divided:
             return self.bucket.wholes()[self.place]
         return bind(self.view, [self.of.whole()])[0]
 
-    def whole_again(self, after: Sequence[jax.Array]) -> jax.Array:
+    def regathered(self, after: Sequence[jax.Array]) -> jax.Array:
         """Made whole anew in the backward pass, once `after` is known."""
         if self.of is None:
             return self.bucket.again(self.place, after)
-        return bind(self.view, [self.of.whole_again(after)])[0]
+        return bind(self.view, [self.of.regathered(after)])[0]
 
-    def cast(self, dtype: Any) -> Divided:
+    def cast(self, dtype: Any) -> LazyParam:
         """The leaf in another dtype, in which it then moves."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
             use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
             stored = fetched(self.bucket.stored[self.place], self.use.stored).astype(dtype)
             tap = self.tap if use.converts else self.tap.astype(dtype)
-            self._in_dtype = Divided.alone(use, stored, tap, self.bucket.scope)
+            self._in_dtype = LazyParam.alone(use, stored, tap, self.bucket.scope)
         return self._in_dtype
 
-    def with_gradient_in(self, dtype: Any) -> Divided:
+    def with_gradient_in(self, dtype: Any) -> LazyParam:
         """The same, whose gradient arrives in `dtype`, the one it moves in, where that is less."""
         if self.use.converts or dtype is None or dtype.itemsize >= self.tap.dtype.itemsize:
             return self
         stored, tap = self.bucket.stored[self.place], self.tap.astype(dtype)
-        return Divided.alone(self.use, stored, tap, self.bucket.scope)
+        return LazyParam.alone(self.use, stored, tap, self.bucket.scope)
 
-    def seen(self, view: Any) -> Divided:
+    def seen(self, view: Any) -> LazyParam:
         """What one equation of `VIEWS` makes of it."""
-        leaf = Divided(self.bucket, self.place)
+        leaf = LazyParam(self.bucket, self.place)
         leaf.of, leaf.view, leaf.used_once = self, view, self.used_once
         return leaf
 
@@ -101,17 +101,17 @@ class Divided:
         held = self.use.neighbours and not layer
         return (self.bucket.kept if held else self.bucket.stored)[self.place], self.tap
 
-    def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array, scope: Scope) -> Divided:
+    def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array, scope: Scope) -> LazyParam:
         """The same, or one layer of it, in another scope that was given its arrays."""
         use = self.use
         if layer:
             use = use.of_one_layer()
         elif use.neighbours and not use.held:
             use = dataclasses.replace(use, stored=use.stored.at(DEVICE), held=True)
-        return Divided.alone(use, stored, tap, scope)
+        return LazyParam.alone(use, stored, tap, scope)
 
 
-def move_together(leaves: Sequence[Divided]) -> None:
+def move_together(leaves: Sequence[LazyParam]) -> None:
     """From now on these are made whole by one collective; none is whole yet."""
     uses = [leaf.use for leaf in leaves]
     stored = [leaf.bucket.stored[leaf.place] for leaf in leaves]

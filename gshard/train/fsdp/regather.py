@@ -15,7 +15,7 @@ import jax
 
 from gshard._util.jaxpr import with_inner
 from gshard.train.fsdp.gather_bucket import Scope
-from gshard.train.fsdp.lazy_param import Divided
+from gshard.train.fsdp.lazy_param import LazyParam
 
 # Their backward pass uses operands as they are.
 _SAVING = (
@@ -35,7 +35,7 @@ def saves_operands(eqn: Any) -> bool:
     )
 
 
-def on_whole(
+def on_gathered(
     fun: Callable[[Sequence[Any]], Sequence[Any]],
     values: Sequence[Any],
     scope: Scope,
@@ -46,11 +46,11 @@ def on_whole(
     `saves`: whether a backward pass of `fun` uses its operands as they are.
     """
     hold_back(values, scope)
-    reshard = [isinstance(v, Divided) and v.gathers_again for v in values]
+    reshard = [isinstance(v, LazyParam) and v.gathers_again for v in values]
     if not (saves and scope.saved and any(reshard)):
-        return fun([make_whole(v) for v in values])
+        return fun([gathered(v) for v in values])
     again = [v for v, one in zip(values, reshard, strict=True) if one]
-    others = [make_whole(v) for v, one in zip(values, reshard, strict=True) if not one]
+    others = [gathered(v) for v, one in zip(values, reshard, strict=True) if not one]
 
     def call(others: Sequence[Any], wholes: Sequence[Any]) -> Sequence[Any]:
         rest, leaves = iter(others), iter(wholes)
@@ -74,8 +74,8 @@ def on_whole(
 
 def hold_back(values: Sequence[Any], scope: Scope) -> None:
     """Holds back the leaves among the operands of one use."""
-    scope.used_with([v for v in values if not isinstance(v, Divided)])
-    buckets = {v.bucket: None for v in values if isinstance(v, Divided) and v.waits}
+    scope.used_with([v for v in values if not isinstance(v, LazyParam)])
+    buckets = {v.bucket: None for v in values if isinstance(v, LazyParam) and v.waits}
     if buckets:
         after = scope.forward()
         for bucket in buckets:
@@ -83,7 +83,7 @@ def hold_back(values: Sequence[Any], scope: Scope) -> None:
 
 
 def _backward(
-    leaves: Sequence[Divided],
+    leaves: Sequence[LazyParam],
     scope: Scope,
     which: Sequence[int | None],
     structure: Any,
@@ -104,12 +104,12 @@ def _backward(
     saved = iter(rest)
 
     def leaf(i: int) -> Any:
-        return wholes[i] if turning else leaves[i].whole_again(after)
+        return wholes[i] if turning else leaves[i].regathered(after)
 
     held = [next(saved) if i is None else leaf(i) for i in which]
     return jax.tree.unflatten(structure, held)(cotangents)
 
 
-def make_whole(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """A leaf made whole; anything else as it is."""
-    return value.whole() if isinstance(value, Divided) else value
+    return value.whole() if isinstance(value, LazyParam) else value

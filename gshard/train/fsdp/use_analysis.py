@@ -10,7 +10,7 @@ from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
 from gshard.train.comm.buckets import buckets
-from gshard.train.fsdp.lazy_param import Divided, move_together
+from gshard.train.fsdp.lazy_param import LazyParam, move_together
 
 
 def by_first_use(jaxpr: Any) -> list[int]:
@@ -159,17 +159,17 @@ class Places:
         return here, others, scans
 
 
-def move_layers_together(places: Places, args: Sequence[Any], buffer_max_size: int) -> None:
+def move_layers_together(places: Places, args: Sequence[Any], bucket_size: int) -> None:
     """Puts leaves among the inputs of a scope into common buckets.
 
     Args:
       places: of the scope; nothing of it is evaluated yet.
       args: its inputs.
-      buffer_max_size: elements of one bucket.
+      bucket_size: elements of one bucket.
     """
     given = zip(places.jaxpr.invars, args, strict=True)
-    leaves = {v: x for v, x in given if isinstance(x, Divided)}
-    if len(leaves) < 2 or not buffer_max_size:
+    leaves = {v: x for v, x in given if isinstance(x, LazyParam)}
+    if len(leaves) < 2 or not bucket_size:
         return
     found = [
         (leaves[v], casts)
@@ -183,7 +183,7 @@ def move_layers_together(places: Places, args: Sequence[Any], buffer_max_size: i
         for i, run in enumerate(runs)
         for leaf, casts in run
     ]
-    for bucket in buckets(sizes, kinds, buffer_max_size):
+    for bucket in buckets(sizes, kinds, bucket_size):
         if len(bucket) > 1:
             members = [found[i] for i in bucket]
             move_together([leaf.cast(casts[0]) if casts else leaf for leaf, casts in members])

@@ -21,8 +21,8 @@ from jax.extend import core
 from gshard._util.jaxpr import bind, called, opened, with_inner
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, flow, join
 from gshard.sharding.layout import Layout
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE
-from gshard.train.comm.collectives import publish_leaves
+from gshard.train.comm.buckets import BUCKET_SIZE
+from gshard.train.comm.collectives import all_gather_updated
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan
@@ -279,7 +279,7 @@ class Wholes:
         return outs
 
 
-def with_whole_products(
+def with_gathered_operands(
     fun: Callable[..., Any],
     plan: Plan,
     args: Sequence[Any],
@@ -345,7 +345,7 @@ class _Update(Wholes):
         copies, size = [], 0
         for i in [i for i in waiting if self._sources[i] in values]:
             size += self._traced.avals[i].size
-            if copies and size > BUFFER_MAX_SIZE:
+            if copies and size > BUCKET_SIZE:
                 break
             copies.append(i)
             waiting.remove(i)
@@ -370,7 +370,7 @@ class _Update(Wholes):
             parts, _ = jax.lax.optimization_barrier((parts, ends[-2]))
 
         def on_device(parts: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
-            wholes = publish_leaves(parts, places, BUFFER_MAX_SIZE, "optimizer")
+            wholes = all_gather_updated(parts, places, BUCKET_SIZE, "optimizer")
             own = {**literals, **dict(zip((*copies, *given), (*wholes, *arrays), strict=True))}
             for step in steps:
                 step.run(own)

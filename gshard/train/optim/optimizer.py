@@ -20,16 +20,16 @@ from jax.extend.core import Literal
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, body_of
 from gshard._util.pytree import flatten, same_leaves
-from gshard.sharding.plan import DividedTransformation, Plan
-from gshard.train.comm.buckets import BUFFER_MAX_SIZE
-from gshard.train.local_gradients import refuse_unreduced
-from gshard.train.optim.matrix_products import with_whole_products
+from gshard.sharding.plan import Plan, ShardedTransformation
+from gshard.train.comm.buckets import BUCKET_SIZE
+from gshard.train.local_gradients import refuse_local_gradients
+from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import at_rest, fetched, sizes_at_once, streamed
-from gshard.train.optim.param_shards import cut, held, own_parts, publish
-from gshard.train_state.opt_state import GShardState
+from gshard.train.optim.param_shards import all_gather_params, cut, held, local_shards
+from gshard.train_state.opt_state import ShardedOptState
 
 
-def divide(plan: Plan) -> DividedTransformation:
+def divide(plan: Plan) -> ShardedTransformation:
     """Wraps the plan's `tx` so that it follows the plan in the user's own loop.
 
     The updates come back as the parameters lie (whole at `dp`, `os` and `os_g`), so that
@@ -37,17 +37,17 @@ def divide(plan: Plan) -> DividedTransformation:
     """
     tx = plan.tx
 
-    def init(params: Any) -> GShardState:
+    def init(params: Any) -> ShardedOptState:
         params = fetched(plan.kind.trained(params), plan.params)
-        own, structure = own_parts(params, {}, plan)
+        own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        state = GShardState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
+        state = ShardedOptState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
         return at_rest(state, plan.layouts.opt_state, plan)
 
     def update(
-        updates: Any, state: GShardState, params: Any = None, **extra: Any
-    ) -> tuple[Any, GShardState]:
-        refuse_unreduced(updates, [layout.path for layout in jax.tree.leaves(plan.grads)])
+        updates: Any, state: ShardedOptState, params: Any = None, **extra: Any
+    ) -> tuple[Any, ShardedOptState]:
+        refuse_local_gradients(updates, [layout.path for layout in jax.tree.leaves(plan.grads)])
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
@@ -56,7 +56,7 @@ def divide(plan: Plan) -> DividedTransformation:
         whole = [layout.dim is None for layout in jax.tree.leaves(plan.params)]
         late = [c and w for c, w in zip(copied, whole, strict=True)]
 
-        def on_device(state: GShardState, trained: Any) -> tuple[Any, GShardState]:
+        def on_device(state: ShardedOptState, trained: Any) -> tuple[Any, ShardedOptState]:
             changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
             new, state = _computed(optax.apply_updates(own, changes), state, plan)
             moved = plan.pin(_choose(copied, new, changes), plan.grads)
@@ -64,23 +64,23 @@ def divide(plan: Plan) -> DividedTransformation:
             return _differences(early, moved, trained), state
 
         moved, state = streamed(on_device, state, trained, plan)
-        moved = publish(moved, plan, BUFFER_MAX_SIZE)
-        return plan.kind.whole_update(_differences(late, moved, trained), params), state
+        moved = all_gather_params(moved, plan, BUCKET_SIZE)
+        return plan.kind.full_update(_differences(late, moved, trained), params), state
 
-    made = DividedTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    made = ShardedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     made.plan, made.fetch_sizes = plan, partial(_fetch_sizes, plan)
     return made
 
 
-def update_and_publish(
+def update_and_all_gather(
     plan: Plan,
     grads: Any,
-    state: GShardState,
+    state: ShardedOptState,
     params: Any,
     extra: dict[str, Any],
     updates: jax.Array | None,
-    buffer_max_size: int,
-) -> tuple[Any, GShardState]:
+    bucket_size: int,
+) -> tuple[Any, ShardedOptState]:
     """The update and publish stages: new parameters and optimizer state.
 
     Where `updates` is false both stay what they were.
@@ -91,7 +91,7 @@ def update_and_publish(
     """
     update = _update(plan, grads, extra, updates)
     new, after = streamed(update, state, params, plan)
-    return publish(new, plan, buffer_max_size, into=params), after
+    return all_gather_params(new, plan, bucket_size, into=params), after
 
 
 def _update(
@@ -99,7 +99,7 @@ def _update(
 ) -> Callable[..., Any]:
     """A function of the state and the parameters on the device: new own parts, new state."""
 
-    def on_device(state: GShardState, params: Any) -> tuple[Any, GShardState]:
+    def on_device(state: ShardedOptState, params: Any) -> tuple[Any, ShardedOptState]:
         changes, after, own = _update_own(plan.tx, plan, grads, state, params, extra, updates)
         new = optax.apply_updates(own, changes)
         if updates is not None:
@@ -114,18 +114,18 @@ def _fetch_sizes(plan: Plan) -> tuple[int, ...]:
     """What an update of a train step fetches from the host: bytes on one device, by group."""
     found: list[int] = []
 
-    def trace(grads: Any, loss: Any, updates: Any, state: GShardState, params: Any) -> None:
+    def trace(grads: Any, loss: Any, updates: Any, state: ShardedOptState, params: Any) -> None:
         update = _update(plan, grads, {"value": loss}, updates)
         found.extend(sizes_at_once(update, state, params, plan))
 
-    parts = plan.abstract_parts()
+    parts = plan.abstract_components()
     grads = jax.tree.map(plan.abstract, plan.grads)
     numbers = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
     jax.eval_shape(trace, grads, *numbers, parts.opt_state, parts.params)
     return tuple(found)
 
 
-def _computed(new: Any, state: GShardState, plan: Plan) -> tuple[Any, GShardState]:
+def _computed(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
     """New own parts in the dtypes that are computed with, and the state with new master copies."""
     state = state._replace(master=_master(new, plan))
     dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
@@ -163,11 +163,11 @@ def _update_own(
     tx: optax.GradientTransformation,
     plan: Plan,
     grads: Any,
-    state: GShardState,
+    state: ShardedOptState,
     params: Any,
     extra: dict[str, Any],
     updates: jax.Array | None = None,
-) -> tuple[Any, GShardState, Any]:
+) -> tuple[Any, ShardedOptState, Any]:
     """Runs `tx` on every device's own part, in the global view and on logical shapes.
 
     Where `updates` is false the state stays what it was.
@@ -181,7 +181,7 @@ def _update_own(
         layout.cut(layout.stored(g, "the gradients"))
         for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
     ]
-    own, params_structure = own_parts(params, state.master, plan)
+    own, params_structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
@@ -192,7 +192,9 @@ def _update_own(
         update = user_update(tx, plan, extra)
         if updates is not None:
             update = guarded(update, updates)
-        changes, inner = with_whole_products(update, plan, arguments, [*results, *reduced], results)
+        changes, inner = with_gathered_operands(
+            update, plan, arguments, [*results, *reduced], results
+        )
         changes = held(changes, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
     return changes, state._replace(inner=inner), own

@@ -13,13 +13,15 @@ import jax.numpy as jnp
 
 from gshard._util.pytree import same_leaves
 from gshard.sharding.layout import Layout
-from gshard.train.comm.collectives import own_part, publish_leaves
+from gshard.train.comm.collectives import all_gather_updated, local_shard
 
 if TYPE_CHECKING:
     from gshard.sharding.plan import Plan
 
 
-def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[list[jax.Array], Any]:
+def local_shards(
+    params: Any, master: dict[str, jax.Array], plan: Plan
+) -> tuple[list[jax.Array], Any]:
     """What a device updates of every parameter: a global array of logical shape.
 
     Its part of the master copy; where there is none, or it is not what the parameter was rounded
@@ -33,7 +35,7 @@ def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[li
     ]
 
     def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        return [own_part(x, place) for x, place in zip(xs, places, strict=True)]
+        return [local_shard(x, place) for x, place in zip(xs, places, strict=True)]
 
     leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
@@ -46,13 +48,13 @@ def own_parts(params: Any, master: dict[str, jax.Array], plan: Plan) -> tuple[li
     return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
 
 
-def publish(tree: Any, plan: Plan, buffer_max_size: int, into: Any = None) -> Any:
+def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None) -> Any:
     """Own parts, in storage, as the parameters lie: gathered where these are whole.
 
     Args:
       tree: like the parameters, divided as their gradients.
       plan: how all lie.
-      buffer_max_size: elements of a bucket.
+      bucket_size: elements of a bucket.
       into: the parameters that these replace, whose memory may be used.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
@@ -61,7 +63,7 @@ def publish(tree: Any, plan: Plan, buffer_max_size: int, into: Any = None) -> An
     def gather(
         xs: list[jax.Array], places: list[Layout], old: Sequence[jax.Array] = ()
     ) -> list[jax.Array]:
-        return publish_leaves(xs, places, buffer_max_size, into=old)
+        return all_gather_updated(xs, places, bucket_size, into=old)
 
     old = () if into is None else (jax.tree.leaves(into),)
     leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan, *old)

@@ -67,12 +67,12 @@ def forecast(devices: int = 8, layers: int = 3, width: int = 200, **choices: Any
         is_leaf=lambda x: isinstance(x, tuple),
     )
     batch = {"x": jax.ShapeDtypeStruct((1, width), jnp.float32)}
-    setup = gshard.Setup(
+    setup = gshard.TrainSetup(
         (params, optax.adamw(1e-3)),
         batch=batch,
-        shard={"precision": "bfloat16", "segment_size": 1000},
+        shard={"precision": "bfloat16", "min_shard_size": 1000},
     )
-    return gshard.make_plan(setup, devices, **{"micro_batches": 2, **choices})
+    return gshard.forecast(setup, devices, **{"micro_batches": 2, **choices})
 
 
 def full(found) -> str:
@@ -130,7 +130,7 @@ def test_numbers_are_those_of_the_forecast():
     for level in found.levels.values():
         row = [level.params, level.optimizer, level.gradients, level.batch, level.gathered]
         rows += [*row, level.needs, level.host]
-    assert not any(level.extras for level in found.levels.values())  # no column of nothing
+    assert not any(level.non_trainable for level in found.levels.values())  # no column of nothing
     wire = [x for of in found.levels.values() for x in (of.wire, *of.wire_by_flavour.values())]
     assert values[: 1 + len(rows) + len(wire)] == [found.parameters, *rows, *wire]
 
@@ -139,7 +139,7 @@ def test_numbers_are_those_of_the_forecast():
 def test_leaves_add_up_to_the_forecast(offload):
     found = forecast(8, offload=offload)
     for name, level in found.levels.items():
-        sums = {"params": 0, "optimizer": 0, "extras": 0, "host": 0}
+        sums = {"params": 0, "optimizer": 0, "non_trainable": 0, "host": 0}
         for leaf in leaves_of(found.plans[name]):
             sums[leaf.kind] += leaf.bytes
         assert sums == {kind: getattr(level, kind) for kind in sums}
@@ -153,7 +153,7 @@ def test_the_reason_of_an_array_is_that_of_its_own_layout(level):
         if leaf.part == "parameters" and level != "p_g_os":
             assert leaf.reason == f"replicated at {level}"
     small = [x.reason for x in leaves_of(plan) if x.layout.path.endswith("bias")]
-    assert any("segment_size" in x for x in small) == (level != "dp")
+    assert any("min_shard_size" in x for x in small) == (level != "dp")
 
 
 def test_activations_and_peak_show_when_they_are_known():
@@ -184,7 +184,7 @@ def test_optional_sections():
 def test_nothing_that_is_named_becomes_markup():
     bad = "</title></style><script>alert('x')</script>\"onload=\"alert(1)"
     params = {bad: jax.ShapeDtypeStruct((300, 300), jnp.float32)}
-    found = gshard.make_plan((params, optax.sgd(0.1)), 4)
+    found = gshard.forecast((params, optax.sgd(0.1)), 4)
     hostile = {"fits": True, "memory": {bad: 1}, bad: [{bad: bad}], "collectives": [{"kind": bad}]}
     text = page(found, model=bad, compiled={bad: hostile}, advice=[{bad: bad}])
     parsed = Page(text)
@@ -220,7 +220,7 @@ def test_parts_of_the_leaf_are_those_of_its_layout():
     layout = found.plans["p_g_os"].params["layer_0"]["kernel"]
     text = page(found, model="m")
     said = re.findall(r"part (\d): (\d+) to (\d+) of dim (\d)", text)
-    size, whole = layout.part_shape[layout.dim], layout.shape[layout.dim]
+    size, whole = layout.shard_shape[layout.dim], layout.shape[layout.dim]
     expected = [(i, i * size, min(i * size + size, whole) - 1, layout.dim) for i in range(8)]
     assert [tuple(map(int, x)) for x in said] == expected
     assert "p_g_os</strong>: parameters 1/8, gradients 1/8, optimizer state 1/8" in text

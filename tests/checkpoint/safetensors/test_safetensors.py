@@ -69,7 +69,7 @@ def simple(params, devices=3, level="p_g_os", **options):
     """`(params, tx)`, divided."""
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     return gshard.shard_train_state(
-        (params, optax.sgd(0.1)), mesh, level, segment_size=1, **options
+        (params, optax.sgd(0.1)), mesh, level, min_shard_size=1, **options
     )
 
 
@@ -93,12 +93,12 @@ def test_a_file_holds_the_whole_values_by_name(tmp_path, kind, level, devices, o
         options = options | {"offload": False}
     state, plan, given = divided(kind, level, devices, **options)
     file = tmp_path / "x.safetensors"
-    assert gshard.export(state, file) is None
+    assert gshard.save_safetensors(state, file) is None
     found = safetensors.load_file(file)
     assert_same(found, given)
     params = {path.replace("/", "."): x for path, x in flat(gshard.full_params(state)).items()}
     assert_same({name: found[name] for name in params}, params)
-    assert_same(weights(gshard.import_params(state, file), plan), given)
+    assert_same(weights(gshard.load_safetensors(state, file), plan), given)
     assert os.listdir(tmp_path) == [file.name]
 
 
@@ -106,7 +106,7 @@ def test_padding_is_cut_and_a_state_that_trained_is_written(tmp_path):
     state, plan, given = divided("linen", "p_g_os", 8, precision="bfloat16")
     assert any(layout.padding for layout in jax.tree.leaves(plan.params))
     state = trained(state, plan, "linen", 2)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     found = safetensors.load_file(tmp_path / "x")
     assert_same(found, weights(state, plan))
     assert bits(found["head.kernel"]) != bits(given["head.kernel"])
@@ -121,13 +121,13 @@ def test_meshes_with_replicas_and_axes_of_the_users_own(tmp_path, axes):
         specs = {"w": jax.P("model"), "b": jax.P()}
         places = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
         params = jax.device_put(params, places)
-    state, plan = gshard.shard_train_state((params, optax.adam(0.1)), mesh, 3, segment_size=1)
-    gshard.export(state, tmp_path / "x")
+    state, plan = gshard.shard_train_state((params, optax.adam(0.1)), mesh, 3, min_shard_size=1)
+    gshard.save_safetensors(state, tmp_path / "x")
     assert_same(safetensors.load_file(tmp_path / "x"), given)
     other, _ = gshard.shard_train_state(
-        (jax.tree.map(lambda x: x * 0, params), optax.adam(0.1)), mesh, 3, segment_size=1
+        (jax.tree.map(lambda x: x * 0, params), optax.adam(0.1)), mesh, 3, min_shard_size=1
     )
-    back = gshard.import_params(other, tmp_path / "x")
+    back = gshard.load_safetensors(other, tmp_path / "x")
     assert_same(gshard.full_params(back), given)
     for x, y in zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True):
         assert x.sharding == y.sharding
@@ -139,10 +139,10 @@ def test_boxes_of_flax_are_not_named(tmp_path):
     state, _ = gshard.shard_train_state(
         model.state(optax.sgd(0.1)), mesh, "p_g_os", **model.options()
     )
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     expected = {p.replace("/", "."): x for p, x in flat(model.init(0)).items()}
     assert_same(safetensors.load_file(tmp_path / "x"), expected)
-    back = gshard.import_params(state, tmp_path / "x")
+    back = gshard.load_safetensors(state, tmp_path / "x")
     assert jax.tree.structure(back) == jax.tree.structure(state)
 
 
@@ -152,10 +152,10 @@ def test_parameters_that_their_gradient_replaces_are_a_collection(tmp_path):
         "_overwrite_with_gradient": {"layer": {"scale": np.ones(3, np.float32)}},
     }
     state, _ = simple(params)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     found = safetensors.load_file(tmp_path / "x")
     assert sorted(found) == ["_overwrite_with_gradient.layer.scale", "w"]
-    back = gshard.import_params(state, tmp_path / "x")
+    back = gshard.load_safetensors(state, tmp_path / "x")
     assert_same(flat(gshard.full_params(back)), flat(params))
 
 
@@ -163,10 +163,10 @@ def test_keys_and_counts_of_random_numbers_are_no_weights(tmp_path):
     for kind in ("linen", "nnx"):
         state, plan, _ = divided(kind, "p_g_os", 3)
         other, _, _ = divided(kind, "p_g_os", 3, seed=9)
-        gshard.export(other, tmp_path / "x")
+        gshard.save_safetensors(other, tmp_path / "x")
         with safe_open(tmp_path / "x", "numpy") as file:
             assert not [name for name in file.keys() if "key" in name or "rngs" in name]
-        back = gshard.import_params(state, tmp_path / "x")
+        back = gshard.load_safetensors(state, tmp_path / "x")
         if kind == "linen":
             assert back.key == state.key != other.key
         else:
@@ -210,8 +210,8 @@ def test_every_dtype_there_and_back(tmp_path, wide):
         params = every_form(forms) | {"trained": np.ones(7, np.float32)}
         others = every_form(forms, 3) | {"trained": np.zeros(7, np.float32)}
         state, _ = simple(params, frozen="_")
-        gshard.export(state, tmp_path / "x")
-        back = gshard.import_params(simple(others, 8, "os", frozen="_")[0], tmp_path / "x")
+        gshard.save_safetensors(state, tmp_path / "x")
+        back = gshard.load_safetensors(simple(others, 8, "os", frozen="_")[0], tmp_path / "x")
         assert_same(gshard.full_params(back), params)
     with safe_open(tmp_path / "x", "numpy") as file:
         for name in params.keys() - {"trained"}:
@@ -223,7 +223,7 @@ def test_a_file_lies_as_the_librarys_own(tmp_path):
     """The same header but for the metadata, and the same bytes after it."""
     known = {name: dtype for name, dtype in FORMS.items() if "F8" not in name}  # as it takes them
     params = every_form(known) | {"trained": np.ones(7, np.float32)}
-    gshard.export(simple(params, frozen="_")[0], tmp_path / "x")
+    gshard.save_safetensors(simple(params, frozen="_")[0], tmp_path / "x")
     text = (tmp_path / "x").read_bytes()
     (head, data), (their_head, their_data) = parts(text), parts(safetensors.save(params))
     assert (len(text) - len(data)) % 8 == 0
@@ -257,7 +257,7 @@ def test_arrays_that_lie_otherwise_are_written_by_blocks(monkeypatch, shape):
 def test_metadata(tmp_path):
     state, plan, _ = divided("linen", "os_g", 3)
     state = trained(state, plan, "linen", 2)
-    gshard.export(state, tmp_path / "x", metadata={"model": "net", "größe": "klein"})
+    gshard.save_safetensors(state, tmp_path / "x", metadata={"model": "net", "größe": "klein"})
     with safe_open(tmp_path / "x", "numpy") as file:
         assert file.metadata() == {
             "gshard_format": "1",
@@ -285,12 +285,12 @@ def test_a_round_trip_and_the_step_that_follows(tmp_path, kind, there, back):
     """On another level and mesh: the same bits, and the next step that of a state divided so."""
     state, plan, _ = divided(kind, there[0], there[1], **OPTIONS[there[2]])
     state = trained(state, plan, kind)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     moved = weights(state, plan)
 
     other, its_plan, _ = divided(kind, back[0], back[1], seed=5, **OPTIONS[back[2]])
     before = weights(other, its_plan)
-    new = gshard.import_params(other, tmp_path / "x")
+    new = gshard.load_safetensors(other, tmp_path / "x")
     assert type(new) is type(other)
     assert_same(weights(new, its_plan), moved)
     assert_same(weights(other, its_plan), before)  # untouched
@@ -300,7 +300,7 @@ def test_a_round_trip_and_the_step_that_follows(tmp_path, kind, there, back):
     plain = its_plan.unwrap(other)  # the same values set without a file, then divided
     plain = with_weights(plain, moved)
     direct, _ = gshard.shard_train_state(
-        plain, its_plan.mesh, back[0], segment_size=4, **OPTIONS[back[2]]
+        plain, its_plan.mesh, back[0], min_shard_size=4, **OPTIONS[back[2]]
     )
     new, direct = trained(new, its_plan, kind), trained(direct, its_plan, kind)
     assert_same(weights(new, its_plan), weights(direct, its_plan))
@@ -335,9 +335,9 @@ def parts_of(state):
 
 def test_moments_and_the_step_stay(tmp_path):
     state, plan, _ = divided("linen", "os", 3)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     state = trained(state, plan, "linen", 2)
-    back = gshard.import_params(state, tmp_path / "x")
+    back = gshard.load_safetensors(state, tmp_path / "x")
     assert int(back.step) == 2
     for x, y in zip(
         jax.tree.leaves(back.opt_state.inner), jax.tree.leaves(state.opt_state.inner), strict=True
@@ -361,7 +361,7 @@ def test_a_file_of_another_program(tmp_path):
         "n": np.zeros(5, np.int32),
     }
     state, _ = simple(params, precision=gshard.Precision("float16", exceptions={"a": "float32"}))
-    back = gshard.import_params(state, tmp_path / "x", cast=True)
+    back = gshard.load_safetensors(state, tmp_path / "x", cast=True)
     expected = {name: x.astype(params[name].dtype) for name, x in given.items()}
     assert_same(gshard.full_params(back), expected)
     own = np.asarray(back.params["b"])[:5]
@@ -371,12 +371,12 @@ def test_a_file_of_another_program(tmp_path):
 def test_too_large_for_the_dtype(tmp_path):
     safetensors.save_file({"w": np.array([1e6, 1], np.float32)}, tmp_path / "x")
     state, _ = simple({"w": np.zeros(2, np.float16)})
-    back = gshard.import_params(state, tmp_path / "x", cast=True)
+    back = gshard.load_safetensors(state, tmp_path / "x", cast=True)
     assert gshard.full_params(back)["w"].tolist() == [np.inf, 1]
     safetensors.save_file({"w": np.ones(2, np.float32), "n": np.array([2**40])}, tmp_path / "x")
     state, _ = simple({"w": np.zeros(2, np.float32), "n": np.zeros(1, np.int32)})
     with pytest.raises(gshard.GShardError, match="n holds integers that int32 does not"):
-        gshard.import_params(state, tmp_path / "x", cast=True)
+        gshard.load_safetensors(state, tmp_path / "x", cast=True)
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -409,13 +409,13 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch, case):
         state, _ = simple(params or {"w": ONES})
     Path("old").write_text("old")
     with pytest.raises(gshard.GShardError, match=said):
-        gshard.export(state, **({"path": "old"} | arguments))
+        gshard.save_safetensors(state, **({"path": "old"} | arguments))
     assert os.listdir() == ["old"] and Path("old").read_text() == "old"
 
 
 def test_a_state_without_values(tmp_path):
     state, plan, _ = divided("linen", "p_g_os", 3)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     mesh = jax.sharding.AbstractMesh((3,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,))
     planned, _, _ = divided("linen", 3, mesh)
     cases = [(plan.abstract_state(), "abstract"), (planned, "abstract mesh")]
@@ -426,7 +426,7 @@ def test_a_state_without_values(tmp_path):
     other = jax.tree.map(lambda x: x[None], state.params)
     cases.append((state.replace(params=other), "stored as"))
     for bad, said in cases:
-        for call in (gshard.export, gshard.import_params):
+        for call in (gshard.save_safetensors, gshard.load_safetensors):
             with pytest.raises(gshard.GShardError, match=said):
                 call(bad, tmp_path / "x")
     assert os.listdir(tmp_path) == ["x"]
@@ -472,7 +472,7 @@ def test_files_that_are_refused(tmp_path, case):
     file.write_bytes(content if isinstance(content, bytes) else raw(content))
     state, _ = simple({"w": {"kernel": np.zeros((2, 3), np.float32)}})
     with pytest.raises(gshard.GShardError) as caught:
-        gshard.import_params(state, file)
+        gshard.load_safetensors(state, file)
     assert said in str(caught.value) and str(file) in str(caught.value)
 
 
@@ -487,7 +487,7 @@ def test_all_that_differs_is_listed(tmp_path):
     ):
         safetensors.save_file(dict(tensors), file)
         with pytest.raises(gshard.GShardError) as caught:
-            gshard.import_params(state, file)
+            gshard.load_safetensors(state, file)
         assert all(of_each.format(name) in str(caught.value) for name in names)
 
 
@@ -500,12 +500,12 @@ def test_other_kinds_are_not_cast(tmp_path):
     ):
         safetensors.save_file(tensors, tmp_path / "x")
         with pytest.raises(gshard.GShardError, match="cast=True converts floating dtypes"):
-            gshard.import_params(state, tmp_path / "x", cast=True)
+            gshard.load_safetensors(state, tmp_path / "x", cast=True)
 
 
 def test_paths_and_arguments_of_import(tmp_path, monkeypatch):
     state, _ = simple({"w": np.ones(3, np.float32)})
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     for path, cast, said in (
         (tmp_path / "y", False, "y does not exist"),
         (tmp_path, False, "is not a file"),
@@ -513,11 +513,11 @@ def test_paths_and_arguments_of_import(tmp_path, monkeypatch):
         (tmp_path / "x", "yes", "cast='yes' must be True or False"),
     ):
         with pytest.raises(gshard.GShardError, match=said):
-            gshard.import_params(state, path, cast=cast)
+            gshard.load_safetensors(state, path, cast=cast)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    gshard.export(state, tmp_path / "x")  # writes without it
+    gshard.save_safetensors(state, tmp_path / "x")  # writes without it
     with pytest.raises(gshard.GShardError, match=r"pip install 'gshard\[export\]'"):
-        gshard.import_params(state, tmp_path / "x")
+        gshard.load_safetensors(state, tmp_path / "x")
 
 
 # ---- the file system ----------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def test_a_file_is_replaced_and_links_are_followed(tmp_path, monkeypatch):
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to("old")
     state, _ = simple({"w": np.ones(3, np.float32)})
-    gshard.export(state, "~/link")
+    gshard.save_safetensors(state, "~/link")
     assert (tmp_path / "link").is_symlink()
     assert list(safetensors.load_file(tmp_path / "old")) == ["w"]
     assert sorted(os.listdir(tmp_path)) == ["link", "old"]
@@ -540,7 +540,7 @@ def test_what_is_no_file_is_left_alone(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name, what in (("folder", "folder"), ("pipe", "device")):
         with pytest.raises(gshard.GShardError, match=f"{name} is a {what}"):
-            gshard.export(state, tmp_path / name)
+            gshard.save_safetensors(state, tmp_path / name)
     assert (tmp_path / "pipe").is_fifo()
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
 
@@ -550,14 +550,14 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, room):
     """In the header, between weights, and in what a buffer holds until the end."""
     state, _ = simple({name: np.ones(10_000, np.float32) for name in "abcdefghij"})
     file = tmp_path / "x"
-    gshard.export(state, file)
+    gshard.save_safetensors(state, file)
     old = file.read_bytes()
     assert len(old) > 400_000
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         with pytest.raises(gshard.GShardError, match="x cannot be written: File too large"):
-            gshard.export(state, file)
+            gshard.save_safetensors(state, file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert file.read_bytes() == old
@@ -573,7 +573,7 @@ def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(NewFile, "write", stop)
     with pytest.raises(KeyboardInterrupt):
-        gshard.export(state, tmp_path / "x")
+        gshard.save_safetensors(state, tmp_path / "x")
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "old"
 
 
@@ -620,7 +620,7 @@ def test_two_processes_write_the_file_of_one_and_read_it(processes, tmp_path, ru
     folder, seen = processes
     level, options = RUNS[run]
     state, _, given = divided("linen", level, 4, **options)
-    gshard.export(state, tmp_path / "x")
+    gshard.save_safetensors(state, tmp_path / "x")
     assert (folder / run).read_bytes() == (tmp_path / "x").read_bytes()
     params = {name: x for name, x in given.items() if not name.startswith("batch_stats.")}
     for process in seen:

@@ -173,17 +173,17 @@ def test_a_last_hook_that_fails_is_reported(tmp_path):
     script = tmp_path / "hook.py"
     script.write_text(
         "import time, gshard\n"
-        "gshard.init_parallel_env()\n"
-        "gshard.barrier()\n"
+        "gshard.distributed.initialize()\n"
+        "gshard.distributed.barrier()\n"
         "print('first step', flush=True)\n"
         "def last():\n"
-        "    if gshard.get_rank() == 0: raise OSError('disk full while saving')\n"
-        "    gshard.barrier()\n"
+        "    if gshard.distributed.process_index() == 0: raise OSError('disk full while saving')\n"
+        "    gshard.distributed.barrier()\n"
         "def steps():\n"
         "    while True:\n"
         "        time.sleep(0.05)\n"
         "        yield 1\n"
-        "for _ in gshard.until_preempted(steps(), last): pass\n"
+        "for _ in gshard.distributed.until_preempted(steps(), last): pass\n"
     )
     with running(launch("--nproc_per_node", 2, script), tmp_path) as job:
         job.until_training()
@@ -248,7 +248,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
         job.process.send_signal(signal.SIGTERM)
-        assert job.code() == gshard.PREEMPTED == 75, job.err
+        assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE == 75, job.err
         saved = re.findall(r"\[rank (\d)\] saved at (\d+)", job.out)
         assert sorted(rank for rank, _ in saved) == ["0", "1"]
         assert len({step for _, step in saved}) == 1
@@ -260,7 +260,7 @@ def test_one_process_that_is_told_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
         os.kill(job.ranks()[1], signal.SIGTERM)
-        assert job.code() == gshard.PREEMPTED, job.err
+        assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
         assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
 
 
@@ -269,7 +269,7 @@ def test_alone_a_process_is_told_too(tmp_path):
     with running(launch(WORKER, "until_told"), tmp_path) as job:
         job.until_training(1)
         job.process.send_signal(signal.SIGTERM)
-        assert job.code() == gshard.PREEMPTED, job.err
+        assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
         assert job.out.count("saved at") == 1
 
 

@@ -1,4 +1,4 @@
-"""`gshard.spawn`, with real processes."""
+"""`gshard.distributed.spawn`, with real processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loss_fn(model, rows):
 
 def train(rows_of_all: list[np.ndarray]) -> list[float]:
     """Losses of steps of which every third reduces the gradients of all before it."""
-    model = gshard.DataParallel(Net())
+    model = gshard.paddle.DataParallel(Net())
     optimizer = nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param)
     losses = []
     for step, rows in enumerate(rows_of_all):
@@ -80,7 +80,7 @@ def train_on_one_device(rows_of_all: list[np.ndarray]) -> list[float]:
 
 def test_results_come_back_by_rank_whatever_their_size():
     size = 3_000_000  # 12 MB each
-    found = gshard.spawn(functions.place, (size,), nprocs=NPROCS, **EACH)
+    found = gshard.distributed.spawn(functions.place, (size,), nprocs=NPROCS, **EACH)
     assert [f["rank"] for f in found] == [0, 1]
     for rank, each in enumerate(found):
         assert (each["world_size"], each["devices"], each["sum"]) == (2, 4, 2 * 1.0 + 2 * 2.0)
@@ -91,7 +91,9 @@ def test_results_come_back_by_rank_whatever_their_size():
 
 @pytest.mark.slow
 def test_one_process_is_a_job_too():
-    assert gshard.spawn(functions.rank_of_alone, nprocs=1, virtual_devices=1) == [(0, 1)]
+    assert gshard.distributed.spawn(functions.rank_of_alone, nprocs=1, virtual_devices=1) == [
+        (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_one_process_is_a_job_too():
     ],
 )
 def test_a_failure_comes_back_with_rank_and_traceback(how, said, code):
-    spawned = gshard.spawn(functions.fails, (how, 1), nprocs=NPROCS, join=False, **EACH)
-    with pytest.raises(gshard.ProcessFailedError) as caught:
+    spawned = gshard.distributed.spawn(functions.fails, (how, 1), nprocs=NPROCS, join=False, **EACH)
+    with pytest.raises(gshard.distributed.ProcessFailedError) as caught:
         spawned.join()
     assert said in str(caught.value)
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
@@ -118,14 +120,14 @@ def test_a_failure_comes_back_with_rank_and_traceback(how, said, code):
 
 
 def test_an_exception_that_cannot_be_copied_keeps_its_traceback():
-    with pytest.raises(gshard.ProcessFailedError, match="NeedsTwoError: one and other"):
-        gshard.spawn(functions.raises_what_needs_two, nprocs=1, virtual_devices=1)
+    with pytest.raises(gshard.distributed.ProcessFailedError, match="NeedsTwoError: one and other"):
+        gshard.distributed.spawn(functions.raises_what_needs_two, nprocs=1, virtual_devices=1)
 
 
 def test_any_callable_and_any_result_with_a_process_that_writes_for_ever():
     call = functools.partial(functions.mixed, "text")
     began = time.monotonic()
-    found = gshard.spawn(call, nprocs=1, virtual_devices=1)[0]
+    found = gshard.distributed.spawn(call, nprocs=1, virtual_devices=1)[0]
     assert time.monotonic() - began < 60
     assert found["b"] == "text"
     assert (np.asarray(found[1]) == 1).all()
@@ -133,8 +135,10 @@ def test_any_callable_and_any_result_with_a_process_that_writes_for_ever():
 
 @pytest.mark.slow
 def test_a_process_that_failed_is_not_kept_by_its_threads():
-    spawned = gshard.spawn(functions.lags_behind, nprocs=1, virtual_devices=1, join=False)
-    with pytest.raises(gshard.ProcessFailedError, match="and a thread goes on"):
+    spawned = gshard.distributed.spawn(
+        functions.lags_behind, nprocs=1, virtual_devices=1, join=False
+    )
+    with pytest.raises(gshard.distributed.ProcessFailedError, match="and a thread goes on"):
         assert spawned.join(timeout=30), "it waits for its thread"
 
 
@@ -142,31 +146,36 @@ def test_a_function_of_a_prompt_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(functions.waits, "__module__", "__main__")
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     with pytest.raises(gshard.ArgumentTypeError, match="at a prompt, in a notebook"):
-        gshard.spawn(functions.waits, (0.0,), nprocs=1)
+        gshard.distributed.spawn(functions.waits, (0.0,), nprocs=1)
 
 
 @pytest.mark.slow
 def test_threads_may_spawn_at_once():
     with ThreadPoolExecutor(3) as pool:
-        jobs = [pool.submit(gshard.spawn, functions.rank_of_alone, (), 2, **EACH) for _ in range(3)]
+        jobs = [
+            pool.submit(gshard.distributed.spawn, functions.rank_of_alone, (), 2, **EACH)
+            for _ in range(3)
+        ]
     assert [job.result() for job in jobs] == [[(0, 2), (1, 2)]] * 3
 
 
 def test_when_one_fails_the_others_are_ended(tmp_path):
-    spawned = gshard.spawn(
+    spawned = gshard.distributed.spawn(
         functions.one_fails_others_sleep,
         (str(tmp_path / "deaf"),),
         nprocs=NPROCS,
         join=False,
         **EACH,
     )
-    with pytest.raises(gshard.ProcessFailedError, match="ValueError: of rank 1"):
+    with pytest.raises(gshard.distributed.ProcessFailedError, match="ValueError: of rank 1"):
         spawned.join(timeout=60)
     assert [process.exitcode for process in spawned.processes] == [-signal.SIGKILL, 1]
 
 
 def test_join_may_wait_later_and_processes_can_be_ended():
-    spawned = gshard.spawn(functions.waits, (60.0,), nprocs=NPROCS, join=False, daemon=True, **EACH)
+    spawned = gshard.distributed.spawn(
+        functions.waits, (60.0,), nprocs=NPROCS, join=False, daemon=True, **EACH
+    )
     assert spawned.join(timeout=0.2) is False
     assert all(process.is_alive() for process in spawned.processes)
     spawned.terminate()
@@ -194,7 +203,7 @@ def test_the_parent_passes_sigterm_on_and_ends_with_its_code(tmp_path):
     with running(program("until_told"), tmp_path) as job:
         job.until_training()
         job.process.send_signal(signal.SIGTERM)
-        assert job.code() == gshard.PREEMPTED, job.err
+        assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
         saved = re.findall(r"saved at (\d+)", job.out)
         assert len(saved) == 2
         assert len(set(saved)) == 1
@@ -213,21 +222,36 @@ def test_ctrl_c_ends_all(tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------
 
 BAD = {
-    "lambda": (lambda: gshard.spawn(lambda: 1), "top of a module"),
-    "argument": (lambda: gshard.spawn(functions.waits, (lambda: 1,)), "args[0]=a function cannot"),
-    "no function": (lambda: gshard.spawn("train"), "func='train'"),
-    "args": (lambda: gshard.spawn(functions.waits, 3), "must be a tuple"),
-    "none": (lambda: gshard.spawn(functions.waits, nprocs=0), "nprocs=0"),
-    "text": (lambda: gshard.spawn(functions.waits, nprocs="2"), "nprocs='2'"),
-    "option": (lambda: gshard.spawn(functions.waits, nproc=2), "Did you mean 'nprocs'?"),
-    "fork": (lambda: gshard.spawn(functions.waits, start_method="fork"), "'spawn' is the only way"),
-    "devices": (lambda: gshard.spawn(functions.waits, gpus="9"), "is no visible device"),
+    "lambda": (lambda: gshard.distributed.spawn(lambda: 1), "top of a module"),
+    "argument": (
+        lambda: gshard.distributed.spawn(functions.waits, (lambda: 1,)),
+        "args[0]=a function cannot",
+    ),
+    "no function": (lambda: gshard.distributed.spawn("train"), "func='train'"),
+    "args": (lambda: gshard.distributed.spawn(functions.waits, 3), "must be a tuple"),
+    "none": (lambda: gshard.distributed.spawn(functions.waits, nprocs=0), "nprocs=0"),
+    "text": (lambda: gshard.distributed.spawn(functions.waits, nprocs="2"), "nprocs='2'"),
+    "option": (
+        lambda: gshard.distributed.spawn(functions.waits, nproc=2),
+        "Did you mean 'nprocs'?",
+    ),
+    "fork": (
+        lambda: gshard.distributed.spawn(functions.waits, start_method="fork"),
+        "'spawn' is the only way",
+    ),
+    "devices": (
+        lambda: gshard.distributed.spawn(functions.waits, gpus="9"),
+        "is no visible device",
+    ),
     "both": (
-        lambda: gshard.spawn(functions.waits, devices="0", virtual_devices=2),
+        lambda: gshard.distributed.spawn(functions.waits, devices="0", virtual_devices=2),
         "one of the two",
     ),
-    "heartbeat": (lambda: gshard.spawn(functions.waits, heartbeat_timeout=0), "seconds"),
-    "join": (lambda: gshard.spawn(functions.waits, join=1), "join=1"),
+    "heartbeat": (
+        lambda: gshard.distributed.spawn(functions.waits, heartbeat_timeout=0),
+        "seconds",
+    ),
+    "join": (lambda: gshard.distributed.spawn(functions.waits, join=1), "join=1"),
 }
 
 
@@ -254,7 +278,7 @@ def test_gpus_as_paddle_checks_them(monkeypatch, visible, options, kind, said):
     """Paddle's D7."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(kind, match=said):
-        gshard.spawn(functions.waits, (0.0,), **options)
+        gshard.distributed.spawn(functions.waits, (0.0,), **options)
 
 
 def test_a_spawned_process_does_not_spawn(monkeypatch):
@@ -262,7 +286,7 @@ def test_a_spawned_process_does_not_spawn(monkeypatch):
         importlib.import_module("gshard.distributed.launch.spawn"), "_IS_STARTED", True
     )
     with pytest.raises(gshard.CallOrderError, match="__main__"):
-        gshard.spawn(functions.waits, (0.0,), nprocs=1)
+        gshard.distributed.spawn(functions.waits, (0.0,), nprocs=1)
 
 
 # ---- Paddle's own cases -------------------------------------------------------------------------
@@ -289,7 +313,7 @@ def test_two_local_steps_of_three_in_launched_processes(tmp_path):
 def test_two_local_steps_of_three_in_spawned_processes():
     """Paddle's D1, spawned: the losses of one device."""
     rows = rows_of(7)
-    found = gshard.spawn(functions.no_sync, (rows,), nprocs=NPROCS, **EACH)
+    found = gshard.distributed.spawn(functions.no_sync, (rows,), nprocs=NPROCS, **EACH)
     for losses in found:
         np.testing.assert_allclose(losses, train_on_one_device(rows), rtol=1e-5)
 

@@ -85,7 +85,7 @@ def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
     wholes = values(places, 1)
     found = on_devices(
         mesh,
-        lambda xs: collectives.publish_leaves(xs, places, bucket),
+        lambda xs: collectives.all_gather_updated(xs, places, bucket),
         (put(mesh, places, wholes),),
         ([p.spec for p in places],),
         jax.P(),
@@ -103,7 +103,7 @@ def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
     wholes = values(places, 1)
     found = on_devices(
         mesh,
-        lambda xs, old: collectives.publish_leaves(xs, places, 2**20, into=old),
+        lambda xs, old: collectives.all_gather_updated(xs, places, 2**20, into=old),
         (put(mesh, places, wholes), values(places, 2)),
         ([p.spec for p in places], jax.P()),
         jax.P(),
@@ -146,7 +146,7 @@ def test_own_part_is_what_gather_puts_back(sizes):
     wholes = values(places, 2)
     found = on_devices(
         mesh,
-        lambda xs: [collectives.own_part(x, p) for x, p in zip(xs, places, strict=True)],
+        lambda xs: [collectives.local_shard(x, p) for x, p in zip(xs, places, strict=True)],
         (wholes,),
         (jax.P(),),
         [p.spec for p in places],

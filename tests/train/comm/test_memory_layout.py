@@ -37,7 +37,7 @@ def of_matrices(micro_batches):
     """A step, and what it takes: matrices that rest whole, trained and frozen, and a vector."""
     params = {"w": jnp.ones((24, 16)), "b": jnp.ones(24), "fixed": jnp.ones((24, 16))}
     state, plan = gshard.shard_train_state(
-        (params, optax.sgd(0.1)), gshard.make_mesh(), "os_g", frozen="^fixed", segment_size=0
+        (params, optax.sgd(0.1)), gshard.make_mesh(), "os_g", frozen="^fixed", min_shard_size=0
     )
     step = gshard.make_train_step(loss, plan, micro_batches=micro_batches)
     return step, state, gshard.shard_batch({"x": jnp.ones((16, 16))}, plan)
@@ -97,7 +97,7 @@ def test_layers_divided_behind_their_first_dimension(devices, reshard, micro_bat
     rows = jax.random.normal(keys[2], (4 * devices, 3, 24))
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     state, plan = gshard.shard_train_state(
-        (start, optax.sgd(0.1)), mesh, "p_g_os", scan_axes={"": 0}, segment_size=0
+        (start, optax.sgd(0.1)), mesh, "p_g_os", scan_axes={"": 0}, min_shard_size=0
     )
     assert plan.params["experts"].dim == 2 and plan.params["mix"].dim == 1
     step = gshard.make_train_step(
@@ -105,7 +105,7 @@ def test_layers_divided_behind_their_first_dimension(devices, reshard, micro_bat
         plan,
         reshard_after_forward=reshard,
         micro_batches=micro_batches,
-        buffer_max_size=0,  # alone, as large ones are
+        bucket_size=0,  # alone, as large ones are
         donate=False,
     )
     batch = gshard.shard_batch(rows, plan)

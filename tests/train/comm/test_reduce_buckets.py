@@ -93,7 +93,7 @@ PARAMS = {
 def step_of(devices, level="dp", replica=1, **options):
     mesh = gshard.make_mesh(devices=jax.devices()[:devices], replica=replica)
     state, plan = gshard.shard_train_state(
-        (PARAMS, optax.adamw(1e-2)), mesh, level, segment_size=64
+        (PARAMS, optax.adamw(1e-2)), mesh, level, min_shard_size=64
     )
     rows = np.random.default_rng(1).normal(size=(30 if devices % 2 else 32, 16))
     batch = gshard.shard_batch(rows.astype(np.float32), plan)
@@ -109,17 +109,17 @@ def all_reduced(step, state, batch):
 
 
 def test_turns_stay_apart_and_what_arises_first_goes_first():
-    found = all_reduced(*step_of(8, buffer_max_size=1000))
+    found = all_reduced(*step_of(8, bucket_size=1000))
     # a's bias and kernel with m's bias, packed but for the large ones; m's kernel; z.
     assert [sum(one) for one in found] == [8 + 320 + 40, 960, 24 + 384]
-    (free,) = all_reduced(*step_of(8, buffer_max_size=0))  # as XLA on CPU will have it
+    (free,) = all_reduced(*step_of(8, bucket_size=0))  # as XLA on CPU will have it
     assert sorted(free) == [8, 24, 40, 320, 384, 960]
 
 
 def test_sums_over_replicas_are_apart_too():
-    found = all_reduced(*step_of(8, "p_g_os", 2, buffer_max_size=250))
+    found = all_reduced(*step_of(8, "p_g_os", 2, bucket_size=250))
     of_parts = [sum(one) for one in found]
-    # Parts over the replicas in turns, and leaves of fewer than segment_size elements, whole.
+    # Parts over the replicas in turns, and leaves of fewer than min_shard_size elements, whole.
     assert sorted(of_parts) == sorted([960 // 4, 320 // 4, 384 // 4, 8 + 40 + 24])
 
 
@@ -133,7 +133,7 @@ def test_sums_over_replicas_are_apart_too():
 def test_turns_change_no_number(devices, replica, level):
     states = []
     for size in (0, 100, 1000, 2**23):
-        step, state, batch = step_of(devices, level, replica, buffer_max_size=size)
+        step, state, batch = step_of(devices, level, replica, bucket_size=size)
         for _ in range(3):
             state, metrics = step(state, batch)
         norm = metrics.pop("grad_norm")  # a sum that XLA fuses otherwise

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
 from benchmarks.llama import Sizes, abstract_params
-from benchmarks.wire_compile import divided, promised
+from benchmarks.wire_compile import budgeted, divided
 from examples.models.by_slices import cross_entropy
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import parse_target
@@ -74,7 +74,7 @@ def test_theory_is_what_a_hand_counts(level, axes):
             "all-reduce": 8 * NORMS,
         },
     }[level]
-    found = promised(plan)
+    found = budgeted(plan)
     assert found["theory_bytes"] == {kind: round(x * share) for kind, x in wanted.items()}
     bound = wanted | ({"all-gather": 2 * once} if level == "p_g_os" else {})
     assert found["promise_bytes"] == {kind: round(x * share) for kind, x in bound.items()}

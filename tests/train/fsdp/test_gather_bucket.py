@@ -81,7 +81,7 @@ def made(name, level, shape, stacked=False, **options):
         (params(stacked), optax.sgd(0.1)),
         mesh,
         level,
-        segment_size=4,
+        min_shard_size=4,
         scan_axes={"blocks/": 0} if stacked else None,
     )
     loss = LOSSES.get(name, name)
@@ -116,7 +116,7 @@ def test_they_change_no_bit(name, level, shape):
     """Those of one device, to rounding; and those of leaf by leaf exactly."""
     found = []
     for size in (0, 2**23):
-        fun, state, plan, batch = made(name, level, shape, buffer_max_size=size)
+        fun, state, plan, batch = made(name, level, shape, bucket_size=size)
         value, grads = fun(state.params, batch)
         whole = jax.tree.map(lambda x, g: x.cut(np.asarray(g)), plan.grads, grads)
         found.append((value, whole))
@@ -132,7 +132,7 @@ def test_a_layer_is_one_collective_each_way():
     fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4})
     # Forward two for a layer and the head; again for a layer both, but for the last product's.
     assert counts(fun.lower(state.params, batch).as_text()) == (4 * LAYERS + 1, 2 * LAYERS + 1)
-    fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, buffer_max_size=0)
+    fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, bucket_size=0)
     # The scale is no operand of a product: its whole is kept. So is the bias.
     assert counts(fun.lower(state.params, batch).as_text()) == (6 * LAYERS + 1, 4 * LAYERS + 1)
 
@@ -165,9 +165,9 @@ def test_the_backward_pass_of_a_layer_gathers_them_together_too(name):
     turns = 1 if name == "scan" else LAYERS
     assert counts(program.as_text()) == (4 * turns + 1, 2 * turns + 1)
     report = gshard.audit(fun, state.params, batch, plan=plan)
-    promised = gshard.promise(plan)
-    assert report.elements("all-gather") <= promised.elements("all-gather")
-    assert report.elements("reduce-scatter") == promised.elements("reduce-scatter")
+    budgeted = gshard.budget(plan)
+    assert report.elements("all-gather") <= budgeted.elements("all-gather")
+    assert report.elements("reduce-scatter") == budgeted.elements("reduce-scatter")
     if name == "scan":
         found = read_program(program.compile().as_text()).collectives
         inside = [c for c in found if c.kind == "all-gather" and c.times == LAYERS]
@@ -177,7 +177,7 @@ def test_the_backward_pass_of_a_layer_gathers_them_together_too(name):
 
 
 def test_a_bucket_ends_where_it_is_full():
-    fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, buffer_max_size=400)
+    fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, bucket_size=400)
     whole, *_ = made("unrolled", "p_g_os", {"a": 4})
     assert counts(fun.lower(state.params, batch).as_text()) > counts(
         whole.lower(state.params, batch).as_text()
@@ -211,7 +211,9 @@ def test_leaves_over_an_axis_of_the_user_share_a_bucket_in_their_local_shapes():
             x = x + (jnp.tanh(x @ block["up"]) * (x @ block["gate"])) @ jnp.ones((8, 6)) / 8
         return jnp.square(x).mean()
 
-    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=4)
+    state, plan = gshard.shard_train_state(
+        (given, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4
+    )
     assert plan.params["block_0"]["up"].user == ((), ("model",))
     batch = rng.normal(size=(6, 6)).astype(np.float32)
     fun = jax.jit(gshard.value_and_grad(loss, plan))
@@ -241,7 +243,7 @@ def square_blocks():
 def of_square_blocks(loss, **options):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     state, plan = gshard.shard_train_state(
-        (square_blocks(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=4
+        (square_blocks(), optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4
     )
     return jax.jit(gshard.value_and_grad(loss, plan, **options)), state, plan
 
@@ -261,9 +263,9 @@ def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
     moved = gshard.audit(fun, state.params, rows(4), plan=plan)
-    promised = gshard.promise(plan)
+    budgeted = gshard.budget(plan)
     for kind in ("all-gather", "reduce-scatter"):
-        assert moved.elements(kind) <= promised.elements(kind)
+        assert moved.elements(kind) <= budgeted.elements(kind)
 
 
 def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
@@ -282,9 +284,9 @@ def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
     expected = jax.grad(loss)(square_blocks(), rows(4))
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-    moved, promised = gshard.audit(fun, state.params, rows(4)), gshard.promise(plan)
+    moved, budgeted = gshard.audit(fun, state.params, rows(4)), gshard.budget(plan)
     for kind in ("all-gather", "reduce-scatter"):
-        assert moved.elements(kind) <= promised.elements(kind)
+        assert moved.elements(kind) <= budgeted.elements(kind)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -316,7 +318,7 @@ def test_a_bucket_waits_though_its_first_use_is_a_broadcast():
         return jnp.square(x).mean()
 
     for sync in (False, True):
-        fun, state, _ = of_square_blocks(loss, sync_comm=sync)
+        fun, state, _ = of_square_blocks(loss, prefetch=not sync)
         text = fun.lower(state.params, rows(4)).as_text()
         assert counts(text) == (2 * LAYERS - 1, LAYERS)
         # Forward all but the first layer (or two), backward all but the last.

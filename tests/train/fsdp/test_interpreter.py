@@ -166,7 +166,7 @@ def divided(loss, level, n=4, rules=None, **options):
         (params(), optax.sgd(0.1)),
         mesh,
         level,
-        segment_size=16,
+        min_shard_size=16,
         scan_axes={"stack": 0},
         rules=rules,
     )
@@ -205,7 +205,7 @@ def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     # Without scan_axes nobody knows that dimension 0 counts layers, and a rule may divide it.
     state, plan = gshard.shard_train_state(
-        (params(), optax.sgd(0.1)), mesh, level, segment_size=16, rules={"stack": 0}
+        (params(), optax.sgd(0.1)), mesh, level, min_shard_size=16, rules={"stack": 0}
     )
     assert plan.grads["stack"].dim == 0
     with pytest.warns(gshard.GShardWarning, match=r"scan walks dimension 0 of stack.*scan_axes"):
@@ -215,7 +215,7 @@ def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
 
 
 def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
-    fun, state, _ = divided(tied, "p_g_os", buffer_max_size=0)
+    fun, state, _ = divided(tied, "p_g_os", bucket_size=0)
     text = fun.lower(state.params, rows()).as_text()
     assert text.count('"stablehlo.all_gather"') == 3  # embed, out, bias
     assert text.count('"stablehlo.reduce_scatter"') == 3
@@ -235,9 +235,9 @@ def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
 def test_a_leaf_needed_in_several_scopes_moves_no_more_than_promised(loss, level):
     fun, state, plan = divided(loss, level)
     report = gshard.audit(fun, state.params, rows(), plan=plan)
-    promised = gshard.promise(plan)
-    assert report.elements("reduce-scatter") == promised.elements("reduce-scatter") > 0
-    assert report.elements("all-gather") <= promised.elements("all-gather")
+    budgeted = gshard.budget(plan)
+    assert report.elements("reduce-scatter") == budgeted.elements("reduce-scatter") > 0
+    assert report.elements("all-gather") <= budgeted.elements("all-gather")
 
 
 def walked_and_indexed(p, batch):
@@ -249,7 +249,7 @@ def walked_and_indexed(p, batch):
 def test_a_stack_that_a_scan_walks_and_closes_over_is_gathered_once():
     fun, state, plan = divided(walked_and_indexed, "p_g_os")
     report = gshard.audit(fun, state.params, rows(), plan=plan)
-    assert report.elements("all-gather") <= gshard.promise(plan).elements("all-gather")
+    assert report.elements("all-gather") <= gshard.budget(plan).elements("all-gather")
     text = fun.lower(state.params, rows()).compile().as_text()
     sizes = [x.elements for x in read_program(text).collectives if x.kind == "all-gather"]
     assert sizes.count(plan.params["stack"].size) == 1 and D * D not in sizes
@@ -289,7 +289,7 @@ def test_the_gradients_of_a_scan_are_stacked_in_the_dtype_that_they_move_in(rema
         return cross_entropy(x.astype(jnp.float32) @ p["out"] + p["bias"], batch["labels"])
 
     fun, state, plan = divided(loss, level)
-    part = (LAYERS, *plan.grads["stack"].layer().part_shape)
+    part = (LAYERS, *plan.grads["stack"].layer().shard_shape)
     dtypes = {
         str(out.aval.dtype)
         for eqn in all_equations(jax.make_jaxpr(fun)(state.params, rows()).jaxpr)
@@ -348,7 +348,7 @@ def test_nnx_views_and_weight_norm(level):
     _, expected = nnx.value_and_grad(loss)(Hazards(nnx.Rngs(0)), rows())
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     (model, optimizer), plan = gshard.shard_train_state(
-        (model, optimizer), mesh, level, segment_size=8
+        (model, optimizer), mesh, level, min_shard_size=8
     )
     with pytest.warns(gshard.GShardWarning, match="norm/layer_instance/kernel"):
         _, grads = nnx.jit(gshard.value_and_grad(loss, plan))(model, rows())
@@ -377,7 +377,7 @@ def test_linen_weight_norm(level):
         return cross_entropy(model.apply({"params": p}, batch["ids"]), batch["labels"])
 
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh, level, segment_size=8)
+    state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh, level, min_shard_size=8)
     _, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, rows())
     _, expected = one_device(loss, start, rows())
     for layout, found, right in zip(

@@ -35,7 +35,7 @@ def divided(loss, shape, reshard, **options):
     n = int(np.prod(list(shape.values())))
     mesh = gshard.make_mesh(shape, devices=jax.devices()[:n])
     state, plan = gshard.shard_train_state(
-        (params(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=16, scan_axes={"stack": 0}
+        (params(), optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=16, scan_axes={"stack": 0}
     )
     made = gshard.value_and_grad(loss, plan, reshard_after_forward=reshard, **options)
     return jax.jit(made), state, plan
@@ -96,7 +96,7 @@ def of_distinct_leaves():
 def lowered(reshard):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     state, plan = gshard.shard_train_state(
-        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=32
     )
     fun = gshard.value_and_grad(distinct, plan, reshard_after_forward=reshard)
     return jax.jit(fun).lower(state.params, rows()), plan
@@ -134,9 +134,9 @@ def test_a_gather_waits_for_what_comes_before_its_use():
 def test_it_moves_no_more_than_promised(name, reshard):
     fun, state, plan = divided(LOSSES[name], MESHES["4"], reshard)
     found = gshard.audit(fun, state.params, batch(), plan=plan)
-    promised = gshard.promise(plan, reshard_after_forward=reshard)
-    assert found.elements("all-gather") <= promised.elements("all-gather")
-    kept = gshard.promise(plan, reshard_after_forward=False).elements("all-gather")
+    budgeted = gshard.budget(plan, reshard_after_forward=reshard)
+    assert found.elements("all-gather") <= budgeted.elements("all-gather")
+    kept = gshard.budget(plan, reshard_after_forward=False).elements("all-gather")
     assert found.elements("all-gather") >= kept
 
 
@@ -175,25 +175,25 @@ def test_over_two_axes_a_sub_group_is_a_block_of_neighbours():
 
 def test_it_says_that_it_changes_nothing_where_parameters_are_whole():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "os", segment_size=16)
+    _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "os", min_shard_size=16)
     for option in ({"reshard_after_forward": False}, {"reshard_after_forward": 4}):
         with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=.*at level 'os'"):
             gshard.make_train_step(LOSSES["scan"], plan, **option)
     alone = gshard.make_mesh(devices=jax.devices()[:1])
     _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), alone, "p_g_os")
-    with pytest.warns(gshard.GShardWarning, match="sync_comm=True changes nothing on one device"):
-        gshard.make_train_step(LOSSES["scan"], plan, sync_comm=True)
+    with pytest.warns(gshard.GShardWarning, match="prefetch=False changes nothing on one device"):
+        gshard.make_train_step(LOSSES["scan"], plan, prefetch=False)
 
 
 def test_a_train_step_counts_it_in_its_promise():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     state, plan = gshard.shard_train_state(
-        (params(), optax.adam(0.1)), mesh, "p_g_os", segment_size=16, scan_axes={"stack": 0}
+        (params(), optax.adam(0.1)), mesh, "p_g_os", min_shard_size=16, scan_axes={"stack": 0}
     )
     found = []
     for reshard in (True, False):
         step = gshard.make_train_step(LOSSES["scan"], plan, reshard_after_forward=reshard)
-        found.append(step.promise.elements("all-gather"))
+        found.append(step.budget.elements("all-gather"))
     assert found[0] == 2 * found[1] > 0
 
 
@@ -264,14 +264,16 @@ def test_unusual_uses_keep_their_gradient_and_the_promise(name, reshard):
     assert_gradients(loss, MESHES["4"], reshard, 2e-2 if "casts" in name else 5e-6)
     given = {**params(), "kernel": params()["stack"][0]}
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=16)
+    state, plan = gshard.shard_train_state(
+        (given, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=16
+    )
     fun = jax.jit(gshard.value_and_grad(on_kernel, plan, reshard_after_forward=reshard))
     with jax.checking_leaks():
         fun.lower(state.params, batch())
     found = gshard.audit(fun, state.params, batch(), plan=plan)
-    promised = gshard.promise(plan, reshard_after_forward=reshard)
+    budgeted = gshard.budget(plan, reshard_after_forward=reshard)
     for kind in ("all-gather", "reduce-scatter"):
-        assert found.elements(kind) <= promised.elements(kind)
+        assert found.elements(kind) <= budgeted.elements(kind)
 
 
 def test_a_leaf_of_several_uses_stays_whole_between_them():
@@ -282,7 +284,7 @@ def test_a_leaf_of_several_uses_stays_whole_between_them():
 
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     state, plan = gshard.shard_train_state(
-        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=32
     )
     text = jax.jit(gshard.value_and_grad(penalised, plan)).lower(state.params, batch()).as_text()
     assert text.count('"stablehlo.all_gather"') == LAYERS + 2
@@ -305,10 +307,12 @@ def test_a_weight_that_a_recurrence_closes_over_is_gathered_again_once():
         k: w for k, w in of_distinct_leaves().items() if k in ("embed", "layer_0", "out", "bias")
     }
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    state, plan = gshard.shard_train_state((given, optax.sgd(0.1)), mesh, "p_g_os", segment_size=32)
+    state, plan = gshard.shard_train_state(
+        (given, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=32
+    )
     counts = []
     for reshard in (False, True):
-        options = {"reshard_after_forward": reshard, "buffer_max_size": 0}
+        options = {"reshard_after_forward": reshard, "bucket_size": 0}
         fun = jax.jit(gshard.value_and_grad(recurrent, plan, **options))
         _, grads = fun(state.params, batch())
         expected = jax.grad(recurrent)(given, batch())
@@ -318,14 +322,14 @@ def test_a_weight_that_a_recurrence_closes_over_is_gathered_again_once():
     assert counts == [3, 4]
 
 
-def test_sync_comm_waits_for_its_own_operands_and_changes_no_bit():
+def test_without_prefetch_a_gather_waits_for_its_own_operands_and_changes_no_bit():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     state, plan = gshard.shard_train_state(
-        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", segment_size=32
+        (of_distinct_leaves(), optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=32
     )
     found, texts = [], []
     for sync in (False, True):
-        fun = jax.jit(gshard.value_and_grad(distinct, plan, sync_comm=sync))
+        fun = jax.jit(gshard.value_and_grad(distinct, plan, prefetch=not sync))
         found.append(jax.tree.leaves(fun(state.params, batch())))
         texts.append(fun.lower(state.params, batch()).as_text())
     for x, y in zip(*found, strict=True):
@@ -333,8 +337,8 @@ def test_sync_comm_waits_for_its_own_operands_and_changes_no_bit():
     # The first layer waits too, for the rows of the table that it is used with.
     counts = [text.count("stablehlo.optimization_barrier") for text in texts]
     assert counts == [2 * LAYERS, 2 * LAYERS + 1]
-    with pytest.raises(gshard.GShardError, match="sync_comm='no' must be True or False"):
-        gshard.value_and_grad(distinct, plan, sync_comm="no")
+    with pytest.raises(gshard.GShardError, match="prefetch='no' must be True or False"):
+        gshard.value_and_grad(distinct, plan, prefetch="no")
 
 
 @pytest.mark.slow
@@ -346,6 +350,6 @@ def test_two_layers_are_whole_at_a_time_on_a_gpu():
     assert found["default"]["gathers"] == found["sync"]["gathers"] == 2 * layers - 2
     assert found["kept"]["gathers"] == layers
     assert found["default"]["whole"] == 2 and found["sync"]["whole"] == 1
-    # Most run beside the product before; with sync_comm beside a gradient's at most.
+    # Most run beside the product before; without prefetch beside a gradient's at most.
     assert found["default"]["spans"] >= 10 > layers // 2 >= found["sync"]["spans"]
     assert found["default"]["temp"] <= 0.6 * found["kept"]["temp"]

@@ -103,7 +103,7 @@ def updated(tx, level, steps=2, params=None, **options):
     params = arrays(0) if params is None else params
     shapes = {k: x.shape for k, x in params.items()}
     options = {
-        "segment_size": 16,
+        "min_shard_size": 16,
         "scan_axes": {"stack": 0} if "stack" in params else None,
     } | options
     state, plan = gshard.shard_train_state((params, tx), mesh(), level, **options)
@@ -135,7 +135,7 @@ def assert_close(found, right):
 
 def moved(audit):
     """Elements by kind that are the optimizer's own, scalars apart."""
-    rows = [r for r in audit.collectives if not r.scalar and r.purpose != "publish"]
+    rows = [r for r in audit.collectives if not r.scalar and r.purpose != "update"]
     assert {row.purpose for row in rows} <= {"optimizer"}
     return {
         kind: sum(r.elements for r in rows if r.kind == kind) for kind in {r.kind for r in rows}
@@ -163,11 +163,11 @@ def test_every_operand_is_gathered_once(name, level):
 @pytest.mark.parametrize("level", ["os", "p_g_os"])
 def test_an_elementwise_optimizer_moves_nothing(level):
     _, _, audit, _ = updated(optax.adamw(1e-2), level, steps=0)
-    assert {row.purpose for row in audit.collectives} == ({"publish"} if level == "os" else set())
+    assert {row.purpose for row in audit.collectives} == ({"update"} if level == "os" else set())
 
 
 def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypatch):
-    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 200)
+    monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 200)
     found, right, audit, plan = updated(OPTIMIZERS["every other"](), "p_g_os")
     assert_close(found, right)
     matrices = [x for x in jax.tree.leaves(plan.grads) if len(x.shape) == 2]
@@ -185,7 +185,7 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
     shapes = {f"w{i}": (32, 64) for i in range(8)}
     temporaries = []
     for size in (32 * 64, 8 * 32 * 64):
-        monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", size)
+        monkeypatch.setattr(matrix_products, "BUCKET_SIZE", size)
         tx = OPTIMIZERS["by hand"]()
         tx = optax.chain(tx, optax.clip_by_global_norm(0.1)) if clip else tx
         _, _, audit, _ = updated(tx, "p_g_os", steps=0, params=arrays(0, shapes))
@@ -195,13 +195,13 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
 
 def test_what_follows_the_last_product_is_divided(monkeypatch):
     """A clip of the result waits for a number of all of them; no whole matrix may wait with it."""
-    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 200)
+    monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 200)
     tx = optax.chain(OPTIMIZERS["by hand"](), optax.clip_by_global_norm(0.1))
     params = {k: x for k, x in arrays(0).items() if x.ndim == 2}
     found, right, audit, plan = updated(tx, "p_g_os", 1, params)
     assert_close(found, right)
     assert moved(audit) == {AG: sum(x.stored_size for x in jax.tree.leaves(plan.grads))}
-    state, _ = gshard.shard_train_state((params, tx), mesh(), "p_g_os", segment_size=16)
+    state, _ = gshard.shard_train_state((params, tx), mesh(), "p_g_os", min_shard_size=16)
     program = jax.make_jaxpr(state.tx.update)(state.params, state.opt_state, state.params)
     wholes, placed = set(), []
     for eqn in all_equations(program.jaxpr):
@@ -335,7 +335,7 @@ def test_what_the_user_places_is_left_to_the_compiler():
 def test_a_derivative_through_the_update(make):
     """Calls and loops that are traced outside the `shard_map` are differentiated inside it."""
     params, tx = {k: x for k, x in arrays(0).items() if x.ndim == 2}, make()
-    state, plan = gshard.shard_train_state((params, tx), mesh(), "os", segment_size=16)
+    state, plan = gshard.shard_train_state((params, tx), mesh(), "os", min_shard_size=16)
     grads = arrays(1, {k: x.shape for k, x in params.items()})
 
     def sines(update, opt_state, params):
@@ -376,7 +376,7 @@ def test_a_stack_divided_on_its_layers_moves_nothing_for_muon(level, count, k):
         1e-2, muon_weight_dimension_numbers=dict.fromkeys(start, contrib.MuonDimensionNumbers(1, 2))
     )
     state, plan = gshard.shard_train_state(
-        (start, tx), mesh(), level, segment_size=8, scan_axes={"up|down": 0}, rules={"up|down": 0}
+        (start, tx), mesh(), level, min_shard_size=8, scan_axes={"up|down": 0}, rules={"up|down": 0}
     )
     assert {x.dim for x in jax.tree.leaves(plan.grads)} == {0}
     step = gshard.make_train_step(layers, plan, micro_batches=k, donate=False)
@@ -384,7 +384,7 @@ def test_a_stack_divided_on_its_layers_moves_nothing_for_muon(level, count, k):
     audit = gshard.audit(step, state, rows)
     assert not [row for row in audit.collectives if row.purpose == "optimizer"]
     for kind in (AG, "reduce-scatter", "all-reduce"):
-        assert audit.elements(kind) == step.promise.elements(kind)
+        assert audit.elements(kind) == step.budget.elements(kind)
 
     alone, right = tx.init(start), start
     for _ in range(2):

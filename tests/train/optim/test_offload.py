@@ -173,13 +173,13 @@ def test_what_rests_where(level):
     }  # fmt: skip
     assert not any(x.on_host for x in jax.tree.leaves(plan.grads))
     parts = plan.kind.split(state)
-    promised, at_rest = gshard.promise(plan), plan.bytes_per_device
-    names = {"params": "params", "optimizer": "opt_state", "extras": "extras"}
+    budgeted, at_rest = gshard.budget(plan), plan.bytes_per_device
+    names = {"params": "params", "optimizer": "opt_state", "non_trainable": "non_trainable"}
     for name, field in names.items():
         tree = getattr(parts, field)
-        assert promised.resident[name] == at_rest[field] == held(tree, "device")
-        assert promised.host[name] == held(tree, "pinned_host")
-    assert at_rest["host"] == sum(promised.host.values()) == held(parts, "pinned_host")
+        assert budgeted.resident[name] == at_rest[field] == held(tree, "device")
+        assert budgeted.host[name] == held(tree, "pinned_host")
+    assert at_rest["host"] == sum(budgeted.host.values()) == held(parts, "pinned_host")
     abstract = plan.kind.split(plan.abstract_state())
     assert jax.tree.map(lambda x: x.sharding, abstract.opt_state) == plan.shardings.opt_state
     assert f"host {at_rest['host']:,} B" in str(plan)
@@ -209,7 +209,7 @@ def test_without_offload_nothing_rests_on_the_host():
     state, plan = divided("small", "p_g_os", optax.adamw(1e-3), False)
     assert plan.bytes_per_device["host"] == 0 and plan.fetched_at_once == ()
     assert held(state, "pinned_host") == 0 and "fetches" not in str(plan)
-    assert set(gshard.promise(plan).host.values()) == {0}
+    assert set(gshard.budget(plan).host.values()) == {0}
 
 
 # Bytes per device of what only a parameter's own update needs: two moments of 4 bytes per entry of
@@ -257,10 +257,10 @@ def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
     """Neither coefficients that all share nor the order of buckets ties them together."""
     make, wait = PRODUCTS[case]
     monkeypatch.setattr(offload_module, "GROUP_SIZE", 1)
-    monkeypatch.setattr(matrix_products, "BUFFER_MAX_SIZE", 64)
+    monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 64)
     start = {f"w{i}": np.ones((10, 10), np.float32) for i in range(4)}
     state, plan = gshard.shard_train_state(
-        (start, make()), mesh(), "os_g", segment_size=16, offload=True
+        (start, make()), mesh(), "os_g", min_shard_size=16, offload=True
     )
     on_host = {x.path.split("/")[-1] for x in jax.tree.leaves(plan.opt_state) if x.on_host}
     assert on_host == set(start)
@@ -310,7 +310,7 @@ def test_nothing_to_offload_is_said():
 def test_a_plan_without_devices_says_what_is_fetched():
     abstract = AbstractMesh((8,), ("shard",), axis_types=(AxisType.Auto,))
     state = SMALL.state(optax.adamw(1e-3))
-    _, plan = gshard.shard_train_state(state, abstract, "p_g_os", offload=True, segment_size=24)
+    _, plan = gshard.shard_train_state(state, abstract, "p_g_os", offload=True, min_shard_size=24)
     assert "fetches what is on the host in 1 group" in str(plan)
 
 
@@ -320,7 +320,7 @@ def test_an_init_function_and_the_way_back():
         return params, optax.adam(1e-3)
 
     state, plan = gshard.shard_train_state(
-        init, mesh(), "p_g_os", init_args=(2.0,), offload=True, segment_size=24
+        init, mesh(), "p_g_os", init_args=(2.0,), offload=True, min_shard_size=24
     )
     assert_at_rest(state, plan)
     wanted = jax.tree.map(lambda x: 2 * np.asarray(x), small_params(0))
@@ -338,7 +338,7 @@ def test_frozen_parameters_rest_there_too(precision, micro_batches):
     for offload in (True, False):
         options = {"frozen": "^stack$", "precision": precision}
         state, plan = divided("small", "p_g_os", optax.adam(1e-2), offload, **options)
-        frozen = plan.extras["frozen parameters"]["stack"]
+        frozen = plan.non_trainable["frozen parameters"]["stack"]
         assert frozen.on_host == offload and frozen.dim is not None
         step = gshard.make_train_step(small_loss, plan, micro_batches=micro_batches)
         for i in range(STEPS):
@@ -374,7 +374,7 @@ def test_turns_are_not_taken_over_the_users_own_axis(monkeypatch):
         return jnp.mean((b["x"] @ p["w"]) ** 2)
 
     start = (params, optax.adam(1e-2))
-    state, plan = gshard.shard_train_state(start, both, "p_g_os", segment_size=4, offload=True)
+    state, plan = gshard.shard_train_state(start, both, "p_g_os", min_shard_size=4, offload=True)
     assert plan.fetched_at_once == (plan.bytes_per_device["host"],)
     rows = {"x": np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)}
     found = gshard.audit(gshard.make_train_step(loss, plan), state, rows)

@@ -89,7 +89,7 @@ def divided(names: tuple[str, ...], level: str, devices: int, **options: Any) ->
     states, steps = {}, {}
     for name in names:
         states[name], plan = gshard.shard_train_state(
-            (params(), OPTIMIZERS[name]()), mesh, level, segment_size=16, scan_axes={"stack": 0}
+            (params(), OPTIMIZERS[name]()), mesh, level, min_shard_size=16, scan_axes={"stack": 0}
         )
         steps[name] = gshard.make_train_step(loss, plan, donate=False, **options)
 
@@ -135,7 +135,7 @@ def updated(names: tuple[str, ...], level: str, devices: int) -> dict[str, Any]:
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
 
     def divide(tx: optax.GradientTransformation) -> Any:
-        options = {"segment_size": 16, "scan_axes": {"stack": 0}}
+        options = {"min_shard_size": 16, "scan_axes": {"stack": 0}}
         return gshard.shard_train_state((params(), tx), mesh, level, **options)
 
     leader, plan = divide(optax.sgd(LEADER))
@@ -221,7 +221,7 @@ def test_slow_parameters_are_those_of_optax_and_lie_divided():
     """Against pairs, trained as optax's documentation does."""
     tx = optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    options = {"segment_size": 16, "scan_axes": {"stack": 0}}
+    options = {"min_shard_size": 16, "scan_axes": {"stack": 0}}
     state, plan = gshard.shard_train_state((params(), fast_alone(tx)), mesh, "os", **options)
     step = gshard.make_train_step(loss, plan)
 
@@ -247,7 +247,7 @@ def test_slow_parameters_are_those_of_optax_and_lie_divided():
 def test_what_cannot_be_supported_says_why(name):
     make, parts = UNSUPPORTED[name]
     state, plan = gshard.shard_train_state(
-        (params(), make()), gshard.make_mesh(), "os", segment_size=16
+        (params(), make()), gshard.make_mesh(), "os", min_shard_size=16
     )
     with pytest.raises(gshard.GShardError) as error:
         gshard.make_train_step(loss, plan)(state, batch(0))

@@ -44,7 +44,7 @@ def divided(level, devices, params=None, **options):
     scanned = {"^(up|down|scale)": 0}
     given = (initial() if params is None else params, optax.adamw(1e-2))
     return gshard.shard_train_state(
-        given, mesh, level, scan_axes=scanned, segment_size=16, **options
+        given, mesh, level, scan_axes=scanned, min_shard_size=16, **options
     )
 
 
@@ -77,7 +77,7 @@ def compiled(level, layer, monkeypatch, devices=8, **sizes):
 
 def published(program):
     found = read_program(program.as_text()).collectives
-    return [op for op in found if "gshard/publish" in op.op_name]
+    return [op for op in found if "gshard/update" in op.op_name]
 
 
 @pytest.mark.parametrize("level", ["os", "os_g"])
