@@ -77,7 +77,8 @@ def main() -> None:
             checkpointer.restore(like=(model, optimizer))
         start = int(optimizer.step)
         say(
-            f"from step {start}, {jax.device_count()} devices, {gshard.distributed.process_count()} processes"
+            f"from step {start}, {jax.device_count()} devices, "
+            f"{gshard.distributed.process_count()} processes"
         )
 
         def save() -> None:

@@ -182,7 +182,7 @@ class MicroBatch:
 
         Args:
           draws: of the loss.
-          extras: paths of the extras, by their position among the inputs.
+          non_trainable: paths of the non-trainable state, by position among the inputs.
           inputs: of the traced loss.
           trace: of another batch.
           batch: of one device.
