@@ -163,27 +163,36 @@ def test_a_constant_key_in_a_step(key):
     assert len(says(lambda: step(state, X))) == 1
 
 
-def in_a_loop(params, x, key):
+def in_a_scan(x, key):
     def layer(x, key):
         return x * jax.random.bernoulli(key, 0.5, x.shape), None
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 2))
-    more = jax.lax.cond(x.sum() > 0, lambda k: jax.random.uniform(k, x.shape), lambda _: x, key)
-    _, more = jax.lax.while_loop(
-        lambda at: at[0] < 2,
-        lambda at: (at[0] + 1, at[1] + jax.random.uniform(jax.random.fold_in(key, at[0]), x.shape)),
-        (0, more),
-    )
-    return jnp.mean((x + more) * params["w"])
+    return jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 2))[0]
 
 
-def test_draws_in_loops_and_branches():
+def in_a_branch(x, key):
+    return jax.lax.cond(x.sum() > 0, lambda k: jax.random.uniform(k, x.shape), lambda _: x, key)
+
+
+def in_a_while_loop(x, key):
+    def body(at):
+        i, x = at
+        return i + 1, x + jax.random.uniform(jax.random.fold_in(key, i), x.shape)
+
+    return jax.lax.while_loop(lambda at: at[0] < 2, body, (0, x))[1]
+
+
+@pytest.mark.parametrize("draw", [in_a_scan, in_a_branch, in_a_while_loop])
+def test_draws_in_loops_and_branches(draw):
     state, plan = gshard.shard_train_state(plain(), mesh(), "p_g_os", min_shard_size=4)
-    given = gshard.value_and_grad(lambda p, x, *, rng: in_a_loop(p, x, rng), plan)
-    closed = gshard.value_and_grad(lambda p, x: in_a_loop(p, x, KEY), plan)
+
+    def loss(params, x, *, rng=KEY):
+        return jnp.mean(draw(x, rng) * params["w"])
+
+    value_and_grad = jax.jit(gshard.value_and_grad(loss, plan))
     batch = gshard.shard_batch(X, plan)
-    assert says(lambda: jax.jit(given)(state.params, batch, rng=KEY)) == []
-    assert len(says(lambda: jax.jit(closed)(state.params, batch))) == 1
+    assert says(lambda: value_and_grad(state.params, batch, rng=KEY)) == []
+    assert len(says(lambda: value_and_grad(state.params, batch))) == 1
 
 
 def test_draws_that_are_the_same_on_one_device():
