@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-_LIBRARIES = tuple(str(Path(f).parent) for f in (__file__, jax.__file__))
+_LIBRARIES = str(Path(__file__).parents[1]), str(Path(jax.__file__).parent)
 
 
 class GShardError(ValueError):

@@ -189,7 +189,7 @@ def _started(
 
 
 def _environment(target: Target) -> dict[str, str]:
-    here = str(Path(__file__).parents[2])  # the same gshard, however this process found it
+    here = str(Path(__file__).parents[3])  # the same gshard, however this process found it
     more = target.environment | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # it keeps no buffers
     more["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here)))
     if "XLA_FLAGS" in more:  # of two of the same, the later counts

@@ -242,7 +242,7 @@ def _unpacked(error: bytes | None) -> BaseException | None:
     return found if isinstance(found, BaseException) else None
 
 
-_RUN = Path(__file__).with_name("script.py")
+_RUN = Path(__file__).with_name("run_script.py")
 
 
 class Worker:

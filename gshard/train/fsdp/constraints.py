@@ -18,7 +18,7 @@ from gshard._util.errors import GShardError
 from gshard._util.jaxpr import all_equations
 from gshard.sharding.mesh import entry_axes
 
-_LIBRARIES = (str(Path(__file__).parent), "site-packages")
+_LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 
 
 def explain(error: ValueError, axes: Sequence[str]) -> None:
