@@ -1,4 +1,4 @@
-"""Every public object says what it takes, gives and raises, and shows it in an example that runs."""
+"""Every public object says what it takes, gives and raises, with an example that runs."""
 
 from __future__ import annotations
 
