@@ -16,7 +16,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 .PHONY: help demo test test-all lint format clean
 .DEFAULT_GOAL := help
 
-help:  ## say what each target does
+help:  ## list the targets
 	@echo "gshard: ZeRO data parallelism for JAX and Flax"
 	@echo
 	@grep -E '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1 # /' \
@@ -31,7 +31,7 @@ demo: setup-test  ## train a small GPT at every level on 8 virtual devices, and 
 test: setup-test  ## the quick tier of the tests (about 22 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test  ## every test, or every one of ARGS=tests/..., and docs/test-record.md
+test-all: setup-test  ## every test (or the files in ARGS=...); updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright
@@ -40,7 +40,7 @@ lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 	git ls-files -z --cached --others --exclude-standard '*.toml' | xargs -0 $(VENV)/bin/python scripts/check_toml.py
 
-format: setup-dev  ## let ruff mend what it can
+format: setup-dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 

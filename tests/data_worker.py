@@ -1,4 +1,4 @@
-"""One of two processes that give batches, right and wrong; `test_agreement.py` starts them.
+"""One of two processes that give batches, right and wrong (`tests/data/test_consistency.py`).
 
     python -m tests.data_worker COORDINATOR PROCESSES RANK FILE
 

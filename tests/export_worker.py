@@ -1,4 +1,4 @@
-"""One of several processes that export and import together; `test_export.py` starts them.
+"""One of several processes that save and load safetensors (`tests/checkpoint/safetensors`).
 
     python -m tests.export_worker COORDINATOR PROCESSES RANK FILE FOLDER
 

@@ -1,4 +1,4 @@
-"""What the processes of the tests' jobs do; `test_launch.py`, `test_spawn.py`, `test_faults.py`.
+"""What the processes of the tests' jobs do (`tests/distributed`).
 
 job_worker.py WHAT [ARGUMENTS ...]
 """

@@ -1,4 +1,4 @@
-"""One of several processes that train in Paddle's rhythm; `test_paddle_processes.py` starts them.
+"""One of several processes that train as in Paddle (`tests/paddle/test_processes.py`).
 
     python -m tests.paddle_worker COORDINATOR PROCESSES RANK FILE LEVEL
 

@@ -1,4 +1,4 @@
-"""One of several processes that train together; `test_processes.py` starts them.
+"""One of several processes that train together (`tests/distributed/test_processes.py`).
 
     python -m tests.processes_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH TIER
 

@@ -1,7 +1,7 @@
-"""Pytest plugin (`pytest -p tests.record`): write what full runs saw to docs/test-record.md.
+"""Pytest plugin (`pytest -p tests.record`): records full runs in docs/development/test-record.md.
 
-One row for each test file, of the last time that all of it ran: the whole takes an hour, and may be
-run file by file.
+One row per test file, from its last complete run. A full run takes more than an hour, so files can
+be run one by one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
-RECORD = Path(__file__).parents[1] / "docs" / "test-record.md"
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "development" / "test-record.md"
 OUTCOMES = ("passed", "failed", "error", "skipped")
 COLUMNS = ("file", *OUTCOMES, "seconds of tests", "date", "commit", "Python", "JAX")
 HEAD = f"""# Record of full test runs
 
-Written by `make test-all`, on {os.cpu_count()} cores; a file that is run alone
-(`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are the sum over its
-tests; several run at a time.
+Written by `make test-all`, on {os.cpu_count()} cores; running one file
+(`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are summed over the
+tests of a file; several tests run in parallel.
 
 | {" | ".join(COLUMNS)} |
 {"|---" * len(COLUMNS)}|
@@ -29,10 +30,10 @@ tests; several run at a time.
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Replace the rows of the files that ran; a narrowed run (-k, -m, one test) writes nothing."""
+    """Replaces the rows of the files that ran; a narrowed run (-k, -m, one test) writes nothing."""
     narrowed = config.option.keyword or config.option.markexpr or exitstatus not in (0, 1)
     if narrowed or any("::" in argument for argument in config.args):
-        terminalreporter.write_line(f"{RECORD.name} not written: this was not a whole run")
+        terminalreporter.write_line(f"{RECORD.name} not written: this was not a full run")
         return
     counts: dict[str, Counter[str]] = {}
     for outcome in OUTCOMES:
@@ -50,10 +51,10 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         file: (file, *(count[outcome] for outcome in OUTCOMES), f"{count['seconds']:.0f}", *where)
         for file, count in counts.items()
     }
-    kept = {file: row for file, row in old_rows().items() if (RECORD.parents[1] / file).exists()}
+    kept = {file: row for file, row in old_rows().items() if (ROOT / file).exists()}
     lines = {**kept, **{file: f"| {' | '.join(map(str, row))} |" for file, row in rows.items()}}
     RECORD.write_text(HEAD + "".join(f"{lines[file]}\n" for file in sorted(lines)))
-    terminalreporter.write_line(f"wrote {RECORD.relative_to(RECORD.parents[1])}")
+    terminalreporter.write_line(f"wrote {RECORD.relative_to(ROOT)}")
 
 
 def old_rows() -> dict[str, str]:
@@ -64,11 +65,10 @@ def old_rows() -> dict[str, str]:
 
 def commit() -> str:
     """The commit that ran, with a `+` when the tree had other changes."""
-    root = str(RECORD.parents[1])
 
     def git(*arguments: str) -> str:
-        run = ["git", "-C", root, *arguments]
+        run = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(root)}")
+    changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")

@@ -1,4 +1,4 @@
-"""A script that saves and ends, in one process or several; `test_checkpoint_faults.py` runs it.
+"""A script that saves and ends, in one or several processes (`tests/checkpoint/test_faults.py`).
 
 saves_and_ends.py DIRECTORY HOW [KILLS ...]
 """

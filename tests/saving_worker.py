@@ -1,4 +1,4 @@
-"""One of several processes that save and restore together; `test_checkpoint_processes.py`.
+"""One of several processes that save and restore (`tests/checkpoint/test_processes.py`).
 
     python -m tests.saving_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH DIRECTORY
 

@@ -1,4 +1,4 @@
-"""Kills trainings that save every step; `test_checkpoint_faults.py` does a few, this any number.
+"""Kills trainings that save every step: any number; `tests/checkpoint/test_faults.py` does a few.
 
     python -m tests.soak_checkpoints [COUNT] [SEED]
 

@@ -1,4 +1,4 @@
-"""Kills real jobs at random moments; `test_faults.py` does a few, this program any number.
+"""Kills real jobs at random moments: any number; `tests/distributed/test_faults.py` does a few.
 
     python -m tests.soak_kills [COUNT] [SEED]
 

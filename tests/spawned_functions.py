@@ -1,4 +1,4 @@
-"""Functions that `test_spawn.py` runs in processes of their own."""
+"""Functions that `tests/distributed/launch/test_spawn.py` runs in processes of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of the processes of `test_two_hosts.py`, which `gshard launch` starts on each host.
+"""One process of `tests/distributed/test_two_hosts.py`; `gshard launch` starts it on each host.
 
     -m tests.two_hosts_worker numbers FOLDER LEVEL
     -m tests.two_hosts_worker steps FOLDER [--few-after-restart]

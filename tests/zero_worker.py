@@ -1,4 +1,4 @@
-"""One of several processes with a `ZeroRedundancyOptimizer`, of `test_zero_processes.py`.
+"""One of several processes with a `ZeroRedundancyOptimizer` (`tests/pytorch/test_processes.py`).
 
     python -m tests.zero_worker COORDINATOR PROCESSES RANK FILE
 
