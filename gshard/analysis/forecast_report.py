@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gshard._util.units import bytes_of, count_of
-from gshard.analysis.memory.footprint import Buffer
+from gshard.analysis.memory.footprint import TracedBuffer
 from gshard.analysis.setup import Choices
 from gshard.sharding.plan import Plan
 
@@ -48,7 +48,7 @@ class LevelForecast:
     wire: int
     wire_by_flavour: dict[str, int]
     peak: int | None = None
-    largest: tuple[Buffer, ...] = ()
+    largest: tuple[TracedBuffer, ...] = ()
 
     @property
     def at_rest(self) -> int:
