@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from gshard._util.errors import GShardError
+from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
 
 if TYPE_CHECKING:
@@ -153,18 +151,12 @@ def exceeded(budget: Budget, rows: Iterable[Row]) -> tuple[str, ...]:
     return tuple(said)
 
 
-_WIDTH = 160
-
-
 def report(found: Audit) -> str:
     """The collectives, what was promised beside what was found, and the memory of one device."""
-    text = io.StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None, markup=False, emoji=False)
-    console.print(_collectives_table(found.collectives))
+    parts = [_collectives_table(found.collectives)]
     if found.budget is not None:
-        console.print(_budget_table(found.budget, found.collectives))
-    console.print(_memory_table(found))
-    return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
+        parts.append(_budget_table(found.budget, found.collectives))
+    return text_of([*parts, _memory_table(found)])
 
 
 def total(amounts: Iterable[int | None]) -> int | None:
@@ -175,11 +167,11 @@ def total(amounts: Iterable[int | None]) -> int | None:
 
 
 def _collectives_table(rows: tuple[Row, ...]) -> Table:
-    table = _table("Collectives, per device and run")
-    for name in ("kind", "axes", "dtype", "for"):
-        table.add_column(name)
-    for name in ("count", "async", "times", "elements", "payload", "wire"):
-        table.add_column(name, justify="right")
+    table = text_table(
+        "Collectives, per device and run",
+        ("kind", "axes", "dtype", "for"),
+        ("count", "async", "times", "elements", "payload", "wire"),
+    )
     for row in rows:
         table.add_row(
             row.kind,
@@ -197,11 +189,8 @@ def _collectives_table(rows: tuple[Row, ...]) -> Table:
 
 
 def _budget_table(budget: Budget, rows: tuple[Row, ...]) -> Table:
-    table = _table("Elements moved: promised and found")
-    for name in ("kind", "for"):
-        table.add_column(name)
-    for name in ("promised", "found"):
-        table.add_column(name, justify="right")
+    title = "Elements moved: promised and found"
+    table = text_table(title, ("kind", "for"), ("promised", "found"))
     rows = tuple(row for row in rows if not row.scalar)
     budgeted: dict[tuple[str, str], list[Movement]] = {}
     for movement in budget.moved:
@@ -218,10 +207,7 @@ def _budget_table(budget: Budget, rows: tuple[Row, ...]) -> Table:
 
 
 def _memory_table(found: Audit) -> Table:
-    table = _table("Memory of one device")
-    table.add_column("use")
-    for name in ("bytes", "size"):
-        table.add_column(name, justify="right")
+    table = text_table("Memory of one device", ("use",), ("bytes", "size"))
     resident = {} if found.budget is None else found.budget.resident
     for name, amount in resident.items():
         table.add_row(f"promised: {name}", f"{amount:,}", _size(amount))
@@ -233,10 +219,6 @@ def _memory_table(found: Audit) -> Table:
         if amount or not name.startswith("host_"):
             table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))
     return table
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
 
 
 def _number(amount: int | None) -> str:

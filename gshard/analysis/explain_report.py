@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from gshard._util.errors import some
+from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
-from gshard.analysis.forecast_report import LevelForecast, table, text_of
+from gshard.analysis.forecast_report import LevelForecast
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def report(found: Explanation, most: int | None) -> str:
 def _leaves(found: Explanation, most: int | None) -> Table:
     shown = found.leaves[:most]
     total = sum(x.bytes for x in found.leaves) or 1
-    made = table(
+    made = text_table(
         f"What holds most ({len(shown)} of {len(found.leaves)} arrays; * whole although the level "
         "divides)",
         ("array", "shape", "lies", "why"),
@@ -243,7 +244,7 @@ def _measured(found: Explanation) -> Iterator[Table | str]:
         return
     backend = [x for x in ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
                if any(x in row for row in measured.backend.values())]  # fmt: skip
-    made = table(
+    made = text_table(
         "Alive in this process, bytes by device",
         ("device",),
         (*found.planned, "beside the state", *(x.replace("_", " ") for x in backend)),
@@ -274,7 +275,7 @@ def _beside(measured: Measured) -> Iterator[Table | str]:
         yield "No other array is alive beside the state.\n"
         return
     count = sum(x.count for x in measured.beside)
-    made = table(
+    made = text_table(
         f"Alive beside the state: {count} array{'s' if count > 1 else ''}, by shape",
         ("shape", "lies"),
         ("arrays", "bytes on one device"),
@@ -290,7 +291,7 @@ def _beside(measured: Measured) -> Iterator[Table | str]:
 
 def _levels(found: Explanation) -> Table:
     several = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
-    made = table(
+    made = text_table(
         f"The same state at every level, bytes on one device ({several} in a step)",
         ("level",),
         ("at rest", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
@@ -304,7 +305,7 @@ def _levels(found: Explanation) -> Table:
 
 def _wire(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
-    made = table(
+    made = text_table(
         f"Sent by one device in one step at level {found.level}, by way to accumulate",
         ("micro-batches",),
         ("as the level says", *list(first)[1:]),

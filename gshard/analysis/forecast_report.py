@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of, count_of
-from gshard.analysis.memory.footprint import Buffer
+from gshard.analysis.memory.footprint import TracedBuffer
 from gshard.analysis.setup import Choices
 from gshard.sharding.plan import Plan
 
@@ -48,7 +45,7 @@ class LevelForecast:
     wire: int
     wire_by_flavour: dict[str, int]
     peak: int | None = None
-    largest: tuple[Buffer, ...] = ()
+    largest: tuple[TracedBuffer, ...] = ()
 
     @property
     def at_rest(self) -> int:
@@ -126,7 +123,7 @@ def report(found: Forecast) -> str:
         f"{count_of(found.parameters)} parameters on {found.devices} devices{copies}; a step of "
         f"{choices.micro_batches} x {choices.micro_batch_size} rows on each"
     )
-    wire = table("Sent by one device in one step", ("level",), (
+    wire = text_table("Sent by one device in one step", ("level",), (
         "as chosen", *(next(iter(found.levels.values())).wire_by_flavour),
     ))  # fmt: skip
     for name, level in found.levels.items():
@@ -162,29 +159,8 @@ def _memory(found: Forecast) -> Table:
     title = "Memory of one device"
     if found.usable is not None:
         title += f"; {found.target} has {bytes_of(found.usable)} for programs"
-    made = table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
+    made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
     for name, *row in zip(found.levels, *amounts.values(), strict=True):
         fits = ("fits" if found.fits(name) else "does not fit",) if known else ()
         made.add_row(name, *map(bytes_of, row), *fits)
     return made
-
-
-def table(title: str, names: Iterable[str], amounts: Iterable[str]) -> Table:
-    """An empty table: columns of names on the left, of amounts on the right."""
-    made = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
-    for name in names:
-        made.add_column(name)
-    for name in amounts:
-        made.add_column(name, justify="right")
-    return made
-
-
-def text_of(parts: Iterable[Table | str], width: int = 160) -> str:
-    """Tables and lines as plain text."""
-    out = io.StringIO()
-    console = Console(  # names are the user's: `[/b]` and `:tv:` are no markup
-        file=out, width=width, color_system=None, highlight=False, markup=False, emoji=False
-    )
-    for part in parts:
-        console.print(part, soft_wrap=isinstance(part, str))
-    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())

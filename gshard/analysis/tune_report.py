@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
+from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of, seconds_of
 from gshard.analysis.config import Config
 from gshard.analysis.cost_model import COMPUTE_SHARE, MEMORY_SHARE
-from gshard.analysis.forecast_report import table, text_of
 from gshard.analysis.tune import Verdict, best_of_each
 
 
@@ -35,7 +35,7 @@ def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str
     else:
         parts.append("Nothing fits.")
     if others:
-        made = table(
+        made = text_table(
             f"Does not fit: {len(others)}; the nearest",
             ("level", "replica x shard", "micro-batches", "with"),
             ("needs", "too much by"),
@@ -52,7 +52,7 @@ def advice(config: Config, found: Sequence[Verdict], every: bool = False) -> str
 
 
 def _ranked(fit: Sequence[Verdict]) -> Table:
-    made = table(
+    made = text_table(
         "Fits, fastest first",
         ("", "level", "replica x shard", "micro-batches", "with", "bound by"),
         ("step", "compute", "memory", "wire", "update", "peak", "of it", "balance"),

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from gshard._util.errors import GShardError, some
+from gshard._util.tables import text_of, text_table
 from gshard.analysis.aot.compiled import check_json, compile_for
 from gshard.analysis.aot.report import compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import forecast
-from gshard.analysis.forecast_report import Forecast, table, text_of
+from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.html.page import page_of, place
 from gshard.analysis.setup import TrainSetup
 from gshard.cli.common import (
@@ -140,7 +141,7 @@ def compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
 def _paper() -> str:
     found = table_1()
     columns = [f"{size} {level}" for size in SIZES for level in LEVELS]
-    rows = table("GB of model states on one device (ZeRO, Table 1)", ("DP",), columns)
+    rows = text_table("GB of model states on one device (ZeRO, Table 1)", ("DP",), columns)
     for n in DEGREES:
         rows.add_row(str(n), *(rounded(found[s][n][level]) for s in SIZES for level in LEVELS))
     return text_of([rows])

@@ -26,16 +26,16 @@ WHOLE, BOTH = P(), P(("a", "b"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FakePlan:
     mesh: Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class FakeStep:
     """Has what `audit` asks of a step."""
 
     run: jax.stages.Wrapped
-    plan: Plan
+    plan: FakePlan
     budget: Budget | None = None
 
     def lower(self, *args):
@@ -93,7 +93,7 @@ PROMISE = Budget(
 def found():
     mesh = make_mesh()
     run = over(mesh, train, in_specs=(BOTH, BOTH), out_specs=(BOTH, P()), donate_argnums=0)
-    return audit(Step(run, Plan(mesh), PROMISE), *train_arguments())
+    return audit(FakeStep(run, FakePlan(mesh), PROMISE), *train_arguments())
 
 
 def rows_of(found):
@@ -220,28 +220,28 @@ def test_an_nnx_function():
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
     batch = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, BOTH))
-    found = audit(loss, model, batch, plan=Plan(mesh))
+    found = audit(loss, model, batch, plan=FakePlan(mesh))
     assert rows_of(found) == [(AR, ("a", "b"), "compiler", True, 1, 1, 1)]
 
 
 def test_a_plan_of_an_abstract_mesh_names_axes_too():
     run = over(make_mesh(), lambda v: lax.psum(v, "a"))
     mesh = AbstractMesh((2, 4), ("x", "y"))
-    (row,) = audit(run, jnp.ones(8), plan=Plan(mesh)).collectives
+    (row,) = audit(run, jnp.ones(8), plan=FakePlan(mesh)).collectives
     assert row.axes == ("x",)
 
 
 def test_axes_of_size_one_are_not_named():
     mesh = Mesh(np.array(jax.devices()).reshape(1, 8), ("copies", "shard"))
     run = over(mesh, lambda v: lax.psum(v, ("copies", "shard")))
-    (row,) = audit(run, jnp.ones(8), plan=Plan(mesh)).collectives
+    (row,) = audit(run, jnp.ones(8), plan=FakePlan(mesh)).collectives
     assert row.axes == ("shard",)
 
 
 def test_groups_that_no_axes_make_are_shown_as_unknown():
     run = over(make_mesh(), lambda v: lax.psum(v, "b"))
     mesh = AbstractMesh((4, 2), ("x", "y"))
-    found = audit(run, jnp.ones(8), plan=Plan(mesh))
+    found = audit(run, jnp.ones(8), plan=FakePlan(mesh))
     assert found.collectives[0].axes is None
     assert "?" in str(found)
 
@@ -256,7 +256,7 @@ def test_a_combined_all_reduce_is_parted():
             loss = lax.psum(v.sum(), ("a", "b"))
         return sums, loss, lax.psum(v[1], ("a", "b"))
 
-    found = audit(over(make_mesh(), f), jnp.ones((16, 4)), plan=Plan(make_mesh()))
+    found = audit(over(make_mesh(), f), jnp.ones((16, 4)), plan=FakePlan(make_mesh()))
     assert sorted(row[2:] for row in rows_of(found)) == [
         ("reduce", False, 1, 1, 68),
         ("scalar", True, 1, 1, 1),
@@ -267,7 +267,7 @@ def test_a_combined_all_reduce_is_parted():
 
 def test_one_device_moves_nothing():
     mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
-    found = audit(over(mesh, lambda v: lax.psum(v, "a")), jnp.ones(8), plan=Plan(mesh))
+    found = audit(over(mesh, lambda v: lax.psum(v, "a")), jnp.ones(8), plan=FakePlan(mesh))
     assert found.collectives == ()
     assert found.wire_bytes() == 0
 
@@ -276,7 +276,7 @@ def test_loops_multiply():
     def f(v):
         return lax.scan(lambda h, _: (jnp.tanh(lax.psum(h, "a")), None), v, length=7)[0]
 
-    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=Plan(make_mesh()))
+    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=FakePlan(make_mesh()))
     assert rows_of(found) == [(AR, ("a",), "user", False, 1, 7, 7 * 16)]
 
 
@@ -284,7 +284,7 @@ def test_what_is_not_known_is_said():
     def f(v):
         return lax.while_loop(lambda h: h.sum() < 9, lambda h: lax.psum(h, "a"), lax.psum(v, "b"))
 
-    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=Plan(make_mesh()))
+    found = audit(over(make_mesh(), f), jnp.ones((4, 4)), plan=FakePlan(make_mesh()))
     assert {row.axes: row.elements for row in found.collectives} == {("a",): None, ("b",): 16}
     assert "?" in str(found)
     with pytest.raises(GShardError, match="loop whose length is not constant"):
@@ -299,7 +299,7 @@ def test_branches_are_marked():
     def f(v):
         return lax.cond(v[0] > 0, lambda u: lax.psum(u, "a"), lambda u: u, v)
 
-    found = audit(over(make_mesh(), f), jnp.ones(8), plan=Plan(make_mesh()))
+    found = audit(over(make_mesh(), f), jnp.ones(8), plan=FakePlan(make_mesh()))
     assert [row.conditional for row in found.collectives] == [True]
     assert "<= 1" in str(found)
 
@@ -368,7 +368,7 @@ class Stored:
 def test_programs_of_other_machines(name, mesh, rows):
     text = (Path(__file__).parents[1] / "dumps" / f"{name}.hlo.txt").read_text()
     mesh = AbstractMesh(tuple(mesh.values()), tuple(mesh))
-    found = audit(Stored(text), plan=Plan(mesh))
+    found = audit(Stored(text), plan=FakePlan(mesh))
     assert {
         (row.kind, row.axes, row.purpose, row.count, row.asynchronous): row.elements
         for row in found.collectives
@@ -392,7 +392,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 }
 """
     mesh = AbstractMesh((1, 2, 4), ("copies", "a", "b"))
-    assert audit(Stored(text), plan=Plan(mesh)).collectives[0].axes == ("a", "b")
+    assert audit(Stored(text), plan=FakePlan(mesh)).collectives[0].axes == ("a", "b")
     assert audit(Stored(text)).collectives[0].axes is None
 
 

@@ -18,9 +18,9 @@ import optax
 import pytest
 
 import gshard
+from gshard._util.tables import text_of, text_table
 from gshard.analysis.aot.report import compiled_report
 from gshard.analysis.audit_report import report as audit_report
-from gshard.analysis.forecast_report import table, text_of
 from gshard.analysis.html.tables import shown_value
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
@@ -41,7 +41,7 @@ def named(*names):
 
 
 def test_what_looks_like_markup_stays():
-    rows = table("[b]", NAMES, ())
+    rows = text_table("[b]", NAMES, ())
     rows.add_row(*NAMES)
     said = text_of([*NAMES, rows])
     assert said.startswith("\n".join(NAMES))

@@ -44,7 +44,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Buffer:
+class CompiledBuffer:
     """Values of one shape and origin that are alive where memory peaks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Buffers:
+class CompiledMemory:
     """A program's memory on one device.
 
     Attributes:
@@ -73,11 +73,11 @@ class Buffers:
 
     arguments: int
     peak: int
-    largest: tuple[Buffer, ...]
+    largest: tuple[CompiledBuffer, ...]
     text: str
 
 
-def read_buffers(folder: Path, platform: str, names: Mapping[str, str]) -> Buffers | None:
+def read_buffers(folder: Path, platform: str, names: Mapping[str, str]) -> CompiledMemory | None:
     """Reads what XLA left in the folder of `xla_dump_to`; None where it wrote nothing.
 
     Args:
@@ -107,7 +107,9 @@ def read_buffers(folder: Path, platform: str, names: Mapping[str, str]) -> Buffe
             name, index, size, offset, shape = found.groups()
             place = _Place(number, int(offset), int(size), _LAYOUT.sub("", shape))
             places[name, (index or "{}")[1:-1]] = place
-    return Buffers(arguments, peak, _largest(ranges, places, _origins(program), names), program)
+    return CompiledMemory(
+        arguments, peak, _largest(ranges, places, _origins(program), names), program
+    )
 
 
 def _on_device(allocation: str, platform: str) -> bool:
@@ -130,7 +132,7 @@ def _largest(
     places: Mapping[tuple[str, str], _Place],
     origins: Mapping[str, str],
     names: Mapping[str, str],
-) -> tuple[Buffer, ...]:
+) -> tuple[CompiledBuffer, ...]:
     """What is alive at the peak, each place in memory once: a loop hands on what its body made."""
     _, _, rest = ranges.partition("(peak):\n")
     alive: dict[tuple[int, int], _Place] = {}
@@ -154,7 +156,9 @@ def _largest(
         what = min(candidates, key=lambda what: (_hands_on(what), -len(what)))
         key = (place.size, place.shape, names.get(what, what))
         counts[key] = counts.get(key, 0) + 1
-    found = [Buffer(size, count, shape, what) for (size, shape, what), count in counts.items()]
+    found = [
+        CompiledBuffer(size, count, shape, what) for (size, shape, what), count in counts.items()
+    ]
     return tuple(sorted(found, key=lambda x: -x.bytes * x.count))
 
 

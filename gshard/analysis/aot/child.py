@@ -26,7 +26,7 @@ import jax
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
-from gshard.analysis.aot.buffers import Buffers, read_buffers, traffic
+from gshard.analysis.aot.buffers import CompiledMemory, read_buffers, traffic
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import memory_of, rows_of
 from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
@@ -87,7 +87,7 @@ def _compiled(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Comp
 
 
 def _memory(
-    target: Target, compiled: jax.stages.Compiled | None, buffers: Buffers | None, said: str
+    target: Target, compiled: jax.stages.Compiled | None, buffers: CompiledMemory | None, said: str
 ) -> dict[str, Any]:
     """The verdict: what one device has, what the program needs, and what that is.
 

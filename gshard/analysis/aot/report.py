@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
 from gshard.analysis.audit_report import total
-from gshard.analysis.forecast_report import table, text_of
 
 if TYPE_CHECKING:
     from gshard.analysis.forecast_report import Forecast
@@ -43,7 +43,7 @@ def verdict(of: Mapping[str, Any]) -> str:
 
 
 def _memory(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, Any]]) -> Table:
-    made = table(
+    made = text_table(
         f"Compiled for {target}: memory of one device",
         ("level", "verdict"),
         ("arguments", "temporaries", "peak", "of it usable", "on the host", "forecast", "ratio",
@@ -68,7 +68,7 @@ def _memory(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, An
 
 
 def _wire(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    made = table(
+    made = text_table(
         "Sent by one device in one step, as compiled",
         ("level",),
         (*_KINDS, "others", "in all", "overlapped", "collectives"),

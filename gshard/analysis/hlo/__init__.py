@@ -6,6 +6,6 @@ what only the TPU compiler does is in `tpu`.
 
 from gshard.analysis.hlo.collective import KINDS, Collective
 from gshard.analysis.hlo.parser import Array
-from gshard.analysis.hlo.program import Program, read_program
+from gshard.analysis.hlo.program import CompiledProgram, read_program
 
-__all__ = ["KINDS", "Array", "Collective", "Program", "read_program"]
+__all__ = ["KINDS", "Array", "Collective", "CompiledProgram", "read_program"]

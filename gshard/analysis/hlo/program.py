@@ -21,7 +21,7 @@ from gshard.analysis.hlo.trip_count import Frame, trip_count
 
 
 @dataclass(frozen=True)
-class Program:
+class CompiledProgram:
     """What a compiled program communicates.
 
     Attributes:
@@ -37,7 +37,7 @@ class Program:
     collectives: tuple[Collective, ...]
 
 
-def read_program(text: str) -> Program:
+def read_program(text: str) -> CompiledProgram:
     """Reads the text of a compiled program.
 
     Args:
@@ -50,7 +50,7 @@ def read_program(text: str) -> Program:
     devices = _header_number(module, "num_partitions") * _header_number(module, "replica_count")
     walk = _Walk(module, devices)
     entry = Frame(module, module.computations[module.entry])
-    return Program(
+    return CompiledProgram(
         name=module.header.split()[1].rstrip(","),
         devices=devices,
         aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),

@@ -97,7 +97,7 @@ _SMALL = 0.0005  # of all bytes: the smallest area that can be seen
 
 
 @dataclass(frozen=True)
-class Leaf:
+class StoredLeaf:
     """One array of a train state at rest.
 
     Attributes:
@@ -118,7 +118,7 @@ class Leaf:
         return self.layout.bytes_per_device
 
 
-def leaves_of(plan: Plan) -> list[Leaf]:
+def leaves_of(plan: Plan) -> list[StoredLeaf]:
     """Every array of the state at rest, the largest first."""
     level, found = plan.level, []
     for part, kind, tree, sharded in (
@@ -136,7 +136,7 @@ def leaves_of(plan: Plan) -> list[Leaf]:
         for x in jax.tree.leaves(tree):
             # A parameter has the reason of its gradient, which the level may shard alone.
             reason = x.reason if sharded else f"replicated at {level.name}"
-            found.append(Leaf(part, "host" if x.on_host else kind, x, reason))
+            found.append(StoredLeaf(part, "host" if x.on_host else kind, x, reason))
     return sorted(found, key=lambda x: -x.bytes)
 
 
@@ -162,7 +162,7 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     return el("details", line, figure, _table(name, leaves), open=shown, id=f"level-{name}")
 
 
-def _tiles(leaves: Sequence[Leaf]) -> list[Tile]:
+def _tiles(leaves: Sequence[StoredLeaf]) -> list[Tile]:
     """An area for each array; of very many, for those together that differ in numbers alone."""
     many = len(leaves) > _TILES
     sums: dict[tuple[str, str], int] = {}
@@ -186,7 +186,7 @@ def others(count: int) -> str:
     return f"{count:,} other{'s' * (count != 1)}"
 
 
-def _table(name: str, leaves: Sequence[Leaf]) -> Markup:
+def _table(name: str, leaves: Sequence[StoredLeaf]) -> Markup:
     rows = [
         (
             x.layout.path,
@@ -207,5 +207,5 @@ def _table(name: str, leaves: Sequence[Leaf]) -> Markup:
     return table(caption, columns, rows, class_="leaves")
 
 
-def _sum(leaves: Iterable[Leaf]) -> int:
+def _sum(leaves: Iterable[StoredLeaf]) -> int:
     return sum(x.bytes for x in leaves)

@@ -15,7 +15,7 @@ from gshard.analysis.memory.program import (
     NEW_CPU,
     RESHAPED,
     Op,
-    Program,
+    TracedProgram,
     Value,
     views,
 )
@@ -28,8 +28,8 @@ _TWO_OF_ITS_SIZE = ("one_minus_square", "integer_pow")  # as (1 + x) * (1 - x), 
 
 
 def with_repeated(
-    program: Program, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
-) -> Program:
+    program: TracedProgram, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
+) -> TracedProgram:
     """The program in which what is cheap is an operation of its own for each way it is read.
 
     `CpuInstructionFusion` goes from readers to what they read. A change of shape, such as the one
@@ -53,7 +53,7 @@ class _Repeating:
     """Finds how every value is read, and then writes the program anew."""
 
     def __init__(
-        self, program: Program, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
+        self, program: TracedProgram, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
     ):
         self.program, self.cheap, self.absorbs = program, cheap, absorbs
         self.made = {out: op for op in program.ops for out in op.outs}
@@ -118,7 +118,7 @@ class _Repeating:
         ]
         return sum(large) <= 1 or sum(values[i].size for i in own) <= out.size
 
-    def result(self) -> Program:
+    def result(self) -> TracedProgram:
         separate: set[int] = set()  # what does not lie in memory as it was
         for op in self.program.ops:
             if op.name in RESHAPED:
@@ -196,7 +196,7 @@ def is_rounded(op: Op, value: Value) -> bool:
     return NEW_CPU and value.dtype == jnp.bfloat16 and op.name not in _NOT_ROUNDED
 
 
-def with_widened(program: Program, absorbs: Callable[[str], bool]) -> Program:
+def with_widened(program: TracedProgram, absorbs: Callable[[str], bool]) -> TracedProgram:
     """The program in which what lies in memory in 16 bits is read in float32, up to JAX 0.11.
 
     That are inputs and what loops give; all else is float32 already. A kernel that only computes
@@ -235,7 +235,7 @@ def with_widened(program: Program, absorbs: Callable[[str], bool]) -> Program:
     return found
 
 
-def _reading_wide(scan: Op) -> Program:
+def _reading_wide(scan: Op) -> TracedProgram:
     """The body of a scan that is given in float32 all that it does not carry."""
     (body,), carried = scan.bodies, {a for a, _ in scan.carried}
     values = list(body.values)
@@ -245,7 +245,7 @@ def _reading_wide(scan: Op) -> Program:
     return dataclasses.replace(body, values=values)
 
 
-def with_canonical_products(program: Program) -> Program:
+def with_canonical_products(program: TracedProgram) -> TracedProgram:
     """The program with a copy of each operand whose dimensions lie in another order.
 
     `DotDecomposer` has those of a batch first, then those that stay and those that are summed over,
@@ -279,7 +279,7 @@ def with_canonical_products(program: Program) -> Program:
     return found
 
 
-def _order(op: Op, side: int, program: Program) -> tuple[int, ...]:
+def _order(op: Op, side: int, program: TracedProgram) -> tuple[int, ...]:
     """The order that an operand is copied into, but for dimensions of size 1; empty for none."""
     if op.ins[side] == FREE:
         return ()

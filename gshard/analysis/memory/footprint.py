@@ -21,7 +21,7 @@ from gshard._util.validation import shown
 from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.program import NEW_CPU, Program
+from gshard.analysis.memory.program import NEW_CPU, TracedProgram
 from gshard.analysis.memory.traffic import Exchange, exchanges_of, flops_of, traffic_of
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep
@@ -31,7 +31,7 @@ _LARGEST = 40  # of the buffers at the peak, as many are told
 
 
 @dataclass(frozen=True)
-class Buffer:
+class TracedBuffer:
     """One array that is live at the peak.
 
     Attributes:
@@ -65,7 +65,7 @@ class Footprint:
     arguments: int
     temporaries: int
     peak: int
-    largest: tuple[Buffer, ...]
+    largest: tuple[TracedBuffer, ...]
     flops: dict[str, float]
     traffic: int
     collectives: tuple[Exchange, ...]
@@ -128,7 +128,7 @@ def compiled_peak(compiled: Any, platform: str) -> int:
     return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
-def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> Program:
+def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> TracedProgram:
     (leaves, batch, rng), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
     shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_components())]
     rows = plan.sharding().update(spec=plan.batch_spec)
@@ -140,6 +140,6 @@ def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> Program:
     return program
 
 
-def _buffer(size: int, i: int, kernel: Kernel, program: Program) -> Buffer:
+def _buffer(size: int, i: int, kernel: Kernel, program: TracedProgram) -> TracedBuffer:
     value, op = program.values[i], kernel.op
-    return Buffer(size, value.shape, str(value.dtype), f"{op.name} {op.where}".strip())
+    return TracedBuffer(size, value.shape, str(value.dtype), f"{op.name} {op.where}".strip())

@@ -22,7 +22,7 @@ from gshard.analysis.memory.cpu import (
     with_widened,
 )
 from gshard.analysis.memory.fusion_rewrites import siblings_joined, with_split_products
-from gshard.analysis.memory.program import FREE, NEW_CPU, RESHAPED, Op, Program, views
+from gshard.analysis.memory.program import FREE, NEW_CPU, RESHAPED, Op, TracedProgram, views
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {
@@ -58,7 +58,7 @@ def fusible(name: str) -> bool:
     return name in _CHEAP or name in _DEAR
 
 
-def _is_cheap(op: Op, program: Program) -> bool:
+def _is_cheap(op: Op, program: TracedProgram) -> bool:
     return op.name in _CHEAP and not is_rounded(op, program.values[op.outs[0]])
 
 
@@ -72,19 +72,19 @@ class Fused:
       buffer: of a value, the value whose buffer holds it; FREE for none.
     """
 
-    program: Program
+    program: TracedProgram
     kernels: list[Kernel] = field(default_factory=list)
     buffer: dict[int, int] = field(default_factory=dict)
 
 
-def fused(program: Program, platform: str) -> Fused:
+def fused(program: TracedProgram, platform: str) -> Fused:
     """The kernels of a program, which must not change any more."""
     if platform not in program.fused:
         program.fused[platform] = _fused(program, platform)
     return program.fused[platform]
 
 
-def _fused(program: Program, platform: str) -> Fused:
+def _fused(program: TracedProgram, platform: str) -> Fused:
     if platform == "gpu":
         program = with_split_products(program)
     if platform == "cpu":
@@ -100,7 +100,7 @@ def _fused(program: Program, platform: str) -> Fused:
 class _Fusion:
     """Decides, from the end, which values become buffers, and then what each kernel reads."""
 
-    def __init__(self, program: Program, platform: str):
+    def __init__(self, program: TracedProgram, platform: str):
         self.program, self.platform = program, platform
         self.view = views(program, platform)
         self.made = {out: op for op in program.ops for out in op.outs if out not in self.view}
@@ -257,7 +257,7 @@ def _into_reductions(op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[
     )
 
 
-def _constants(program: Program, root: Any) -> set[int]:
+def _constants(program: TracedProgram, root: Any) -> set[int]:
     """Values that follow from no input."""
     found: set[int] = set()
     for op in program.ops:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from gshard.analysis.memory.combine import Kernel, as_one, in_order, waits_for
-from gshard.analysis.memory.program import FREE, Op, Program, Value
+from gshard.analysis.memory.program import FREE, Op, TracedProgram, Value
 
 _MOVED = {  # reads what lies elsewhere than what it writes, so that one loop does not do for both
     "broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "pad", "reorder", "slice",
@@ -92,7 +92,7 @@ _COMPUTE, _MEMORY, _SUM_MEMORY, _SUM_LAUNCH = 100.0, 0.194136, 193.1384, 4.36e7
 _PARTS = tuple(1 << n for n in range(12))
 
 
-def with_split_products(program: Program) -> Program:
+def with_split_products(program: TracedProgram) -> TracedProgram:
     """The program with split products as two operations: partial sums, and `sum_parts` of them.
 
     The partial sums are a buffer, in float32 where the product has 16 bits. Their sum is computed
@@ -113,7 +113,7 @@ def with_split_products(program: Program) -> Program:
     return found
 
 
-def split_k(op: Op, program: Program) -> int:
+def split_k(op: Op, program: TracedProgram) -> int:
     """Into how many partial sums XLA:GPU splits a matrix product: as many as it takes for cheapest.
 
     A product of few tiles leaves cores idle, and the sum of its parts must be written and read.

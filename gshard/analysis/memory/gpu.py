@@ -15,7 +15,7 @@ from typing import Any
 
 from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.fusion import Fused
-from gshard.analysis.memory.program import COLLECTIVES, Op, Program
+from gshard.analysis.memory.program import COLLECTIVES, Op, TracedProgram
 from gshard.analysis.memory.traffic import flops_of_op
 
 _EDGE = 1.0  # microseconds from a kernel to one that waits for it
@@ -255,14 +255,14 @@ _PRODUCT, _FLOPS = 6.0, 400e6
 _CONVOLUTION = 10.0
 
 
-def latency(kernel: Kernel, program: Program) -> float:
+def latency(kernel: Kernel, program: TracedProgram) -> float:
     """Microseconds from the start of a collective to its end."""
     kind = COLLECTIVES[kernel.op.name]
     size = max(_bytes(kernel.reads, program), _bytes(kernel.writes, program))
     return _START.get(kind, _OTHER) + size * (2 if kind == "all-reduce" else 1) / _WIRE
 
 
-def time_of(kernel: Kernel, program: Program) -> float:
+def time_of(kernel: Kernel, program: TracedProgram) -> float:
     """Microseconds of a kernel that is no collective; a loop counts as nothing there."""
     if kernel.op.bodies:
         return 0.0
@@ -273,7 +273,7 @@ def time_of(kernel: Kernel, program: Program) -> float:
     return _bytes((*kernel.reads, *kernel.writes), program) / _MEMORY
 
 
-def _bytes(numbers: Sequence[int], program: Program) -> int:
+def _bytes(numbers: Sequence[int], program: TracedProgram) -> int:
     return sum(program.values[i].bytes for i in numbers)
 
 

@@ -12,7 +12,7 @@ from gshard.analysis.memory.combine import Kernel, waits_for
 from gshard.analysis.memory.cpu import written_wide
 from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
 from gshard.analysis.memory.gpu import latency_hidden
-from gshard.analysis.memory.program import COLLECTIVES, FREE, Op, Program, Value
+from gshard.analysis.memory.program import COLLECTIVES, FREE, Op, TracedProgram, Value
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Peak:
     """
 
     bytes: int
-    live: tuple[tuple[int, int, Kernel, Program], ...] = ()
+    live: tuple[tuple[int, int, Kernel, TracedProgram], ...] = ()
 
 
-def peak_of(program: Program, platform: str) -> Peak:
+def peak_of(program: TracedProgram, platform: str) -> Peak:
     """The peak of a program's own buffers; results that take over an input's memory need none."""
     whole = fused(program, platform)
     order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
@@ -225,7 +225,7 @@ def depth_first(whole: Fused) -> list[Kernel]:
     return found
 
 
-def with_own_zeros(program: Program) -> Program:
+def with_own_zeros(program: TracedProgram) -> TracedProgram:
     """A program whose broadcasts return a value for every operation that writes into them.
 
     Equal broadcasts are one for XLA, such as the zeros that gradients of tables start as. What is

@@ -20,7 +20,7 @@ from gshard.analysis.memory.liveness import with_own_zeros
 from gshard.analysis.memory.program import (
     FREE,
     Op,
-    Program,
+    TracedProgram,
     Value,
     factors_in,
     factors_of,
@@ -41,7 +41,9 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 )  # fmt: skip
 
 
-def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: str) -> Program:
+def program_of(
+    closed: Any, shardings: Sequence[Any], barriers: bool, platform: str
+) -> TracedProgram:
     """The program of one device.
 
     Args:
@@ -52,7 +54,7 @@ def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: 
         in a copy. There and on `cpu` a collective wants its dimension first.
     """
     jaxpr, consts = opened(closed)
-    program = Program()
+    program = TracedProgram()
     builder = _Builder(program, barriers, platform)
     for v, sharding in zip(jaxpr.invars, shardings, strict=True):
         factors = factors_of(sharding, len(v.aval.shape))
@@ -67,7 +69,7 @@ def program_of(closed: Any, shardings: Sequence[Any], barriers: bool, platform: 
 class _Builder:
     """Walks a jaxpr into a program."""
 
-    def __init__(self, program: Program, barriers: bool, platform: str):
+    def __init__(self, program: TracedProgram, barriers: bool, platform: str):
         self.program, self.barriers, self.platform = program, barriers, platform
         self.env: dict[Any, int] = {}
         self.known: dict[Any, list[int]] = {}
@@ -236,9 +238,9 @@ class _Builder:
             self.program.ops.append(Op("broadcast_in_dim", [i], self.known[key], {}, where))
         return self.known[key][0]
 
-    def _body(self, body: Any, ins: Sequence[Value | None]) -> Program:
+    def _body(self, body: Any, ins: Sequence[Value | None]) -> TracedProgram:
         jaxpr, consts = opened(body)
-        program = Program(is_body=True)
+        program = TracedProgram(is_body=True)
         builder = _Builder(program, self.barriers, self.platform)
         for v, value in zip(jaxpr.invars, ins, strict=True):
             builder.env[v] = program.new(local_value(v.aval) if value is None else value)

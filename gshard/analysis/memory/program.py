@@ -75,14 +75,14 @@ class Op:
     outs: list[int]
     params: Mapping[str, Any]
     where: str
-    bodies: list[Program] = field(default_factory=list)
+    bodies: list[TracedProgram] = field(default_factory=list)
     trips: int = 1
     carried: list[tuple[int, int]] = field(default_factory=list)
     held: bool = False
 
 
 @dataclass
-class Program:
+class TracedProgram:
     """Operations in the order of the trace.
 
     Attributes:
@@ -109,7 +109,7 @@ class Program:
         self.values.append(value)
         return len(self.values) - 1
 
-    def live(self) -> Program:
+    def live(self) -> TracedProgram:
         """The same without operations whose results nothing needs.
 
         A scan is rid of what it stacks for nobody, and of what its body does not read.
@@ -156,7 +156,7 @@ NEW_CPU = jax.__version_info__ >= (0, 12)
 _PRODUCT = ("dot_general", "sum_parts")
 
 
-def views(program: Program, platform: str) -> dict[int, int]:
+def views(program: TracedProgram, platform: str) -> dict[int, int]:
     """Results that are their operand's buffer under another shape."""
     view: dict[int, int] = {}
     users: dict[int, list[Op]] = defaultdict(list)
@@ -184,7 +184,7 @@ def views(program: Program, platform: str) -> dict[int, int]:
 
 
 def _read_in_reverse(
-    op: Op, users: Mapping[int, list[Op]], program: Program, platform: str
+    op: Op, users: Mapping[int, list[Op]], program: TracedProgram, platform: str
 ) -> bool:
     """Whether convolutions reverse a kernel as they read it, as cuDNN's do.
 
@@ -204,7 +204,11 @@ def _read_in_reverse(
 
 
 def _as_it_lies(
-    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: Program, platform: str
+    op: Op,
+    made: Mapping[int, Op],
+    users: Mapping[int, list[Op]],
+    program: TracedProgram,
+    platform: str,
 ) -> bool:
     """Whether a matrix product reads, or writes, a matrix in either order of its dimensions.
 

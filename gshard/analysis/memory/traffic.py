@@ -10,7 +10,7 @@ from typing import Any
 
 from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.fusion import fused
-from gshard.analysis.memory.program import COLLECTIVES, FREE, RESHAPED, Op, Program
+from gshard.analysis.memory.program import COLLECTIVES, FREE, RESHAPED, Op, TracedProgram
 
 _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they give
 
@@ -40,7 +40,7 @@ class Exchange:
     wire_bytes: int
 
 
-def flops_of(program: Program) -> dict[str, float]:
+def flops_of(program: TracedProgram) -> dict[str, float]:
     """Of matrix products and convolutions, two for each multiplication with its addition.
 
     A loop counts as often as it runs, one of unknown length once; of the branches of a condition
@@ -60,7 +60,7 @@ def flops_of(program: Program) -> dict[str, float]:
     return dict(found)
 
 
-def flops_of_op(op: Op, program: Program) -> float:
+def flops_of_op(op: Op, program: TracedProgram) -> float:
     """Of one matrix product or convolution, or of all parts of one that is split; else 0."""
     if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
         return 0
@@ -73,7 +73,7 @@ def flops_of_op(op: Op, program: Program) -> float:
     return 2.0 * out.size * each / op.params.get("parts", 1)
 
 
-def traffic_of(program: Program, platform: str) -> int:
+def traffic_of(program: TracedProgram, platform: str) -> int:
     """Bytes that the kernels of a program read from the device's memory and write to it."""
     whole = fused(program, platform)
     program = whole.program
@@ -105,7 +105,9 @@ def traffic_of(program: Program, platform: str) -> int:
     return found
 
 
-def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple[Exchange, ...]:
+def exchanges_of(
+    program: TracedProgram, mesh: Mapping[str, int], wide: bool
+) -> tuple[Exchange, ...]:
     """The collectives that are written in a program, of more than one device.
 
     Args:
@@ -132,7 +134,7 @@ def exchanges_of(program: Program, mesh: Mapping[str, int], wide: bool) -> tuple
     )
 
 
-def _collectives(program: Program, times: int) -> Iterator[tuple[Op, Program, int]]:
+def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, TracedProgram, int]]:
     """The collectives of a program, where they are, and how often each runs."""
     for op in program.ops:
         if op.name in COLLECTIVES:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from gshard._util.errors import GShardError
-from gshard.analysis.hlo import KINDS, Program, read_program
+from gshard.analysis.hlo import KINDS, CompiledProgram, read_program
 from gshard.analysis.hlo.parser import read_arrays, read_groups, read_module
 
 DUMPS = Path(__file__).parents[2] / "dumps"
@@ -27,11 +27,11 @@ def dump_text(name: str) -> str:
     return (DUMPS / f"{name}.hlo.txt").read_text()
 
 
-def dump(name: str) -> Program:
+def dump(name: str) -> CompiledProgram:
     return read_program(dump_text(name))
 
 
-def moved(program: Program, scalars: bool = False) -> dict[tuple[str, str, int], int]:
+def moved(program: CompiledProgram, scalars: bool = False) -> dict[tuple[str, str, int], int]:
     """(kind, dtype, group size) -> elements over the run."""
     totals: dict[tuple[str, str, int], int] = defaultdict(int)
     for c in program.collectives:
@@ -44,7 +44,7 @@ def moved(program: Program, scalars: bool = False) -> dict[tuple[str, str, int],
 WHOLE = P()
 
 
-def compiled(f, *args, in_specs=WHOLE, out_specs=WHOLE, **jit_options) -> Program:
+def compiled(f, *args, in_specs=WHOLE, out_specs=WHOLE, **jit_options) -> CompiledProgram:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return read_program(jax.jit(mapped, **jit_options).lower(*args).compile().as_text())

@@ -14,7 +14,7 @@ from gshard.analysis.memory.fusion_rewrites import split_k
 from gshard.analysis.memory.gpu import latency_hidden, padded_kernel
 from gshard.analysis.memory.liveness import depth_first
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.program import Op, Program, Value
+from gshard.analysis.memory.program import Op, TracedProgram, Value
 
 
 def kernels_of(f, *shapes: tuple[int, ...]) -> Fused:
@@ -44,7 +44,7 @@ def test_matrix_products_are_split_as_by_the_compiler(m, n, k, dtype, parts):
     values = [Value(shape, jnp.dtype(dtype), (1, 1)) for shape in ((m, k), (k, n), (m, n))]
     numbers = {"dimension_numbers": (((1,), (0,)), ((), ()))}
     op = Op("dot_general", [0, 1], [2], numbers, "")
-    assert split_k(op, Program([op], values, [0, 1], [2])) == parts
+    assert split_k(op, TracedProgram([op], values, [0, 1], [2])) == parts
 
 
 def test_products_that_a_gather_does_not_wait_for_run_beside_it():
