@@ -24,7 +24,7 @@ from gshard.pytorch.param_groups import Labels, ParamGroup, Tree
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
-from gshard.train.comm.collectives import from_owners, rows_of_all
+from gshard.train.comm.collectives import broadcast_from_owners, all_gather_vector
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.options import Options
 from gshard.train.shard_train_state import shard_train_state
@@ -437,7 +437,7 @@ class FromOwners:
 
         def on_device(sent: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
             out, owners = list(params), [owner for _, owner in owned]
-            found = from_owners([sent[i] for i, _ in owned], owners, self._plan.group.axes)
+            found = broadcast_from_owners([sent[i] for i, _ in owned], owners, self._plan.group.axes)
             for (i, _), x in zip(owned, found, strict=True):
                 out[i] = x
             return out
@@ -446,11 +446,11 @@ class FromOwners:
 
     def _from_one(self, owner: int, x: jax.Array) -> jax.Array:
         axes = self._plan.group.axes
-        return self._on_devices(lambda xs, _: from_owners(xs, [owner], axes), jax.P(), [x], [])[0]
+        return self._on_devices(lambda xs, _: broadcast_from_owners(xs, [owner], axes), jax.P(), [x], [])[0]
 
     def _from_rows(self, rows: Sequence[jax.Array], params: Sequence[jax.Array]) -> list[jax.Array]:
         def on_device(rows: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
-            found = [rows_of_all(row[0], self._plan.group.axes) for row in rows]
+            found = [all_gather_vector(row[0], self._plan.group.axes) for row in rows]
             of = dict(zip(self._lengths, found, strict=True))
             out, begin = list(params), Counter()
             for i, (x, owner) in enumerate(zip(params, self._owners, strict=True)):

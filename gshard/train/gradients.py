@@ -19,8 +19,8 @@ from gshard._util.pytree import same_leaves
 from gshard.data.batch import check_leaves, check_rows
 from gshard.sharding.budget import accumulation
 from gshard.sharding.plan import Plan, all_replicated
-from gshard.train.comm.collectives import agree, largest, reduce_scalar
-from gshard.train.comm.reduce import accumulating, held_apart, reduce, reduced_specs
+from gshard.train.comm.collectives import mean_over_devices, max_over_devices, reduce_scalar
+from gshard.train.comm.reduce import accumulation_layouts, reduce_micro_batch, reduce, reduce_out_specs
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import typed_key
 from gshard.train.microbatch import MicroBatch, over_micro_batches, total_weight
@@ -82,7 +82,7 @@ def gradients(
         return reduce(own, plan, how, options, order, scale)
 
     (grads, value, aux, weight, norm), updates = _on_devices(
-        reduced, reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
+        reduced, reduce_out_specs(plan), loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Gradients(grads, value, aux, weight, norm, updates)
@@ -158,7 +158,7 @@ def _on_devices(
         rng, step = keys
         apart = jax.tree.map(lambda x: x[0], apart)
         non_trainable = {**non_trainable, **apart}
-        targets = accumulating(plan, accumulate)
+        targets = accumulation_layouts(plan, accumulate)
 
         def make(scale: jax.Array | None) -> MicroBatch:
             return MicroBatch(loss, structure, stored, targets, plan, options, scale, step)
@@ -167,7 +167,7 @@ def _on_devices(
         given = (leaves, non_trainable, everywhere, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
-            return held_apart(grads, plan, accumulate, options)
+            return reduce_micro_batch(grads, plan, accumulate, options)
 
         if (
             OVERWRITTEN in non_trainable
@@ -180,8 +180,8 @@ def _on_devices(
         if own_non_trainable is not None:
             changed = {**apart, **total.updates}
             return end(own, one.order, scale), jax.tree.map(lambda x: x[None], changed)
-        updates = agree(total.updates, plan.group, options.sync_buffers)
-        return end(own, one.order, scale), {**updates, **largest(total.overwritten, plan.group)}
+        updates = mean_over_devices(total.updates, plan.group, options.sync_buffers)
+        return end(own, one.order, scale), {**updates, **max_over_devices(total.overwritten, plan.group)}
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(

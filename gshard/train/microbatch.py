@@ -16,7 +16,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, all_replicated
 from gshard.train.aux_metrics import added, as_sums, nothing
 from gshard.train.comm.collectives import group_index
-from gshard.train.comm.memory_layout import as_it_came
+from gshard.train.comm.memory_layout import keep_dimension_order
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
 from gshard.train.fsdp.interpreter import with_sharded_params
@@ -288,7 +288,7 @@ def _wholes_as_they_came(tree: Any, layouts: Any) -> Any:
     """
 
     def held(x: jax.Array, layout: Layout) -> jax.Array:
-        return as_it_came(x, layout.group) if layout.dim is None else x
+        return keep_dimension_order(x, layout.group) if layout.dim is None else x
 
     return jax.tree.map(held, tree, layouts)
 

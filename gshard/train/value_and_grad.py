@@ -14,8 +14,8 @@ from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.comm.collectives import agree
-from gshard.train.comm.reduce import accumulating, reduce, reduced_specs
+from gshard.train.comm.collectives import mean_over_devices
+from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
 from gshard.train.gradients import Gradients, gradients, unreduced_gradients
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.non_trainable import pinned
@@ -147,7 +147,7 @@ def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
 
 def end_reduction(sums: LocalGradients, plan: Plan, options: Options) -> Gradients:
     """What `gradients` returns, from sums over one call or several."""
-    targets = accumulating(plan, sums.accumulate)
+    targets = accumulation_layouts(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
     for x, target in zip(leaves, targets, strict=True):
@@ -162,7 +162,7 @@ def end_reduction(sums: LocalGradients, plan: Plan, options: Options) -> Gradien
         return reduce(own, plan, sums.accumulate, options, list(range(len(leaves))))
 
     given = (leaves, sums.loss, sums.weight, sums.aux)
-    grads, value, aux, weight, norm = _on_devices(end, given, reduced_specs(plan), plan)
+    grads, value, aux, weight, norm = _on_devices(end, given, reduce_out_specs(plan), plan)
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 
@@ -170,7 +170,7 @@ def end_non_trainable(own: dict[str, Any], plan: Plan, options: Options) -> dict
     """One value for all devices of extras of which each has its own, in storage."""
 
     def end(own: Any) -> Any:
-        return agree(own, plan.group, options.sync_buffers)
+        return mean_over_devices(own, plan.group, options.sync_buffers)
 
     return pinned(_on_devices(end, own, jax.P(), plan), plan)
 

@@ -13,7 +13,7 @@ from gshard.sharding.mesh import Group
 _PLATFORMS = ("gpu",)
 
 
-def as_it_came(x: jax.Array, group: Group) -> jax.Array:
+def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
     """An array with its first dimension outermost in memory, as a program for GPU is handed it.
 
     For what a loop reads and does not change. XLA's layout assignment lets such an array have the
