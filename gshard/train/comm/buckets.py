@@ -10,8 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import Group
 
 BUCKET_SIZE = 2**23  # elements of a bucket, by default
 MAX_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
@@ -22,13 +25,16 @@ GLOO_BUCKET_SIZE = 2**19
 # Elements of the first and the last turn of several: the sooner the first can start, and the less
 # is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
 END_BUCKET_SIZE = 2**18
+# On TPU a narrow matrix rests transposed, and is padded in any other order; on CPU no second order
+# was seen. It is left out where it is not needed: `jax.export` refuses programs that have it.
+_ORDERED_PLATFORMS = ("gpu",)
 
 
 def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `bucket_size` elements.
 
-    A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, goes alone, without a copy. Over
-    several processes on CPU all leaves share buckets, of at most `GLOO_BUCKET_SIZE` elements. 0
+    A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is not copied into a
+    bucket: it is communicated alone. Over several processes on CPU all leaves share buckets, of at most `GLOO_BUCKET_SIZE` elements. 0
     puts every leaf alone.
 
     Args:
@@ -165,3 +171,21 @@ def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
         out.append(lax.slice_in_dim(row, start, start + x.shape[1], axis=1))
         start += x.shape[1]
     return out
+
+
+def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
+    """An array with its first dimension outermost in memory, as a program for GPU is handed it.
+
+    For what a loop reads and does not change. XLA's layout assignment lets such an array have the
+    order that one use in the loop likes best, and copies all of it before the loop; with this the
+    use turns what it reads.
+
+    Args:
+      x: on one device of `group`.
+      group: on other platforms the array stays as it is, and beside axes of the user's own, over
+        which XLA:GPU would gather it for this. So do vectors, and keys of random numbers.
+    """
+    keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if group.platform not in _ORDERED_PLATFORMS or group.user or keys or x.ndim < 2:
+        return x
+    return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

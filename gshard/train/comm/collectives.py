@@ -23,12 +23,12 @@ from gshard.train.comm.buckets import (
     BUCKET_SIZE,
     LARGE_LAYER,
     assign_buckets,
-    unpack,
-    map_in_buckets,
     layer_size,
-    split_packed,
-    pack,
+    map_in_buckets,
     ordered_buckets,
+    pack,
+    split_packed,
+    unpack,
 )
 
 

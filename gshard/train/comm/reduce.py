@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.train.aux_metrics import over_devices
+from gshard.train.aux_metrics import reduce_sums
 from gshard.train.comm.collectives import (
     on_user_axes,
     reduce_bucket_by_bucket,
@@ -22,7 +22,7 @@ from gshard.train.comm.collectives import (
 )
 
 if TYPE_CHECKING:
-    from gshard.train.options import Options
+    from gshard.train.options import StepOptions
 
 
 def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
@@ -32,7 +32,7 @@ def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
 
 
 def reduce_micro_batch(
-    grads: list[jax.Array], plan: Plan, accumulate: str, options: Options
+    grads: list[jax.Array], plan: Plan, accumulate: str, options: StepOptions
 ) -> list[jax.Array]:
     """The gradients of one micro-batch of several, as they are added up.
 
@@ -58,7 +58,7 @@ def reduce(
     own: Any,
     plan: Plan,
     accumulate: str,
-    options: Options,
+    options: StepOptions,
     order: Sequence[int],
     scale: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
@@ -88,7 +88,7 @@ def reduce(
     return (
         grads,
         reduce_scalar(value, axes) / divisor,
-        plan.output(over_devices(aux, divisor, axes)),
+        plan.output(reduce_sums(aux, divisor, axes)),
         weight,
         _norm(grads, plan),
     )
@@ -113,7 +113,7 @@ def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
     plan: Plan,
-    options: Options,
+    options: StepOptions,
     order: Sequence[int],
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import (
     gather,
     gather_across,
@@ -17,7 +18,6 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
-from gshard.train.comm.memory_layout import keep_dimension_order
 from gshard.train.fsdp.gather_spec import Use
 from gshard.train.optim.offload import fetched
 

@@ -97,7 +97,7 @@ def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
-    monkeypatch.setattr(collectives, "LAYER", 1)
+    monkeypatch.setattr(collectives, "LARGE_LAYER", 1)
     mesh = make_mesh(sizes)
     places = layouts(mesh, [(5,), (3, 20), (2, 3, 13), (4, 8, 2)], dtype)
     wholes = values(places, 1)
