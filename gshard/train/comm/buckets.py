@@ -33,9 +33,9 @@ _ORDERED_PLATFORMS = ("gpu",)
 def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `bucket_size` elements.
 
-    A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is not copied into a
-    bucket: it is communicated alone. Over several processes on CPU all leaves share buckets, of at most `GLOO_BUCKET_SIZE` elements. 0
-    puts every leaf alone.
+    A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is communicated alone, so
+    that it is not copied. Between several processes on CPU all leaves share buckets, of at most
+    `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone.
 
     Args:
       sizes: elements of each whole leaf.
