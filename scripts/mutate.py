@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+running: set[subprocess.Popen] = set()
 FINE = ("killed", "skipped")  # skipped: no test of it ran here
 
 
@@ -91,15 +92,16 @@ def pytest(copy: Path, timeout: float | None, *words: str) -> tuple[int | None, 
         text=True,
         start_new_session=True,
     )
+    running.add(process)
     try:
         said, _ = process.communicate(timeout=timeout)
         return process.returncode, said
     except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return None, ""
     finally:
-        if process.returncode is None:  # too slow, or Ctrl-C
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        running.discard(process)
 
 
 def node_ids(tests: tuple[str, ...], copy: Path) -> list[str]:
@@ -156,8 +158,17 @@ def run(
         for i in range(jobs):
             copies.put(Path(scratch, str(i)))
             copy_tree(root, Path(scratch, str(i)))
-        with ThreadPoolExecutor(jobs) as pool:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        pool = ThreadPoolExecutor(jobs)
+        try:
             list(pool.map(one, mutations))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:  # each has a process group of its own, which hears no Ctrl-C
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            pool.shutdown()
     return found
 
 

@@ -165,7 +165,7 @@ def give(plan: Any, batches: list[Any]) -> str:
 
 
 def main(coordinator: str, processes: int, rank: int, file: str) -> None:
-    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator, processes, rank)
 
     import jax
     import numpy as np

@@ -17,7 +17,7 @@ import gshard
 
 def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator, processes, rank)
 
     import numpy as np
     import optax

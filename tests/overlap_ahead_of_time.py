@@ -19,9 +19,9 @@ from jax.sharding import NamedSharding
 import gshard
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.hlo.parser import read_module
-from gshard.train.gradients import gradients
+from gshard.train.gradients import compute_gradients
 from gshard.train.optim.optimizer import update_and_all_gather
-from gshard.train.options import Options
+from gshard.train.options import StepOptions
 
 LAYERS, WIDTH, ROWS = 8, 2048, 512
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         own = dataclasses.replace(parts, params=params)
-        found = gradients(pure, own, batch, None, plan, Options())
+        found = compute_gradients(pure, own, batch, None, plan, StepOptions())
         new = update_and_all_gather(plan, found.grads, opt_state, params, {}, None, WIDTH**2)
         return found.loss, new
 

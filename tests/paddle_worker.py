@@ -18,7 +18,7 @@ LEVELS, STEPS, ROWS = ("os", "p_g_os"), 3, 16
 
 def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator, processes, rank)
 
     import numpy as np
 

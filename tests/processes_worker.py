@@ -199,7 +199,7 @@ def main(
     coordinator: str, processes: int, rank: int, file: str, devices_each: str, tier: str
 ) -> None:
     warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
-    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator, processes, rank)
 
     import jax
     import numpy as np

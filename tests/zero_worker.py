@@ -15,7 +15,7 @@ PARTITIONS, STEPS, ROWS, UNEVEN = ("even", "greedy"), 3, 24, 8
 
 
 def main(coordinator: str, processes: int, rank: int, file: str) -> None:
-    gshard.distributed.initialize(coordinator=coordinator, num_processes=processes, process_id=rank)
+    gshard.distributed.initialize(coordinator, processes, rank)
 
     import jax
     import numpy as np

@@ -21,7 +21,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_donated
 from gshard.train.local_gradients import LocalGradients
-from gshard.train.shard_train_state import place
+from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import Components
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
@@ -129,7 +129,7 @@ def parts_of(
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
     check_fit(stored, layouts, sources, cast)
-    arrays = {path: place(x, layouts[path], plan) for path, x in new.items()}
+    arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
     for paths in one_to_one(sources):
         found = read({sources[p]: _abstract(layouts[p], plan) for p in paths if layouts[p].size})
         arrays |= {p: found[sources[p]] for p in paths if layouts[p].size}

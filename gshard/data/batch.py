@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, no_numbers, subscript
 from gshard._util.validation import shown
-from gshard.data.consistency import agree
+from gshard.data.consistency import compare_batches
 from gshard.sharding.plan import Plan
 
 
@@ -50,20 +50,22 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     try:
         check_leaves(local, keys=not mesh.is_multi_process)
         if not any(placed):
-            check_rows(local, local_places(plan), 1)
+            check_examples(local, local_positions(plan), 1)
         elif any(np.ndim(x) for x in local.values()):
-            _check_beside(batch, placed, check_rows(local, local_places(plan), 1), plan)
+            _check_global_arrays(
+                batch, placed, check_examples(local, local_positions(plan), 1), plan
+            )
     except GShardError as error:
         fault = error
     # One process must not raise while the others wait for it in a collective: they are told.
     if mesh.is_multi_process and mesh.local_devices:
-        agree(local, plan, places_of(plan), fault)
+        compare_batches(local, plan, positions_by_process(plan), fault)
     if fault is not None:
         raise fault
-    return place(batch, plan)
+    return put_batch(batch, plan)
 
 
-def place(batch: Any, plan: Plan, copy: bool = True) -> Any:
+def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     """Places this process's rows on its devices; nothing is compared, and nothing communicates.
 
     Args:
@@ -88,7 +90,7 @@ def place(batch: Any, plan: Plan, copy: bool = True) -> Any:
 
         return jax.tree.map(put_all, batch)
     # By place and not by process: these may have different numbers of devices, in any order.
-    mine = sorted(places_of(plan)[jax.process_index()])
+    mine = sorted(positions_by_process(plan)[jax.process_index()])
 
     def put(x: Any) -> jax.Array:
         if _is_global(x, rows):
@@ -108,18 +110,18 @@ def place(batch: Any, plan: Plan, copy: bool = True) -> Any:
     return jax.tree.map(put, batch)
 
 
-def local_places(plan: Plan) -> int:
+def local_positions(plan: Plan) -> int:
     """Places of the data group that this process has a device of: each takes its own rows."""
-    return len(places_of(plan).get(jax.process_index(), ()))
+    return len(positions_by_process(plan).get(jax.process_index(), ()))
 
 
-def places_of(plan: Plan) -> dict[int, set[int]]:
+def positions_by_process(plan: Plan) -> dict[int, set[int]]:
     """Places of the data group, from 0, by the process that has a device of them."""
-    return _places(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
+    return _positions(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
 
 
 @functools.lru_cache(maxsize=64)  # every step asks
-def _places(rows: NamedSharding, count: int) -> dict[int, set[int]]:
+def _positions(rows: NamedSharding, count: int) -> dict[int, set[int]]:
     at = rows.devices_indices_map((count,))
     found: dict[int, set[int]] = {}
     for device, index in at.items():
@@ -167,14 +169,14 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
             raise GShardError(f"batch{subscript(path)} {no_numbers(dtype)}: pass numbers.")
 
 
-def _check_beside(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
+def _check_global_arrays(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
     """Checks this process's rows against the global arrays in the same tree.
 
     Raises:
       GShardError: names a global array of another number of rows.
     """
     paths, leaves, _ = flatten(batch)
-    whole = rows // local_places(plan) * plan.group.devices
+    whole = rows // local_positions(plan) * plan.group.devices
     for path, x, known in zip(paths, leaves, placed, strict=True):
         if known and x.ndim and x.shape[0] != whole:
             raise GShardError(
@@ -184,7 +186,7 @@ def _check_beside(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None
             )
 
 
-def check_rows(batch: Any, devices: int, micro_batches: int) -> int:
+def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
     """The rows of a batch of numbers, checked to divide over devices and micro-batches.
 
     Raises:

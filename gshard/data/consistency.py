@@ -30,7 +30,7 @@ LOOKS = 8
 
 
 @dataclasses.dataclass
-class _Known:
+class _Agreed:
     """What the processes of a plan agreed on; the same on each of them."""
 
     last: Any = None
@@ -38,10 +38,10 @@ class _Known:
     looks: int = 0  # left
 
 
-_known: weakref.WeakKeyDictionary[Plan, _Known] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Plan, _Agreed] = weakref.WeakKeyDictionary()
 
 
-def agree(
+def compare_batches(
     batch: Any,
     plan: Plan,
     places: Mapping[int, AbstractSet[int]],
@@ -65,26 +65,30 @@ def agree(
     leaves, structure = jax.tree.flatten(batch)
     shapes = [getattr(x, "shape", ()) for x in leaves]
     now = (structure, [getattr(x, "dtype", type(x)) for x in leaves], shapes)
-    known = _known.setdefault(plan, _Known(looks=LOOKS))
+    known = _known.setdefault(plan, _Agreed(looks=LOOKS))
     if known.last == now and not known.looks:
         if fault is not None:
             raise fault
         return
-    was = rows_of(known.shapes) if known.last is not None and known.last[:2] == now[:2] else None
-    change = _change(was, rows_of(shapes))
-    mine = statement(batch, fault)
-    said = _told(tell(f"batch\n{mine}", plan, change, fault), "batch")
+    was = (
+        count_examples(known.shapes)
+        if known.last is not None and known.last[:2] == now[:2]
+        else None
+    )
+    change = _describe_change(was, count_examples(shapes))
+    mine = summarize_batch(batch, fault)
+    said = _check_same_call(tell(f"batch\n{mine}", plan, change, fault), "batch")
     if fault is not None:
         raise fault
-    found = {rank: Statement.read(text) for rank, text in said.items()}
+    found = {rank: BatchSummary.read(text) for rank, text in said.items()}
     _compare_arrays(found, mine, plan, change)
-    _compare_rows(found, places)
+    _compare_counts(found, places)
     _compare_data(found, places, known.looks > 0)
     known.last, known.shapes = now, shapes
     known.looks = 0 if all(x.says for x in found.values()) else max(0, known.looks - 1)
 
 
-def agree_on_loader(state: Mapping[str, int], example: Sequence[str], plan: Plan) -> None:
+def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan) -> None:
     """Compares how this process's loader was made, its data and where it is with the others'.
 
     Raises:
@@ -93,7 +97,7 @@ def agree_on_loader(state: Mapping[str, int], example: Sequence[str], plan: Plan
     change = "a for over a DataLoader begins on this process"
     words = "\n".join(example)
     mine = json.dumps({**state, "example": zlib.crc32(words.encode())})
-    said = _told(tell(f"loader\n{mine}", plan, change), "loader")
+    said = _check_same_call(tell(f"loader\n{mine}", plan, change), "loader")
     found = {rank: json.loads(text) for rank, text in said.items()}
     differ = [n for n in [*state, "example"] if len({x[n] for x in found.values()}) > 1]
     if "example" in differ:
@@ -114,7 +118,7 @@ def agree_on_loader(state: Mapping[str, int], example: Sequence[str], plan: Plan
         )
 
 
-def _told(said: Mapping[int, str], mine: str) -> dict[int, str]:
+def _check_same_call(said: Mapping[int, str], mine: str) -> dict[int, str]:
     """The texts without what they are about, after checking that it is the same."""
     kinds = {rank: text.partition("\n")[0] for rank, text in said.items()}
     if set(kinds.values()) != {mine}:
@@ -127,7 +131,7 @@ def _told(said: Mapping[int, str], mine: str) -> dict[int, str]:
     return {rank: text.partition("\n")[2] for rank, text in said.items()}
 
 
-def _change(was: int | None, now: int) -> str:
+def _describe_change(was: int | None, now: int) -> str:
     if was is None:
         return f"this process gave {now} rows of other arrays than before"
     if was == now:
@@ -136,7 +140,7 @@ def _change(was: int | None, now: int) -> str:
 
 
 def _compare_arrays(
-    found: Mapping[int, Statement], mine: Statement, plan: Plan, change: str
+    found: Mapping[int, BatchSummary], mine: BatchSummary, plan: Plan, change: str
 ) -> None:
     """Each comparison is the same on every process, so that all of them raise, or none."""
     for rank, x in found.items():
@@ -167,7 +171,9 @@ def _differing(texts: Mapping[int, str]) -> str:
     )
 
 
-def _compare_rows(found: Mapping[int, Statement], places: Mapping[int, AbstractSet[int]]) -> None:
+def _compare_counts(
+    found: Mapping[int, BatchSummary], places: Mapping[int, AbstractSet[int]]
+) -> None:
     first = next(iter(found))
     rows = {rank: x.rows for rank, x in found.items()}
     if any(n * len(places[first]) != rows[first] * len(places[r]) for r, n in rows.items()):
@@ -180,7 +186,7 @@ def _compare_rows(found: Mapping[int, Statement], places: Mapping[int, AbstractS
 
 
 def _compare_data(
-    found: Mapping[int, Statement], places: Mapping[int, AbstractSet[int]], look: bool
+    found: Mapping[int, BatchSummary], places: Mapping[int, AbstractSet[int]], look: bool
 ) -> None:
     groups: dict[frozenset[int], list[int]] = {}
     for rank in found:
@@ -221,7 +227,7 @@ HASHED = 1 << 20
 """Bytes of each array, of every row some, that tell whether two processes give the same data."""
 
 
-class Statement(NamedTuple):
+class BatchSummary(NamedTuple):
     """What one process gives."""
 
     can: bool  # whether it can place it
@@ -235,19 +241,19 @@ class Statement(NamedTuple):
         return f"{self.can:d} {self.kind} {self.data} {self.says:d} {self.rows}\n{self.text}"
 
     @classmethod
-    def read(cls, said: str) -> Statement:
+    def read(cls, said: str) -> BatchSummary:
         """Of `str(statement)`, the text perhaps cut."""
         head, _, text = said.partition("\n")
         can, kind, data, says, rows = map(int, head.split())
         return cls(bool(can), kind, data, bool(says), rows, text)
 
 
-def statement(batch: Any, fault: GShardError | None) -> Statement:
+def summarize_batch(batch: Any, fault: GShardError | None) -> BatchSummary:
     """What this process says of its batch, or of what is wrong with it."""
     paths, leaves, structure = flatten(batch)
-    rows = rows_of([getattr(x, "shape", ()) for x in leaves])
+    rows = count_examples([getattr(x, "shape", ()) for x in leaves])
     if fault is not None:
-        return Statement(False, 0, 0, False, rows, str(fault))
+        return BatchSummary(False, 0, 0, False, rows, str(fault))
     words = []
     for path, x in zip(paths, leaves, strict=True):
         shape = getattr(x, "shape", ())
@@ -255,21 +261,21 @@ def statement(batch: Any, fault: GShardError | None) -> Statement:
         value = "" if shape else f" = {x}"
         dtype = getattr(x, "dtype", type(x).__name__)
         words.append(f"{path or 'batch'} {dtype}[{', '.join(own)}]{value}")
-    text = "\n".join([*words, structure_words(structure)])
-    return Statement(True, zlib.crc32(text.encode()), *_data(leaves), rows, text)
+    text = "\n".join([*words, describe_structure(structure)])
+    return BatchSummary(True, zlib.crc32(text.encode()), *_checksum(leaves), rows, text)
 
 
-def structure_words(structure: Any) -> str:
+def describe_structure(structure: Any) -> str:
     """A tree without its leaves, in words that are the same in every process."""
     return "tree " + re.sub(r" at 0x[0-9a-f]+", "", str(structure)).removeprefix("PyTreeDef")
 
 
-def rows_of(shapes: Sequence[tuple[int, ...]]) -> int:
+def count_examples(shapes: Sequence[tuple[int, ...]]) -> int:
     """Rows of the first array that has some; 0 when there are only scalars."""
     return next((shape[0] for shape in shapes if shape), 0)
 
 
-def _data(leaves: Sequence[Any]) -> tuple[int, bool]:
+def _checksum(leaves: Sequence[Any]) -> tuple[int, bool]:
     """A number that tells this process's rows from another's, and whether they say anything.
 
     Scalars are the same everywhere, and arrays whose entries are all equal are no data yet.

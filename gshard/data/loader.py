@@ -15,9 +15,15 @@ import numpy as np
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.pytree import differences
 from gshard._util.validation import check_integer, flag, shown
-from gshard.data.batch import check_plan, local_places, place, places_of, shard_batch
-from gshard.data.consistency import agree_on_loader
-from gshard.data.prefetch import in_thread
+from gshard.data.batch import (
+    check_plan,
+    local_positions,
+    positions_by_process,
+    put_batch,
+    shard_batch,
+)
+from gshard.data.consistency import compare_loaders
+from gshard.data.prefetch import map_ahead
 from gshard.data.source import Source
 from gshard.sharding.plan import Plan
 
@@ -69,7 +75,7 @@ class DataLoader:
         transform: Callable[..., Any] | None = None,
     ):
         check_plan(plan, "DataLoader(source, batch_size, plan)")
-        if not local_places(plan):
+        if not local_positions(plan):
             raise GShardError(
                 "this process has no device in the mesh of the plan: it has no rows to load."
             )
@@ -81,7 +87,7 @@ class DataLoader:
         self._plan, self._num_epochs = plan, num_epochs
         self._prefetch = check_integer("prefetch", prefetch, 0, " of batches")
         self._source = Source(source, transform, seed)
-        self._order = Order(self._source.length, size, seed, shuffle, drop)
+        self._order = EpochOrder(self._source.length, size, seed, shuffle, drop)
         self._order.check(plan.group.devices)
         self._made_with = {
             "seed": seed,
@@ -134,7 +140,10 @@ class DataLoader:
         given = {name: check_integer(f"state[{name!r}]", x, 0) for name, x in state.items()}
         for name, mine in self._made_with.items():
             if given[name] != mine:
-                theirs, own_one = _as_given(name, given[name]), _as_given(name, mine)
+                theirs, own_one = (
+                    _describe_argument(name, given[name]),
+                    _describe_argument(name, mine),
+                )
                 raise GShardError(
                     f"the state is of a loader with {theirs}, and this one has {own_one}: the same "
                     f"position is not the same place in the data. Make the loader with {theirs}, "
@@ -159,11 +168,11 @@ class DataLoader:
         self._walk += 1
         self._epoch, self._position = self._next()  # after a `break` at the last batch
         if self._plan.mesh.is_multi_process:
-            agree_on_loader(self.state_dict(), self._source.words, self._plan)
+            compare_loaders(self.state_dict(), self._source.words, self._plan)
         return self._iterate(self._walk)
 
     def _iterate(self, walk: int) -> Iterator[Any]:
-        for at, batch in in_thread(self._batches_from_here(), self._batch, self._prefetch):
+        for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._refuse_left_behind(walk)
             self._epoch, self._position = at[0], at[1] + 1
             yield batch
@@ -185,11 +194,11 @@ class DataLoader:
     def _batch(self, at: tuple[int, int]) -> Any:
         """A global batch; this process reads its own rows."""
         epoch, position = at
-        rows = local_shard(self._plan, self._order.rows(epoch, position), jax.process_index())
+        rows = local_indices(self._plan, self._order.rows(epoch, position), jax.process_index())
         try:
             # The loaders were compared where the `for` began, so no process asks another: that
             # would be a collective in a thread, in no order with those of the step.
-            return place(self._source.read(rows, epoch), self._plan, copy=False)
+            return put_batch(self._source.read(rows, epoch), self._plan, copy=False)
         except Exception as error:
             error.add_note(f"gshard.DataLoader was at batch {position} of epoch {epoch}.")
             raise
@@ -226,7 +235,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     return (shard_batch(batch, plan) for batch in batches)
 
 
-def _as_given(name: str, value: int) -> str:
+def _describe_argument(name: str, value: int) -> str:
     """How a loader was made, in a message."""
     if name == "length":
         return f"a source of {value} rows"
@@ -235,7 +244,7 @@ def _as_given(name: str, value: int) -> str:
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 
-class Order:
+class EpochOrder:
     """The rows of every batch of every epoch."""
 
     def __init__(self, length: int, batch_size: int, seed: int, shuffle: bool, drop: bool):
@@ -295,8 +304,8 @@ class Order:
             )
 
 
-def local_shard(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
+def local_indices(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
     """Those rows of a global batch that lie on devices of this process, in order."""
     each = rows.size // plan.group.devices
     places = rows.reshape(plan.group.devices, each)
-    return places[sorted(places_of(plan)[process])].reshape(-1)
+    return places[sorted(positions_by_process(plan)[process])].reshape(-1)

@@ -16,7 +16,7 @@ LEAVE = 1.0
 _running: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
-def in_thread(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterator[tuple[T, Any]]:
+def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterator[tuple[T, Any]]:
     """Each item with what `work` made of it, up to `most` more of them done before they are due.
 
     An error comes where its item is due. When the iterator is dropped the thread ends after the

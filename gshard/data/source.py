@@ -14,7 +14,7 @@ import numpy as np
 from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten, no_numbers, subscript
 from gshard._util.validation import shown
-from gshard.data.consistency import structure_words
+from gshard.data.consistency import describe_structure
 
 
 class Source:
@@ -46,7 +46,7 @@ class Source:
         paths, forms, structure = self._like
         arrays_of = zip(paths, forms, strict=True)
         self.words = [f"{p or 'example'} {d}{list(s)}" for p, (s, d) in arrays_of]
-        self.words.append(structure_words(structure))
+        self.words.append(describe_structure(structure))
         self.checksum = self._checksum() if arrays or isinstance(data, list) else 0
 
     def read(self, rows: np.ndarray, epoch: int) -> Any:

@@ -116,7 +116,7 @@ def _unpacked(found: dict[int, bytes]) -> tuple[dict[int, str], int]:
 
 
 def _limit() -> float:
-    given = env_vars.number(env_vars.AGREEMENT_TIMEOUT)
+    given = env_vars.read_integer(env_vars.AGREEMENT_TIMEOUT)
     if given is None:
         return LIMIT
     return check_integer(env_vars.AGREEMENT_TIMEOUT, given, 1, " of seconds")

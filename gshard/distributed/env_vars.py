@@ -20,24 +20,24 @@ RESTARTS = "GSHARD_RESTARTS"
 PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
 
 
-class Place(NamedTuple):
-    """One process's place in a job; what is not known is None."""
+class JobPosition(NamedTuple):
+    """Which process of which job this is; what is not known is None."""
 
-    coordinator: str | None
+    coordinator_address: str | None
     num_processes: int | None
     process_id: int | None
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """What the variables say."""
-    return Place(
+def read_position(environment: Mapping[str, str] = os.environ) -> JobPosition:
+    """Reads this process's position from the environment variables."""
+    return JobPosition(
         environment.get(COORDINATOR) or None,
-        number(NUM_PROCESSES, environment),
-        number(PROCESS_ID, environment),
+        read_integer(NUM_PROCESSES, environment),
+        read_integer(PROCESS_ID, environment),
     )
 
 
-def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+def read_integer(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
     """A variable that holds a whole number, or None where it is not set.
 
     Raises:
@@ -52,25 +52,25 @@ def number(name: str, environment: Mapping[str, str] = os.environ) -> int | None
         raise GShardError(f"the variable {name}={shown(text)} must be a whole number.") from None
 
 
-def variables(
-    coordinator: object,
+def process_variables(
+    coordinator_address: object,
     num_processes: int,
     process_id: int,
     local_process_id: int,
     *,
-    heartbeat_timeout: int,
-    start_timeout: int,
+    heartbeat_timeout_seconds: int,
+    initialization_timeout: int,
     restarts: int = 0,
     port_is_kept: bool = False,
 ) -> dict[str, str]:
     """The variables of one process."""
     return {
-        COORDINATOR: str(coordinator),
+        COORDINATOR: str(coordinator_address),
         NUM_PROCESSES: str(num_processes),
         PROCESS_ID: str(process_id),
         LOCAL_PROCESS_ID: str(local_process_id),
-        HEARTBEAT_TIMEOUT: str(heartbeat_timeout),
-        START_TIMEOUT: str(start_timeout),
+        HEARTBEAT_TIMEOUT: str(heartbeat_timeout_seconds),
+        START_TIMEOUT: str(initialization_timeout),
         RESTARTS: str(restarts),
         PORT_IS_KEPT: "1" if port_is_kept else "",
     }

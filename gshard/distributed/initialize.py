@@ -12,27 +12,27 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
-from gshard.distributed.env_vars import Place
+from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.exit import leave_when_it_fails
 from gshard.distributed.rendezvous import LOOPBACK, address, meet
 
-HEARTBEAT_TIMEOUT, START_TIMEOUT = 10, 300  # seconds
+HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
 
 _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX in the program."
 # Where more than one process runs under these, one that joins none of the others is a mistake.
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-_joined: list[tuple[Place, Place]] = []  # what was asked for, and what it came to
+_joined: list[tuple[JobPosition, JobPosition]] = []  # what was asked for, and what it came to
 
 
 def initialize(
-    coordinator: str | None = None,
+    coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_timeout: int | None = None,
-    start_timeout: int | None = None,
-    bind_address: str | None = None,
+    heartbeat_timeout_seconds: int | None = None,
+    initialization_timeout: int | None = None,
+    coordinator_bind_address: str | None = None,
     **secure: Any,
 ) -> None:
     """Joins this process to the others. Call it before anything else uses JAX; again is a no-op.
@@ -44,14 +44,15 @@ def initialize(
     Once joined, a process that fails ends at once instead of waiting for the others at exit.
 
     Args:
-      coordinator: `host:port` of process 0, which listens there and nowhere else. Loopback stays on
-        this machine.
+      coordinator_address: `host:port` of process 0, which listens there and nowhere else. A
+        loopback address serves processes of one machine.
       num_processes: of the whole job.
       process_id: this process's rank, from 0.
-      heartbeat_timeout: seconds after which a silent process counts as dead; 10.
-      start_timeout: seconds to wait for all processes to arrive; 300.
-      bind_address: `host:port` at which process 0 listens, where that differs from the address the
-        others use. With a detected cluster JAX listens on every interface unless this is given.
+      heartbeat_timeout_seconds: seconds after which a silent process counts as dead; 10.
+      initialization_timeout: seconds to wait for all processes to arrive; 300.
+      coordinator_bind_address: `host:port` at which process 0 listens, where that differs from the
+        address the others use. With a detected cluster JAX listens on every interface unless
+        this is given.
       **secure: `mtls_cert_file`, `mtls_key_file`, `mtls_ca_file`, ... of
         `jax.distributed.initialize`, in versions of JAX that have them: TLS with certificates on
         both sides between the processes and the coordinator.
@@ -61,29 +62,34 @@ def initialize(
       GShardError: for ranks that cannot be, an address that cannot be listened at, or when JAX has
         already started.
     """
-    asked = Place(coordinator, num_processes, process_id)
+    asked = JobPosition(coordinator_address, num_processes, process_id)
     if _joined:
         _check_again(asked)
         return
     timeouts = (
         _seconds(
-            "heartbeat_timeout",
-            heartbeat_timeout,
+            "heartbeat_timeout_seconds",
+            heartbeat_timeout_seconds,
             env_vars.HEARTBEAT_TIMEOUT,
             HEARTBEAT_TIMEOUT,
         ),
-        _seconds("start_timeout", start_timeout, env_vars.START_TIMEOUT, START_TIMEOUT),
+        _seconds(
+            "initialization_timeout",
+            initialization_timeout,
+            env_vars.START_TIMEOUT,
+            INITIALIZATION_TIMEOUT,
+        ),
     )
     _check_secure(secure)
-    place = complete(asked)
+    place = resolve_position(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if place.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if place.num_processes is None:
-            _join_detected(*timeouts, bind_address, secure)
+            _join_detected(*timeouts, coordinator_bind_address, secure)
         else:
-            _join(place, *timeouts, bind_address, secure)
+            _join(place, *timeouts, coordinator_bind_address, secure)
     _joined.append((asked, place))
     if not jax.distributed.is_initialized():
         joined(1, 0)
@@ -96,21 +102,21 @@ def initialize(
 # ---- who this process is -------------------------------------------------------------------------
 
 
-def complete(asked: Place) -> Place:
+def resolve_position(asked: JobPosition) -> JobPosition:
     """Arguments, then variables. All None: nothing says anything."""
     told = {name: value for name, value in asked._asdict().items() if value is not None}
-    place = env_vars.place()._replace(**told)
+    place = env_vars.read_position()._replace(**told)
     if place == (None, None, None):
         return place
     # Who is told what by whom, for messages.
     variables = (env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID)
-    source = {n: n if n in told else v for n, v in zip(Place._fields, variables, strict=True)}
+    source = {n: n if n in told else v for n, v in zip(JobPosition._fields, variables, strict=True)}
     for name, value in list(place._asdict().items())[1:]:
         if value is None:
             given = {source[n]: v for n, v in place._asdict().items() if v is not None}
             raise GShardError(
-                f"initialize: {name} is missing beside {given}. Give coordinator, "
-                "num_processes and process_id together, or none of them."
+                f"initialize: {name} is missing beside {given}. Give "
+                "coordinator_address, num_processes and process_id together, or none of them."
             )
     count = check_integer(source["num_processes"], place.num_processes, 1)
     rank = check_integer(source["process_id"], place.process_id, 0)
@@ -119,19 +125,19 @@ def complete(asked: Place) -> Place:
             f"{source['process_id']}={rank} is not a rank of {source['num_processes']}={count}. "
             f"Ranks run from 0 to {count - 1}."
         )
-    if count > 1 and place.coordinator is None:
+    if count > 1 and place.coordinator_address is None:
         raise GShardError(
-            f"initialize: coordinator is missing: with {count} processes give 'host:port' "
-            f"of process 0, such as '{LOOPBACK}:29500' on one machine."
+            f"initialize: coordinator_address is missing: with {count} processes give "
+            f"'host:port' of process 0, such as '{LOOPBACK}:29500' on one machine."
         )
-    if place.coordinator is not None:
-        address(place.coordinator, source["coordinator"])
-    return Place(place.coordinator, count, rank)
+    if place.coordinator_address is not None:
+        address(place.coordinator_address, source["coordinator_address"])
+    return JobPosition(place.coordinator_address, count, rank)
 
 
-def _check_again(asked: Place) -> None:
+def _check_again(asked: JobPosition) -> None:
     first, place = _joined[0]
-    for name, again, before, now in zip(Place._fields, asked, first, place, strict=True):
+    for name, again, before, now in zip(JobPosition._fields, asked, first, place, strict=True):
         if again is not None and again not in (before, now):
             raise GShardError(
                 f"initialize({name}={shown(again)}) was called, but this process has "
@@ -141,7 +147,7 @@ def _check_again(asked: Place) -> None:
 
 def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
     if value is None:
-        name, value = variable, env_vars.number(variable)
+        name, value = variable, env_vars.read_integer(variable)
     return default if value is None else check_integer(name, value, 1, " of seconds")
 
 
@@ -173,15 +179,15 @@ def _jax_has_started() -> bool:
 
 
 def _join(
-    place: Place, heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
+    place: JobPosition, heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
 ) -> None:
-    at = address(place.coordinator, "coordinator")
-    bind = at if bind_address is None else address(bind_address, "bind_address")
+    at = address(place.coordinator_address, "coordinator_address")
+    bind = at if bind_address is None else address(bind_address, "coordinator_bind_address")
     count, rank = int(place.num_processes or 1), int(place.process_id or 0)
     if _jax_has_started():
         raise CallOrderError(f"initialize: JAX has already started in process {rank}. {_NEED}")
     _reach_directly(at.host)
-    kept = env_vars.number(env_vars.PORT_IS_KEPT) is not None
+    kept = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
     meet(bind if rank == 0 else at, count, rank, start, kept)
     _initialize(
         coordinator_address=str(at),
@@ -227,8 +233,9 @@ def _join_detected(
         if several:
             raise GShardError(
                 f"initialize: {several[0]} says that this process is one of several, but "
-                "not where they meet, so that JAX detects none. Give coordinator, num_processes "
-                "and process_id; with num_processes=1, process_id=0 this process is alone."
+                "not where they meet, so that JAX detects none. Give coordinator_address, "
+                "num_processes and process_id; with num_processes=1, process_id=0 this process is "
+                "alone."
             ) from error
 
 

@@ -22,9 +22,9 @@ from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.optim.optimizer import update_and_all_gather
-from gshard.train.options import Options
-from gshard.train.shard_train_state import place, shard_train_state
-from gshard.train.value_and_grad import end_reduction
+from gshard.train.options import StepOptions
+from gshard.train.shard_train_state import shard_leaf, shard_train_state
+from gshard.train.value_and_grad import finish_reduction
 from gshard.train_state.opt_state import ShardedOptState
 
 
@@ -105,7 +105,7 @@ class Even:
         layouts = jax.tree.leaves(self.plan.opt_state)
         self._set(
             {
-                i: place(x, layouts[i], self.plan)
+                i: shard_leaf(x, layouts[i], self.plan)
                 for tree, places in zip(states, self._places, strict=True)
                 for x, i in zip(jax.tree.leaves(tree), places, strict=True)
             }
@@ -178,7 +178,7 @@ class Even:
         self, skipped: tuple[int, ...], params: Any, state: ShardedOptState, grads: Any, values: Any
     ) -> tuple[Any, ShardedOptState]:
         if isinstance(grads, LocalGradients):
-            grads = end_reduction(grads, self.plan, Options(bucket_size=self._size)).grads
+            grads = finish_reduction(grads, self.plan, StepOptions(bucket_size=self._size)).grads
         else:
             grads = with_zeros(grads, skipped, jax.tree.leaves(params))
         new, after = self.updated(params, grads, state, values)

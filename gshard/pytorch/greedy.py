@@ -24,11 +24,11 @@ from gshard.pytorch.param_groups import Labels, ParamGroup, Tree
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
-from gshard.train.comm.collectives import from_owners, rows_of_all
+from gshard.train.comm.collectives import all_gather_vector, broadcast_from_owners
 from gshard.train.local_gradients import LocalGradients
-from gshard.train.options import Options
+from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_train_state
-from gshard.train.value_and_grad import end_reduction
+from gshard.train.value_and_grad import finish_reduction
 
 
 def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:
@@ -191,7 +191,7 @@ class Greedy:
             refuse_coupled(of.tx(), of.tree, of.name)
 
     def _reduce(self, sums: LocalGradients) -> list[jax.Array]:
-        return jax.tree.leaves(end_reduction(sums, self.plan, Options()).grads)
+        return jax.tree.leaves(finish_reduction(sums, self.plan, StepOptions()).grads)
 
     def _whole(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Arrays whole on every device."""
@@ -437,7 +437,9 @@ class FromOwners:
 
         def on_device(sent: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
             out, owners = list(params), [owner for _, owner in owned]
-            found = from_owners([sent[i] for i, _ in owned], owners, self._plan.group.axes)
+            found = broadcast_from_owners(
+                [sent[i] for i, _ in owned], owners, self._plan.group.axes
+            )
             for (i, _), x in zip(owned, found, strict=True):
                 out[i] = x
             return out
@@ -446,11 +448,13 @@ class FromOwners:
 
     def _from_one(self, owner: int, x: jax.Array) -> jax.Array:
         axes = self._plan.group.axes
-        return self._on_devices(lambda xs, _: from_owners(xs, [owner], axes), jax.P(), [x], [])[0]
+        return self._on_devices(
+            lambda xs, _: broadcast_from_owners(xs, [owner], axes), jax.P(), [x], []
+        )[0]
 
     def _from_rows(self, rows: Sequence[jax.Array], params: Sequence[jax.Array]) -> list[jax.Array]:
         def on_device(rows: list[jax.Array], params: list[jax.Array]) -> list[jax.Array]:
-            found = [rows_of_all(row[0], self._plan.group.axes) for row in rows]
+            found = [all_gather_vector(row[0], self._plan.group.axes) for row in rows]
             of = dict(zip(self._lengths, found, strict=True))
             out, begin = list(params), Counter()
             for i, (x, owner) in enumerate(zip(params, self._owners, strict=True)):

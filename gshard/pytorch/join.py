@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
-from gshard.data.batch import local_places
+from gshard.data.batch import local_positions
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.wrapped_model import Wrapped, kept
@@ -100,7 +100,7 @@ class Join:
           UnevenInputsError: with `throw_on_early_termination`, and where `enable` is False.
           GShardError: another number of inputs, or batches of another shape.
         """
-        places = local_places(self._plan)
+        places = local_positions(self._plan)
         if len(inputs) not in (1, places):
             raise GShardError(
                 f"join: {len(inputs)} inputs, and this process has {places} devices. Pass one "

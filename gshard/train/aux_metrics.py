@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import reduce_scalar
-from gshard.train.loss import Reduced, Weighted, is_named
+from gshard.train.loss import Reduced, Weighted, has_reduction
 
 _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
@@ -34,10 +34,10 @@ def as_sums(aux: Any, weight: Any) -> Any:
             return Reduced(_wide(value), "sum")
         return Reduced(value, {"any": "max", "all": "min"}.get(x.by, x.by))
 
-    return jax.tree.map(total, aux, is_leaf=is_named)
+    return jax.tree.map(total, aux, is_leaf=has_reduction)
 
 
-def nothing(sums: Any) -> Any:
+def neutral_sums(sums: Any) -> Any:
     """What changes nothing where it is added to `sums` (arrays, concrete or abstract)."""
 
     def empty(x: Any) -> Any:
@@ -45,10 +45,10 @@ def nothing(sums: Any) -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)
         return Reduced(jnp.full(x.value.shape, _neutral(x), x.value.dtype), x.by)
 
-    return jax.tree.map(empty, sums, is_leaf=is_named)
+    return jax.tree.map(empty, sums, is_leaf=has_reduction)
 
 
-def added(sums: Any, more: Any) -> Any:
+def add_sums(sums: Any, more: Any) -> Any:
     """Two of the same tree as one."""
 
     def both(x: Any, y: Any) -> Any:
@@ -56,10 +56,10 @@ def added(sums: Any, more: Any) -> Any:
             return jax.tree.map(jnp.add, x, y)
         return Reduced(_COMBINE[x.by](x.value, y.value), x.by)
 
-    return jax.tree.map(both, sums, more, is_leaf=is_named)
+    return jax.tree.map(both, sums, more, is_leaf=has_reduction)
 
 
-def over_devices(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
+def reduce_sums(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
     """The aux of all devices; `weight` is that of all rows. Runs inside a `shard_map`."""
 
     def end(x: Any) -> jax.Array:
@@ -69,7 +69,7 @@ def over_devices(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
             return reduce_scalar(x.value, axes, x.by)
         return reduce_scalar(x, axes) / weight
 
-    return jax.tree.map(end, sums, is_leaf=is_named)
+    return jax.tree.map(end, sums, is_leaf=has_reduction)
 
 
 def _weighed(x: Any, weight: Any) -> jax.Array:

@@ -11,17 +11,17 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
-from gshard.data.batch import check_rows, shard_batch
+from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import Fit
-from gshard.train.aux_metrics import as_sums, over_devices
+from gshard.train.aux_metrics import as_sums, reduce_sums
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
 from gshard.train.fsdp.interpreter import with_sharded_params
-from gshard.train.loss import check_reduced, is_named, is_numeric
-from gshard.train.non_trainable import extra_layouts, extra_uses, in_storage
+from gshard.train.loss import check_reductions, has_reduction, is_numeric
+from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
 from gshard.train_state import Components
 
 
@@ -42,23 +42,23 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
-        local_rows = check_rows(batch, plan.group.devices, 1) // plan.group.devices
+        local_rows = check_examples(batch, plan.group.devices, 1) // plan.group.devices
         form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
             out = pure(params, non_trainable, batch, None)[0]
-            check_reduced(out, batch, "the evaluation output")
+            check_reductions(out, batch, "the evaluation output")
             return out
 
         def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
-            flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=is_named)
+            flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=has_reduction)
             flat = [_over_devices(x, local_rows, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
             flat = [(plan.output(x), is_mean) for x, is_mean in flat]
             return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
 
         specs = (jax.P(), plan.batch_spec)
-        means, arrays = forward(outputs, on_device, specs, parts, batch, plan)
+        means, arrays = evaluate_on_devices(outputs, on_device, specs, parts, batch, plan)
         tree, are_means = form
         means, arrays = iter(means), iter(arrays)
         return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])
@@ -75,7 +75,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     return eval_step
 
 
-def forward(
+def evaluate_on_devices(
     fun: Callable[..., Any],
     on_device: Callable[..., Any],
     out_specs: Any,
@@ -90,12 +90,12 @@ def forward(
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
-    layouts = extra_layouts(parts.non_trainable, plan)
+    layouts = non_trainable_layouts(parts.non_trainable, plan)
     non_trainable, non_trainable_structure = jax.tree.flatten(
-        in_storage(parts.non_trainable, layouts, plan)
+        to_storage(parts.non_trainable, layouts, plan)
     )
     places = [*stored, *jax.tree.leaves(layouts)]
-    uses = [*uses_of(stored, stored), *extra_uses(layouts)]
+    uses = [*uses_of(stored, stored), *non_trainable_uses(layouts)]
 
     def with_leaves(leaves: list[jax.Array], examples: Any) -> Any:
         params = jax.tree.unflatten(structure, leaves[: len(stored)])
@@ -138,8 +138,8 @@ def forward(
 def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
     """One output of one device as a part of the global one, and whether it is a mean."""
     axes = plan.group.axes
-    if is_named(x):
-        return over_devices(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True
+    if has_reduction(x):
+        return reduce_sums(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True
     if not is_numeric(x):
         raise GShardError(f"an evaluation output is {shown(x)}: return numbers and arrays.")
     x = jnp.asarray(x)

@@ -16,16 +16,21 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
-from gshard.data.batch import check_leaves, check_rows
+from gshard.data.batch import check_examples, check_leaves
 from gshard.sharding.budget import accumulation
 from gshard.sharding.plan import Plan, all_replicated
-from gshard.train.comm.collectives import agree, largest, reduce_scalar
-from gshard.train.comm.reduce import accumulating, held_apart, reduce, reduced_specs
+from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
+from gshard.train.comm.reduce import (
+    accumulation_layouts,
+    reduce,
+    reduce_micro_batch,
+    reduce_out_specs,
+)
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import typed_key
-from gshard.train.microbatch import MicroBatch, over_micro_batches, total_weight
-from gshard.train.non_trainable import extra_layouts, in_storage, pinned
-from gshard.train.options import Options
+from gshard.train.microbatch import MicroBatchLoss, sum_over_micro_batches, total_weight
+from gshard.train.non_trainable import non_trainable_layouts, pin_updates, to_storage
+from gshard.train.options import StepOptions
 from gshard.train_state import OVERWRITTEN, Components, PureLoss
 
 
@@ -56,13 +61,13 @@ class Gradients:
         return jnp.isfinite(self.norm)
 
 
-def gradients(
+def compute_gradients(
     loss: PureLoss,
     parts: Components,
     batch: Any,
     rng: Any,
     plan: Plan,
-    options: Options,
+    options: StepOptions,
     scale: jax.Array | None = None,
 ) -> Gradients:
     """The gradient of the mean loss over the rows of the global batch.
@@ -82,19 +87,19 @@ def gradients(
         return reduce(own, plan, how, options, order, scale)
 
     (grads, value, aux, weight, norm), updates = _on_devices(
-        reduced, reduced_specs(plan), loss, parts, batch, rng, plan, options, how, scale
+        reduced, reduce_out_specs(plan), loss, parts, batch, rng, plan, options, how, scale
     )
     grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
     return Gradients(grads, value, aux, weight, norm, updates)
 
 
-def unreduced_gradients(
+def compute_local_gradients(
     loss: PureLoss,
     parts: Components,
     batch: Any,
     rng: Any,
     plan: Plan,
-    options: Options,
+    options: StepOptions,
     own_non_trainable: dict[str, Any] | None = None,
 ) -> tuple[LocalGradients, dict[str, Any]]:
     """Every device's own sums over its rows, and extras that the loss changed; args as above.
@@ -133,7 +138,7 @@ def _on_devices(
     batch: Any,
     rng: Any,
     plan: Plan,
-    options: Options,
+    options: StepOptions,
     accumulate: str,
     scale: jax.Array | None = None,
     own_non_trainable: dict[str, Any] | None = None,
@@ -146,10 +151,12 @@ def _on_devices(
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     apart = own_non_trainable or {}
-    layouts = extra_layouts({k: x for k, x in parts.non_trainable.items() if k not in apart}, plan)
+    layouts = non_trainable_layouts(
+        {k: x for k, x in parts.non_trainable.items() if k not in apart}, plan
+    )
     own_layouts = {name: all_replicated(tree, plan.group) for name, tree in apart.items()}
     check_leaves(batch)  # in the user's own loop it need not come from shard_batch
-    check_rows(batch, plan.group.devices, options.micro_batches)
+    check_examples(batch, plan.group.devices, options.micro_batches)
     _check_dtypes(parts.params, plan)
 
     def on_device(
@@ -158,16 +165,16 @@ def _on_devices(
         rng, step = keys
         apart = jax.tree.map(lambda x: x[0], apart)
         non_trainable = {**non_trainable, **apart}
-        targets = accumulating(plan, accumulate)
+        targets = accumulation_layouts(plan, accumulate)
 
-        def make(scale: jax.Array | None) -> MicroBatch:
-            return MicroBatch(loss, structure, stored, targets, plan, options, scale, step)
+        def make(scale: jax.Array | None) -> MicroBatchLoss:
+            return MicroBatchLoss(loss, structure, stored, targets, plan, options, scale, step)
 
         everywhere = {**layouts, **own_layouts}
         given = (leaves, non_trainable, everywhere, batch, rng, options.micro_batches)
 
         def finish(grads: list[jax.Array]) -> list[jax.Array]:
-            return held_apart(grads, plan, accumulate, options)
+            return reduce_micro_batch(grads, plan, accumulate, options)
 
         if (
             OVERWRITTEN in non_trainable
@@ -175,13 +182,16 @@ def _on_devices(
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
             scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
         one = make(scale)
-        total = over_micro_batches(one, *given, finish)
+        total = sum_over_micro_batches(one, *given, finish)
         own = (total.grads, total.loss, total.weight, total.aux)
         if own_non_trainable is not None:
             changed = {**apart, **total.updates}
             return end(own, one.order, scale), jax.tree.map(lambda x: x[None], changed)
-        updates = agree(total.updates, plan.group, options.sync_buffers)
-        return end(own, one.order, scale), {**updates, **largest(total.overwritten, plan.group)}
+        updates = mean_over_devices(total.updates, plan.group, options.sync_buffers)
+        return end(own, one.order, scale), {
+            **updates,
+            **max_over_devices(total.overwritten, plan.group),
+        }
 
     rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(
@@ -203,13 +213,13 @@ def _on_devices(
         mapped = jax.jit(mapped)
     found, updates = mapped(
         jax.tree.leaves(parts.params),
-        in_storage({name: parts.non_trainable[name] for name in layouts}, layouts, plan),
+        to_storage({name: parts.non_trainable[name] for name in layouts}, layouts, plan),
         apart,
         batch,
         (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
         scale,
     )
-    return found, pinned(updates, plan) if own_non_trainable is None else updates
+    return found, pin_updates(updates, plan) if own_non_trainable is None else updates
 
 
 def _may_be_keys(non_trainable: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.validation import shown
-from gshard.train.aux_metrics import added
+from gshard.train.aux_metrics import add_sums
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ class LocalGradients:
         if jax.tree.structure(other) != jax.tree.structure(self):
             self._refuse(f"others ({other.accumulate})")
         bare = [dataclasses.replace(x, aux=None) for x in (self, other)]
-        return dataclasses.replace(jax.tree.map(jnp.add, *bare), aux=added(self.aux, other.aux))
+        return dataclasses.replace(jax.tree.map(jnp.add, *bare), aux=add_sums(self.aux, other.aux))
 
     def __radd__(self, other: Any) -> LocalGradients:
         """`sum([...])` begins with 0."""

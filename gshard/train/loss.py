@@ -51,13 +51,13 @@ class Reduced:
 
 
 @dataclass(frozen=True)
-class LossForm:
+class NormalizedLoss:
     """Calls a pure loss and brings what it returned into `(sum, (weight, aux, updates))`."""
 
     loss: PureLoss
     structure: Any
     has_aux: bool
-    by_rows: bool  # a plain loss weighs as much as the rows it is the mean of, else 1
+    by_examples: bool  # a plain loss weighs as much as the rows it is the mean of, else 1
 
     def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
         """Takes whole parameter leaves and one device's rows; the loss comes back as float32."""
@@ -93,7 +93,7 @@ class LossForm:
         if not jnp.issubdtype(jnp.result_type(out.sum), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(out.sum)}.")
         _check_aux(aux, batch)
-        if plain and self.by_rows:
+        if plain and self.by_examples:
             rows = _rows(batch)
             out = Weighted(jnp.asarray(out.sum, jnp.float32) * rows, rows)
         weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
@@ -140,7 +140,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def is_named(x: Any) -> bool:
+def has_reduction(x: Any) -> bool:
     """Whether this says itself how it is reduced, for `is_leaf=`."""
     return isinstance(x, (Weighted, Reduced))
 
@@ -152,14 +152,14 @@ def is_numeric(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
 
 
-def check_reduced(tree: Any, batch: Any, what: str) -> None:
+def check_reductions(tree: Any, batch: Any, what: str) -> None:
     """Refuses every `Reduced` of a tree that cannot be; `what` begins the message.
 
     Raises:
       GShardError: names its path.
     """
     rows = _rows(batch)
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named)
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_reduction)
     for keys, x in pairs:
         if not isinstance(x, Reduced):
             continue
@@ -202,8 +202,8 @@ def _rows(batch: Any) -> int:
 
 def _check_aux(aux: Any, batch: Any) -> None:
     """Aux is averaged over devices and micro-batches, or says how else; it must mean something."""
-    check_reduced(aux, batch, "aux")
-    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=is_named)
+    check_reductions(aux, batch, "aux")
+    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=has_reduction)
     for keys, x in pairs:
         path = path_of(keys)
         if isinstance(x, Reduced):

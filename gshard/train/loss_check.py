@@ -33,7 +33,7 @@ from gshard._util.jaxpr import (
 )
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import group_index, reduce_scalar
-from gshard.train.eval_step import forward
+from gshard.train.eval_step import evaluate_on_devices
 from gshard.train.loss import Weighted
 from gshard.train_state import Components, PureLoss
 
@@ -125,7 +125,9 @@ def check_mean(
     try:
         with warnings.catch_warnings():  # the step itself says what there is to say
             warnings.simplefilter("ignore")
-            run = jax.jit(partial(forward, without_draws, on_device, jax.P(), plan=plan))
+            run = jax.jit(
+                partial(evaluate_on_devices, without_draws, on_device, jax.P(), plan=plan)
+            )
             traced = run.trace(parts, batch)
     except Exception:  # no such batch for this loss, or the step will say what is wrong
         return

@@ -14,25 +14,25 @@ from gshard._util.pytree import flatten
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, all_replicated
-from gshard.train.aux_metrics import added, as_sums, nothing
+from gshard.train.aux_metrics import add_sums, as_sums, neutral_sums
+from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index
-from gshard.train.comm.memory_layout import as_it_came
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import uses_of
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.regather import gathered
-from gshard.train.loss import LossForm, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
-from gshard.train.non_trainable import all_gathered, apart, extra_uses
+from gshard.train.loss import NormalizedLoss, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
+from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.random_keys import DEVICE, Draws, draws_of
 from gshard.train_state import OVERWRITTEN, PureLoss
 
 if TYPE_CHECKING:
-    from gshard.train.options import Options
+    from gshard.train.options import StepOptions
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Total:
+class MicroBatchSums:
     """Sums over the rows seen so far on one device.
 
     `updates` are the latest; `overwritten` are the largest.
@@ -46,7 +46,7 @@ class Total:
     overwritten: dict[str, Any]
 
 
-class MicroBatch:
+class MicroBatchLoss:
     """The loss and gradient of one micro-batch on one device, as sums.
 
     Attributes:
@@ -60,12 +60,12 @@ class MicroBatch:
         stored: Sequence[Layout],
         targets: Sequence[Layout],
         plan: Plan,
-        options: Options,
+        options: StepOptions,
         scale: jax.Array | None,
         step: jax.Array | None = None,
     ):
         self.step, self.warned, self.raw_keys = step, False, set()
-        self.form = LossForm(loss, structure, options.has_aux, options.by_rows)
+        self.form = NormalizedLoss(loss, structure, options.has_aux, options.by_examples)
         self.group = plan.group
         self.axes = plan.group.axes
         self.device = group_index(self.axes)
@@ -84,7 +84,7 @@ class MicroBatch:
         batch: Any,
         rng: Any,
         i: Any,
-    ) -> Total:
+    ) -> MicroBatchSums:
         """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
         with self._scope() as scope:
             at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
@@ -94,7 +94,7 @@ class MicroBatch:
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
         refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
-        return Total(grads, loss, weight, as_sums(aux, weight), updates, new)
+        return MicroBatchSums(grads, loss, weight, as_sums(aux, weight), updates, new)
 
     def weight(
         self,
@@ -127,7 +127,7 @@ class MicroBatch:
         rng, non_trainable = fold_keys((rng, non_trainable), self.device, i)
         batch = fold_scalar_keys(batch, self.device, i)
         more, structure = jax.tree.flatten(non_trainable)
-        of_non_trainable = extra_uses(layouts, self.reshard)
+        of_non_trainable = non_trainable_uses(layouts, self.reshard)
         uses = [*self.uses, *of_non_trainable]
         more_taps = [
             x if u is None else u.tap() for x, u in zip(more, of_non_trainable, strict=True)
@@ -217,8 +217,8 @@ class MicroBatch:
         return inputs
 
 
-def over_micro_batches(
-    one: MicroBatch,
+def sum_over_micro_batches(
+    one: MicroBatchLoss,
     leaves: list[jax.Array],
     non_trainable: dict[str, Any],
     layouts: dict[str, Any],
@@ -226,7 +226,7 @@ def over_micro_batches(
     rng: Any,
     k: int,
     finish: Callable[[list[jax.Array]], list[jax.Array]],
-) -> Total:
+) -> MicroBatchSums:
     """The sum of `one` over k slices of this device's rows, one after the other.
 
     Of several slices, `finish` makes of each one's gradients what is added up.
@@ -237,24 +237,28 @@ def over_micro_batches(
     first = micro_batch([x[0] for x in rows])
     shapes = jax.eval_shape(lambda: one(leaves, non_trainable, layouts, first, rng, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    changing = {name: all_gathered(non_trainable[name], layouts[name]) for name in shapes.updates}
+    changing = {
+        name: all_gather_tree(non_trainable[name], layouts[name]) for name in shapes.updates
+    }
     now_whole = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
     layouts = {**layouts, **now_whole}
-    divided, non_trainable_with = apart(non_trainable, layouts)
+    divided, non_trainable_with = split_sharded(non_trainable, layouts)
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
-    start = Total(zeros.grads, zeros.loss, zeros.weight, nothing(shapes.aux), changing, least)
+    start = MicroBatchSums(
+        zeros.grads, zeros.loss, zeros.weight, neutral_sums(shapes.aux), changing, least
+    )
 
-    def body(total: Total, x: Any) -> tuple[Total, None]:
+    def body(total: MicroBatchSums, x: Any) -> tuple[MicroBatchSums, None]:
         # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        leaves_now = _wholes_as_they_came(leaves_now, one.stored)
-        now = {**_wholes_as_they_came(non_trainable_with(parts_now), layouts), **total.updates}
+        leaves_now = _keep_dimension_orders(leaves_now, one.stored)
+        now = {**_keep_dimension_orders(non_trainable_with(parts_now), layouts), **total.updates}
         new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
-        return Total(
+        return MicroBatchSums(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
             total.weight + new.weight,
-            added(total.aux, new.aux),
+            add_sums(total.aux, new.aux),
             new.updates,
             jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None
@@ -263,7 +267,7 @@ def over_micro_batches(
 
 
 def total_weight(
-    one: MicroBatch,
+    one: MicroBatchLoss,
     leaves: list[jax.Array],
     non_trainable: dict[str, Any],
     layouts: dict[str, Any],
@@ -281,14 +285,14 @@ def total_weight(
     return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
 
 
-def _wholes_as_they_came(tree: Any, layouts: Any) -> Any:
+def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
     """Of a table that is looked up, and is the head too, XLA would hold two orders.
 
     Of parts a copy is small, and what is gathered of them has the order that is wanted.
     """
 
     def held(x: jax.Array, layout: Layout) -> jax.Array:
-        return as_it_came(x, layout.group) if layout.dim is None else x
+        return keep_dimension_order(x, layout.group) if layout.dim is None else x
 
     return jax.tree.map(held, tree, layouts)
 

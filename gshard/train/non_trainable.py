@@ -21,7 +21,7 @@ from gshard.train_state import FROZEN
 PURPOSE = "non_trainable"  # what their gathers are counted as
 
 
-def extra_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The layouts of extras, by name; those that the plan does not know are whole.
 
     Raises:
@@ -36,7 +36,7 @@ def extra_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def in_storage(
+def to_storage(
     non_trainable: dict[str, Any], layouts: dict[str, Any], plan: Plan
 ) -> dict[str, Any]:
     """Extras in storage shapes; frozen parameters in the dtype that they are computed with."""
@@ -54,7 +54,7 @@ def in_storage(
     return stored
 
 
-def pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """Extras that the loss changed, where the plan wants them."""
     return {
         name: plan.pin(tree, plan.non_trainable[name]) if name in plan.non_trainable else tree
@@ -62,13 +62,13 @@ def pinned(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def extra_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
+def non_trainable_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
     """One per leaf; None for a whole one. `reshard` as in `Use`."""
     found = jax.tree.leaves(layouts)
     return uses_of(found, found, PURPOSE, reshard=reshard)
 
 
-def apart(
+def split_sharded(
     non_trainable: dict[str, Any], layouts: dict[str, Any]
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[str, Any]]]:
     """The divided leaves, and a function that puts others in their place."""
@@ -84,7 +84,7 @@ def apart(
     return [leaves[i] for i in places], put
 
 
-def all_gathered(tree: Any, layouts: Any) -> Any:
+def all_gather_tree(tree: Any, layouts: Any) -> Any:
     """One extra made whole, for a loss that changes it."""
     leaves, structure = jax.tree.flatten(tree)
     places = jax.tree.leaves(layouts)

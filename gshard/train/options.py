@@ -12,10 +12,11 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """How gradients are made; the same names as in `make_train_step`.
 
-    `by_rows`: what is not `Weighted` weighs as much as its rows, since other calls may have more.
+    `by_examples`: a loss that is not `Weighted` weighs as much as its number of examples, since
+    other calls may have another number.
     """
 
     has_aux: bool = False
@@ -25,7 +26,7 @@ class Options:
     sync_buffers: bool = False
     reshard_after_forward: bool | int = True
     prefetch: bool = True
-    by_rows: bool = False
+    by_examples: bool = False
     end_bucket_size: int = END_BUCKET_SIZE
 
     def __post_init__(self) -> None:
@@ -35,7 +36,7 @@ class Options:
         check_integer("end_bucket_size", self.end_bucket_size, 1, " of elements")
 
 
-def check_options(plan: Plan, options: Options, sync: bool = True) -> None:
+def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     """Refuses options that this plan cannot follow, and names one that changes nothing."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)

@@ -20,7 +20,7 @@ from gshard.train.optim.optimizer import keep_unless
 from gshard.train_state import Components
 
 
-def after_update(
+def apply_post_update(
     fn: Callable[..., Any], parts: Components, static: Any, plan: Plan, updates: jax.Array
 ) -> Components:
     """The parts that `fn` makes of those after the update; where `updates` is false, as they were.

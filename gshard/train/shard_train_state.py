@@ -119,7 +119,7 @@ def shard_train_state(
     elif isinstance(mesh, AbstractMesh) or _is_abstract(given):
         return plan.abstract_state(), plan
     else:
-        parts = _place_all(plan.with_master(kind.split(given)), plan)
+        parts = shard_leaves(plan.with_master(kind.split(given)), plan)
     static = kind.split(template).static
     parts = dataclasses.replace(parts, static=static)
     return kind.merge(parts, given, plan.optimizer), plan
@@ -144,16 +144,17 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
     return jax.jit(make, out_shardings=plan.shardings).lower()
 
 
-def _place_all(parts: Components, plan: Plan) -> Components:
+def shard_leaves(parts: Components, plan: Plan) -> Components:
+    """A copy of every leaf, in the layout that the plan gives it."""
     layouts = plan.layouts
     leaves = [
-        place(x, layout, plan)
+        shard_leaf(x, layout, plan)
         for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(layouts), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(layouts), leaves)
 
 
-def place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
+def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     """A real copy of one leaf in its layout.
 
     `device_put` would share the caller's buffer, and donating the result would delete it.
@@ -161,7 +162,7 @@ def place(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     if jnp.issubdtype(layout.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
         whole = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
-        return jax.random.wrap_key_data(place(data, whole, plan), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(shard_leaf(data, whole, plan), impl=jax.random.key_impl(x))
     sharding = plan.sharding(layout)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
 

@@ -10,17 +10,17 @@ import jax
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, flag, names_of, shown
-from gshard.data.batch import check_rows, shard_batch
+from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.budget import Budget, budget
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
 from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.gradients import gradients
+from gshard.train.gradients import compute_gradients
 from gshard.train.loss import fold_keys, typed_key
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
-from gshard.train.options import Options, check_options
-from gshard.train.post_update import after_update
+from gshard.train.options import StepOptions, check_options
+from gshard.train.post_update import apply_post_update
 from gshard.train_state import Components
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch
@@ -108,7 +108,7 @@ def make_train_step(
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
     plan.kind.check_step(plan.template)
-    options = Options(
+    options = StepOptions(
         has_aux,
         micro_batches,
         accumulate,
@@ -157,7 +157,7 @@ class TrainStep:
         rng: jax.Array | None,
         scaler: GradScaler | None,
         max_bad_steps: int | None,
-        options: Options,
+        options: StepOptions,
         post_update: Callable[..., Any] | None,
         donate: bool,
         check_loss: bool,
@@ -221,7 +221,7 @@ class TrainStep:
     def _place(self, batch: Any) -> Any:
         """The global batch; its rows are checked here, before anything is compiled."""
         batch = shard_batch(batch, self.plan)
-        check_rows(batch, self.plan.group.devices, self.options.micro_batches)
+        check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
     def _run_leaves(
@@ -242,7 +242,7 @@ class TrainStep:
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
         before: ShardedOptState = parts.opt_state
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        result = gradients(loss, now, batch, rng, self.plan, self.options, scale)
+        result = compute_gradients(loss, now, batch, rng, self.plan, self.options, scale)
         updates = result.finite & (result.weight != 0)
         params, opt_state = update_and_all_gather(
             self.plan,
@@ -277,7 +277,7 @@ class TrainStep:
             {**parts.non_trainable, **keep_unless(updates, result.updates, non_trainable)},
         )
         if self._post_update is not None:
-            new = after_update(self._post_update, new, parts.static, self.plan, updates)
+            new = apply_post_update(self._post_update, new, parts.static, self.plan, updates)
         return new, metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:

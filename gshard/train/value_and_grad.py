@@ -14,12 +14,12 @@ from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.comm.collectives import agree
-from gshard.train.comm.reduce import accumulating, reduce, reduced_specs
-from gshard.train.gradients import Gradients, gradients, unreduced_gradients
+from gshard.train.comm.collectives import mean_over_devices
+from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
+from gshard.train.gradients import Gradients, compute_gradients, compute_local_gradients
 from gshard.train.local_gradients import LocalGradients
-from gshard.train.non_trainable import pinned
-from gshard.train.options import Options, check_options
+from gshard.train.non_trainable import pin_updates
+from gshard.train.options import StepOptions, check_options
 from gshard.train_state import OVERWRITTEN
 
 
@@ -74,7 +74,7 @@ def value_and_grad(
             "parameter (params['_overwrite_with_gradient'], fp8 statistics) do not. Take the "
             "batches of one step in one call, with micro_batches=."
         )
-    options = Options(
+    options = StepOptions(
         has_aux,
         micro_batches,
         accumulate,
@@ -82,7 +82,7 @@ def value_and_grad(
         sync_buffers,
         reshard_after_forward,
         prefetch,
-        by_rows=not sync,
+        by_examples=not sync,
         end_bucket_size=end_bucket_size,
     )
     check_options(plan, options, sync)
@@ -92,11 +92,11 @@ def value_and_grad(
         parts = plan.kind.split_target(target, collections)
         loss = plan.kind.loss(loss_fn, names, parts.static)
         if sync:
-            result = gradients(loss, parts, batch, rng, plan, options)
+            result = compute_gradients(loss, parts, batch, rng, plan, options)
             grads = plan.kind.gradients(result.grads, target, result.updates)
             updates = plan.kind.absorb(target, parts, result.updates)
             return _value(result.loss, (result.aux, has_aux), (updates, bool(names))), grads
-        sums, updates = unreduced_gradients(loss, parts, batch, rng, plan, options)
+        sums, updates = compute_local_gradients(loss, parts, batch, rng, plan, options)
         updates = plan.kind.absorb(target, parts, updates)
         losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
         value = _value(losses, (updates, bool(names)))
@@ -134,8 +134,8 @@ def reduce_gradients(
             f"reduce_gradients was called with {shown(unreduced)}. Pass the gradients of "
             "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
         )
-    options = Options(bucket_size=bucket_size, end_bucket_size=end_bucket_size)
-    result = end_reduction(unreduced, plan, options)
+    options = StepOptions(bucket_size=bucket_size, end_bucket_size=end_bucket_size)
+    result = finish_reduction(unreduced, plan, options)
     return _value(result.loss, (result.aux, unreduced.aux is not None)), result.grads
 
 
@@ -145,9 +145,9 @@ def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
     return (loss, asked[0] if len(asked) == 1 else asked) if asked else loss
 
 
-def end_reduction(sums: LocalGradients, plan: Plan, options: Options) -> Gradients:
-    """What `gradients` returns, from sums over one call or several."""
-    targets = accumulating(plan, sums.accumulate)
+def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> Gradients:
+    """What `compute_gradients` returns, from sums over one call or several."""
+    targets = accumulation_layouts(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
     for x, target in zip(leaves, targets, strict=True):
@@ -162,17 +162,17 @@ def end_reduction(sums: LocalGradients, plan: Plan, options: Options) -> Gradien
         return reduce(own, plan, sums.accumulate, options, list(range(len(leaves))))
 
     given = (leaves, sums.loss, sums.weight, sums.aux)
-    grads, value, aux, weight, norm = _on_devices(end, given, reduced_specs(plan), plan)
+    grads, value, aux, weight, norm = _on_devices(end, given, reduce_out_specs(plan), plan)
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 
-def end_non_trainable(own: dict[str, Any], plan: Plan, options: Options) -> dict[str, Any]:
+def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) -> dict[str, Any]:
     """One value for all devices of extras of which each has its own, in storage."""
 
     def end(own: Any) -> Any:
-        return agree(own, plan.group, options.sync_buffers)
+        return mean_over_devices(own, plan.group, options.sync_buffers)
 
-    return pinned(_on_devices(end, own, jax.P(), plan), plan)
+    return pin_updates(_on_devices(end, own, jax.P(), plan), plan)
 
 
 def _on_devices(end: Callable[[Any], Any], given: Any, out_specs: Any, plan: Plan) -> Any:

@@ -14,12 +14,12 @@ from flax import nnx
 
 from gshard._util.errors import GShardError
 from gshard.sharding.plan import Plan
-from gshard.train.gradients import unreduced_gradients
+from gshard.train.gradients import compute_local_gradients
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import Weighted
 from gshard.train.optim.optimizer import keep_unless
-from gshard.train.options import Options
-from gshard.train.value_and_grad import end_non_trainable, reduce_gradients, value_and_grad
+from gshard.train.options import StepOptions
+from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 
@@ -151,8 +151,8 @@ class Phases:
     def settle(self, model: nnx.Module, buffers: dict[str, Any]) -> None:
         """Writes one value for all devices of buffers of which each has its own."""
         parts = self.plan.kind.split_target(model, {})
-        options = Options(**self.options)
-        self.plan.kind.absorb(model, parts, end_non_trainable(buffers, self.plan, options))
+        options = StepOptions(**self.options)
+        self.plan.kind.absorb(model, parts, mean_non_trainable(buffers, self.plan, options))
 
     def _own(
         self,
@@ -176,10 +176,10 @@ class Phases:
                 )
             return loss
 
-        plan, options = self.plan, Options(accumulate="local", by_rows=True, **self.options)
+        plan, options = self.plan, StepOptions(accumulate="local", by_examples=True, **self.options)
         parts = plan.kind.split_target(model, {})
         loss = plan.kind.loss(plain, (), parts.static)
-        sums, changed = unreduced_gradients(loss, parts, batch, None, plan, options, buffers)
+        sums, changed = compute_local_gradients(loss, parts, batch, None, plan, options, buffers)
         if buffers is None:
             plan.kind.absorb(model, parts, changed)
 

@@ -149,11 +149,14 @@ def test_what_a_failed_save_still_writes_is_in_no_step(tmp_path):
             checkpointer.wait()
         late = threading.Thread(target=write)
         late.start()
-        checkpointer.save(1, state)
-        checkpointer.wait()
-        stop.set()
-        late.join()
+        try:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+        finally:
+            stop.set()
+            late.join()
         assert_there(checkpointer, 1)
+    assert not list((tmp_path / "steps" / "1").rglob("late"))
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "restore", "delete", "close"])

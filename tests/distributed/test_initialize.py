@@ -123,7 +123,7 @@ def test_a_cluster_that_is_not_detected_is_no_reason_to_train_alone(tmp_path):
     assert_all_well(ended)
     for end, variable in zip(ended, ("OMPI_COMM_WORLD_SIZE=2", "PMI_SIZE=4"), strict=True):
         assert f"{variable} says that this process is one of several" in end.said
-        assert "coordinator, num_processes and process_id" in end.said
+        assert "coordinator_address, num_processes and process_id" in end.said
 
 
 # ---- arguments, variables, detection -------------------------------------------------------------
@@ -171,6 +171,7 @@ def test_arguments_before_variables_before_a_cluster(tmp_path):
 # ---- what cannot be: refused before JAX is asked -------------------------------------------------
 
 HERE = "127.0.0.1:29500"
+FIRST_OF_TWO = {"coordinator_address": HERE, "num_processes": 2, "process_id": 0}
 
 
 @pytest.mark.parametrize(
@@ -178,24 +179,27 @@ HERE = "127.0.0.1:29500"
     [
         ({"process_id": 1}, "num_processes is missing beside {'process_id': 1}"),
         ({"num_processes": 2}, "process_id is missing beside {'num_processes': 2}"),
-        ({"coordinator": HERE}, "num_processes is missing beside {'coordinator': '127"),
-        ({"num_processes": 2, "process_id": 1}, "coordinator is missing: with 2 processes"),
+        ({"coordinator_address": HERE}, "num_processes is missing beside {'coordinator_"),
+        ({"num_processes": 2, "process_id": 1}, "coordinator_address is missing: with 2 pro"),
         ({"num_processes": 2, "process_id": 2}, "process_id=2 is not a rank of num_processes=2"),
         ({"num_processes": 2, "process_id": -1}, "process_id=-1"),
         ({"num_processes": 0, "process_id": 0}, "num_processes=0"),
         ({"num_processes": "2", "process_id": 0}, "num_processes='2'"),
         ({"num_processes": 2, "process_id": True}, "process_id=True"),
-        ({"start_timeout": 0}, "start_timeout=0"),
-        ({"start_timeout": 0.5}, "start_timeout=0.5"),
-        ({"heartbeat_timeout": -3}, "heartbeat_timeout=-3"),
-        ({"heartbeat_timout": 3}, "no argument 'heartbeat_timout'. Did you mean 'heartbeat_timeo"),
+        ({"initialization_timeout": 0}, "initialization_timeout=0"),
+        ({"initialization_timeout": 0.5}, "initialization_timeout=0.5"),
+        ({"heartbeat_timeout_seconds": -3}, "heartbeat_timeout_seconds=-3"),
+        ({"heartbeat_timeout": 3}, "Did you mean 'heartbeat_timeout_seconds'?"),
         *(
-            ({"coordinator": bad, "num_processes": 2, "process_id": 0}, f"coordinator={bad!r}")
+            (
+                FIRST_OF_TWO | {"coordinator_address": bad},
+                f"coordinator_address={bad!r}",
+            )
             for bad in ("somewhere", ":1", "host:", "host:-1", "host:0", "host:65536", "h:1x", 5)
         ),
         (
-            {"coordinator": HERE, "num_processes": 2, "process_id": 0, "bind_address": "x"},
-            "bind_address='x' must be 'host:port'",
+            FIRST_OF_TWO | {"coordinator_bind_address": "x"},
+            "coordinator_bind_address='x' must be 'host:port'",
         ),
     ],
     ids=str,
@@ -234,7 +238,7 @@ def test_jax_has_started(monkeypatch):
     for name in variables("", 0, 0):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(gshard.CallOrderError, match="JAX has already started in process 1. Call"):
-        gshard.distributed.initialize(HERE, 2, 1, start_timeout=1)
+        gshard.distributed.initialize(HERE, 2, 1, initialization_timeout=1)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(gshard.CallOrderError, match="started, and SLURM_STEP_NUM_TASKS=2 says"):
         gshard.distributed.initialize()
@@ -257,7 +261,7 @@ def all_are_at(place):
 def attempt(name, *place):
     began = time.monotonic()
     try:
-        gshard.distributed.initialize(addresses[name], *place, start_timeout=3)
+        gshard.distributed.initialize(addresses[name], *place, initialization_timeout=3)
     except gshard.GShardError as error:
         said[name] = type(error).__name__, str(error), time.monotonic() - began
 
@@ -278,7 +282,7 @@ if number == 2:
     attempt("not here", 2, 0)
 all_are_at("end")
 # None of that has left anything behind.
-gshard.distributed.initialize(addresses["end"], 3, number, start_timeout=60)
+gshard.distributed.initialize(addresses["end"], 3, number, initialization_timeout=60)
 gshard.distributed.barrier()
 rank, count = gshard.distributed.process_index(), gshard.distributed.process_count()
 print("SAID", json.dumps([rank, count, said]))

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from gshard._util.errors import GShardError
 from gshard.cli.doctor.check import Check
 from gshard.distributed import env_vars
-from gshard.distributed.env_vars import Place
-from gshard.distributed.initialize import complete
+from gshard.distributed.env_vars import JobPosition
+from gshard.distributed.initialize import resolve_position
 from gshard.distributed.rendezvous import (
     LOOPBACK,
     Address,
@@ -76,7 +76,7 @@ def cluster(held: ExitStack) -> list[Check]:
       held: keeps the port of process 0 open, so that the others of the job reach it meanwhile.
     """
     try:
-        place = complete(Place(None, None, None))
+        place = resolve_position(JobPosition(None, None, None))
     except GShardError as error:
         mend = "set GSHARD_COORDINATOR, GSHARD_NUM_PROCESSES and GSHARD_PROCESS_ID, or none of them"
         return [Check("job", "fail", str(error), mend)]
@@ -85,7 +85,7 @@ def cluster(held: ExitStack) -> list[Check]:
     said = f"rank {place.process_id} of {place.num_processes}, by GSHARD_* variables"
     found = [Check("job", "ok", said)]
     if place.num_processes > 1:
-        at = address(place.coordinator, env_vars.COORDINATOR)
+        at = address(place.coordinator_address, env_vars.COORDINATOR)
         found.append(_own_port(at, held) if place.process_id == 0 else reached(at))
     return found
 

@@ -116,7 +116,7 @@ def _on_one_device(params: Any, tx: Any, batch: Any) -> dict[str, np.ndarray]:
 
 def gloo(patience: int) -> dict[str, Any]:
     """What two new processes, which have so many seconds to meet, find as the sum of 1 and 2."""
-    sums = spawn(_sum_over_processes, nprocs=2, virtual_devices=1, start_timeout=patience)
+    sums = spawn(_sum_over_processes, nprocs=2, virtual_devices=1, initialization_timeout=patience)
     return {"sums": sums}
 
 

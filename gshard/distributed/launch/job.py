@@ -117,13 +117,13 @@ class _Job:
 
     def _start(self, local: int) -> None:
         request, rank = self._request, self._request.rank(local)
-        told = env_vars.variables(
+        told = env_vars.process_variables(
             self._kept.address if self._kept else request.master or Address(LOOPBACK, 1),
             request.world_size,
             rank,
             local,
-            heartbeat_timeout=request.heartbeat_timeout,
-            start_timeout=request.start_timeout,
+            heartbeat_timeout_seconds=request.heartbeat_timeout,
+            initialization_timeout=request.start_timeout,
             restarts=self._restarts,
             port_is_kept=self._kept is not None,
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
-from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.rendezvous import Address, address, found_at, is_loopback
 
 _EXAMPLES = """examples:
@@ -85,8 +85,9 @@ def parser(program: str) -> argparse.ArgumentParser:
         "have so long to save and stop (default 30)")  # fmt: skip
     add("--heartbeat_timeout", type=int, default=HEARTBEAT_TIMEOUT, metavar="SECONDS",
         help=f"a silent process counts as dead (default {HEARTBEAT_TIMEOUT})")  # fmt: skip
-    add("--start_timeout", type=int, default=START_TIMEOUT, metavar="SECONDS",
-        help=f"all processes have so long to arrive (default {START_TIMEOUT})")  # fmt: skip
+    add("--start_timeout", type=int, default=INITIALIZATION_TIMEOUT, metavar="SECONDS",
+        help="all processes have so long to arrive "
+        f"(default {INITIALIZATION_TIMEOUT})")  # fmt: skip
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     return made
 

@@ -15,20 +15,18 @@ from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, 
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
-from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, START_TIMEOUT
+from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.child import run
 from gshard.distributed.launch.guardian import Guardian
 from gshard.distributed.launch.process_group import Spawned
 from gshard.distributed.rendezvous import Kept
 
 _ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
-_OPTIONS = {
-    "start_method": "spawn",
-    "devices": None,
-    "virtual_devices": None,
-    "heartbeat_timeout": HEARTBEAT_TIMEOUT,
-    "start_timeout": START_TIMEOUT,
+_TIMEOUTS = {
+    "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
+    "initialization_timeout": INITIALIZATION_TIMEOUT,
 }
+_OPTIONS = {"start_method": "spawn", "devices": None, "virtual_devices": None, **_TIMEOUTS}
 # As this process began, whatever another thread spawns meanwhile.
 _IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
@@ -56,8 +54,9 @@ def spawn(
       join: wait for all. False returns at once.
       daemon: the processes end when this one does.
       **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, divided over the
-        processes; `virtual_devices=2`: virtual CPU devices of each process; `heartbeat_timeout`,
-        `start_timeout` in seconds, as of `initialize`; `start_method="spawn"`, the only one.
+        processes; `virtual_devices=2`: virtual CPU devices of each process;
+        `heartbeat_timeout_seconds` and `initialization_timeout`, as of `initialize`;
+        `start_method="spawn"`, the only one.
 
     Returns:
       What the function returned, by rank, of any size; arrays of JAX come as NumPy's. With
@@ -86,7 +85,7 @@ def spawn(
         )
     count = _count(nprocs, devices, virtual)
     own = device_shares(count, devices, virtual)
-    timeouts = {name: chosen[name] for name in ("heartbeat_timeout", "start_timeout")}
+    timeouts = {name: chosen[name] for name in _TIMEOUTS}
     with _STARTING:
         spawned = _start(call, own, timeouts, daemon)
     if not join:
@@ -108,7 +107,7 @@ def _start(
     started = []
     try:
         for rank, variables in enumerate(own):
-            told = env_vars.variables(
+            told = env_vars.process_variables(
                 kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
             )
             (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
@@ -192,7 +191,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
             f"spawn(start_method={shown(chosen['start_method'])}): 'spawn' is the only way: JAX "
             "runs threads, which a forked process does not have."
         )
-    for name in ("heartbeat_timeout", "start_timeout"):
+    for name in _TIMEOUTS:
         check_integer(name, chosen[name], 1, " of seconds")
     return chosen
 

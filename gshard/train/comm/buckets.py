@@ -10,26 +10,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
 from gshard.sharding.layout import Layout
+from gshard.sharding.mesh import Group
 
 BUCKET_SIZE = 2**23  # elements of a bucket, by default
-MOST_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
-LAYER = 2**22  # elements of a layer from which on those of a stack are moved one by one
-LARGE = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
+MAX_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
+LARGE_LAYER = 2**22  # elements of a layer from which on those of a stack are moved one by one
+LARGE_LEAF = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
 # Between processes on CPU each collective waits for all of them, and longer ones are slower by far.
-LONGEST_OVER_GLOO = 2**19
+GLOO_BUCKET_SIZE = 2**19
 # Elements of the first and the last turn of several: the sooner the first can start, and the less
 # is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
 END_BUCKET_SIZE = 2**18
+# On TPU a narrow matrix rests transposed, and is padded in any other order; on CPU no second order
+# was seen. It is left out where it is not needed: `jax.export` refuses programs that have it.
+_ORDERED_PLATFORMS = ("gpu",)
 
 
-def buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
+def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
     """Groups neighbouring leaves of one kind into buckets of at most `bucket_size` elements.
 
-    A leaf of more than a quarter of that, or of more than `LARGE`, goes alone, without a copy. Over
-    several processes on CPU all leaves share buckets, of at most `LONGEST_OVER_GLOO` elements. 0
-    puts every leaf alone.
+    A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is communicated alone, so
+    that it is not copied. Between several processes on CPU all leaves share buckets, of at most
+    `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone.
 
     Args:
       sizes: elements of each whole leaf.
@@ -39,9 +45,9 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> lis
     Returns:
       Lists of indices, together every index once.
     """
-    alone = min(LARGE, bucket_size // 4)
-    if _over_gloo():
-        alone = bucket_size = min(LONGEST_OVER_GLOO, bucket_size)
+    alone = min(LARGE_LEAF, bucket_size // 4)
+    if _uses_gloo():
+        alone = bucket_size = min(GLOO_BUCKET_SIZE, bucket_size)
     found: list[list[int]] = []
     open_bucket: dict[Any, list[int]] = {}
     filled: dict[Any, int] = {}
@@ -50,7 +56,7 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> lis
             found.append([i])
             continue
         bucket = open_bucket.get(kind)
-        if bucket is None or filled[kind] + size > bucket_size or len(bucket) >= MOST_LEAVES:
+        if bucket is None or filled[kind] + size > bucket_size or len(bucket) >= MAX_LEAVES:
             bucket, filled[kind] = [], 0
             open_bucket[kind] = bucket
             found.append(bucket)
@@ -59,7 +65,7 @@ def buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> lis
     return found
 
 
-def turns(
+def ordered_buckets(
     sizes: Sequence[int], bucket_size: int, end_bucket_size: int = END_BUCKET_SIZE
 ) -> list[list[int]]:
     """Groups neighbouring leaves into turns that are reduced one after the other.
@@ -76,7 +82,7 @@ def turns(
     Returns:
       Lists of indices, together every index once.
     """
-    if not bucket_size or _over_gloo():
+    if not bucket_size or _uses_gloo():
         return [list(range(len(sizes)))]
     first, rest = _filled(sizes, range(len(sizes)), min(end_bucket_size, bucket_size))
     last, middle = _filled(sizes, rest[::-1], min(end_bucket_size, bucket_size))
@@ -101,12 +107,12 @@ def layer_size(layout: Layout) -> int:
     return math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
 
 
-def _over_gloo() -> bool:
+def _uses_gloo() -> bool:
     """Whether collectives go between processes on CPU."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
-def layers(paths: Sequence[str]) -> list[str]:
+def layer_names(paths: Sequence[str]) -> list[str]:
     """Of every path the layer of the model that it lies in, by the numbers in its keys.
 
     That is its shortest beginning that ends with a number, and of which there is another with
@@ -123,7 +129,7 @@ def layers(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def in_buckets(
+def map_in_buckets(
     leaves: Sequence[jax.Array],
     layouts: Sequence[Layout],
     bucket_size: int,
@@ -134,7 +140,7 @@ def in_buckets(
     divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
     kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
     out = list(leaves)
-    for bucket in buckets([layouts[i].stored_size for i in divided], kinds, bucket_size):
+    for bucket in assign_buckets([layouts[i].stored_size for i in divided], kinds, bucket_size):
         members = [divided[j] for j in bucket]
         if len(members) == 1:
             results = [alone(leaves[members[0]], layouts[members[0]])]
@@ -145,23 +151,41 @@ def in_buckets(
     return out
 
 
-def to_rows(x: jax.Array, layout: Layout, n: int) -> jax.Array:
+def pack(x: jax.Array, layout: Layout, n: int) -> jax.Array:
     """`(n, elements / n)`: row i holds what lies at place i of the divided dimension."""
     return jnp.moveaxis(x, layout.dim or 0, 0).reshape(n, -1)
 
 
-def from_rows(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
-    """The inverse of `to_rows` for `n` parts."""
+def unpack(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
+    """The inverse of `pack` for `n` parts."""
     dim = layout.dim or 0
     part = layout.shard_shape
     shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
     return jnp.moveaxis(rows.reshape(shape), 0, dim)
 
 
-def split_row(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Undoes a concatenation along dimension 1 of arrays as wide as `like`."""
     out, start = [], 0
     for x in like:
         out.append(lax.slice_in_dim(row, start, start + x.shape[1], axis=1))
         start += x.shape[1]
     return out
+
+
+def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
+    """An array with its first dimension outermost in memory, as a program for GPU is handed it.
+
+    For what a loop reads and does not change. XLA's layout assignment lets such an array have the
+    order that one use in the loop likes best, and copies all of it before the loop; with this the
+    use turns what it reads.
+
+    Args:
+      x: on one device of `group`.
+      group: on other platforms the array stays as it is, and beside axes of the user's own, over
+        which XLA:GPU would gather it for this. So do vectors, and keys of random numbers.
+    """
+    keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if group.platform not in _ORDERED_PLATFORMS or group.user or keys or x.ndim < 2:
+        return x
+    return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

@@ -21,14 +21,14 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group, Hop
 from gshard.train.comm.buckets import (
     BUCKET_SIZE,
-    LAYER,
-    buckets,
-    from_rows,
-    in_buckets,
+    LARGE_LAYER,
+    assign_buckets,
     layer_size,
-    split_row,
-    to_rows,
-    turns,
+    map_in_buckets,
+    ordered_buckets,
+    pack,
+    split_packed,
+    unpack,
 )
 
 
@@ -91,8 +91,8 @@ def gather_into(
             whole = lax.slice_in_dim(_all_gather(x, layout.group.hops, 0), 0, size)
             return lax.dynamic_update_index_in_dim(stack, whole, i, 0), None
 
-        turns = jnp.arange(stack.shape[0]), part.reshape(-1, *part.shape[dim:])
-        return [lax.scan(layer, stack, turns)[0].reshape(old.shape), part]
+        layers = jnp.arange(stack.shape[0]), part.reshape(-1, *part.shape[dim:])
+        return [lax.scan(layer, stack, layers)[0].reshape(old.shape), part]
 
     return _moved(layer_by_layer, [old, part], [layout, layout], purpose)[0]
 
@@ -115,12 +115,12 @@ def gather_bucket(
     places = [layout.local() for layout in layouts]
 
     def packed(parts: list[jax.Array]) -> list[jax.Array]:
-        rows = [to_rows(x, place, 1) for x, place in zip(parts, places, strict=True)]
+        rows = [pack(x, place, 1) for x, place in zip(parts, places, strict=True)]
         row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
         n = places[0].group.size
         return [
-            place.cut(from_rows(r, place, n))
-            for r, place in zip(split_row(row, rows), places, strict=True)
+            place.cut(unpack(r, place, n))
+            for r, place in zip(split_packed(row, rows), places, strict=True)
         ]
 
     return _moved(packed, parts, layouts, purpose)
@@ -132,10 +132,10 @@ def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> li
 
     def packed(wholes: list[jax.Array]) -> list[jax.Array]:
         n = places[0].group.size
-        rows = [to_rows(place.pad(x), place, n) for x, place in zip(wholes, places, strict=True)]
+        rows = [pack(place.pad(x), place, n) for x, place in zip(wholes, places, strict=True)]
         row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
         return [
-            from_rows(r, place, 1) for r, place in zip(split_row(row, rows), places, strict=True)
+            unpack(r, place, 1) for r, place in zip(split_packed(row, rows), places, strict=True)
         ]
 
     return _moved(packed, wholes, layouts, "scatter")
@@ -197,7 +197,7 @@ def scatter_leaves(
     wholes: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
 ) -> list[jax.Array]:
     """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
-    return in_buckets(wholes, layouts, bucket_size, scatter, scatter_bucket)
+    return map_in_buckets(wholes, layouts, bucket_size, scatter, scatter_bucket)
 
 
 def all_gather_updated(
@@ -218,19 +218,19 @@ def all_gather_updated(
     """
     out, rest = list(parts), []
     for i, layout in enumerate(layouts):
-        if into and layer_size(layout) >= LAYER:
+        if into and layer_size(layout) >= LARGE_LAYER:
             out[i] = gather_into(into[i], parts[i], layout, purpose)
         else:
             rest.append(i)
     alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
     some, places = [parts[i] for i in rest], [layouts[i] for i in rest]
-    found = in_buckets(some, places, bucket_size, alone, packed)
+    found = map_in_buckets(some, places, bucket_size, alone, packed)
     for i, x in zip(rest, found, strict=True):
         out[i] = x
     return out
 
 
-def from_owners(
+def broadcast_from_owners(
     leaves: Sequence[jax.Array], owners: Sequence[int], axes: Sequence[str]
 ) -> list[jax.Array]:
     """Every leaf as the device has it that owns it, one all-reduce each.
@@ -248,7 +248,7 @@ def from_owners(
         ]
 
 
-def rows_of_all(row: jax.Array, axes: Sequence[str]) -> jax.Array:
+def all_gather_vector(row: jax.Array, axes: Sequence[str]) -> jax.Array:
     """One row of each device along `axes`, `(devices, length)`."""
     with jax.named_scope("gshard/update"):
         return lax.all_gather(row, tuple(axes))
@@ -265,7 +265,7 @@ def reduce_leaves(
     return _reduced(leaves, axes, bucket_size, purpose, reduce, ())[0]
 
 
-def reduce_in_turns(
+def reduce_bucket_by_bucket(
     leaves: Sequence[jax.Array],
     axes: Sequence[str],
     bucket_size: int,
@@ -280,7 +280,7 @@ def reduce_in_turns(
       end_bucket_size: elements of the first turn and the last.
     """
     out, before = list(leaves), ()
-    for turn in turns([x.size for x in leaves], bucket_size, end_bucket_size):
+    for turn in ordered_buckets([x.size for x in leaves], bucket_size, end_bucket_size):
         chosen = [leaves[i] for i in turn]
         sums, before = _reduced(chosen, axes, bucket_size, "reduce", lax.psum, before)
         for i, x in zip(turn, sums, strict=True):
@@ -306,13 +306,13 @@ def _reduced(
         return results[-1]
 
     out, results = list(leaves), []
-    for bucket in buckets([x.size for x in leaves], [x.dtype for x in leaves], bucket_size):
+    for bucket in assign_buckets([x.size for x in leaves], [x.dtype for x in leaves], bucket_size):
         if len(bucket) == 1:
             out[bucket[0]] = total(leaves[bucket[0]])
             continue
         rows = [leaves[i].reshape(1, -1) for i in bucket]
         row = total(jnp.concatenate(rows, axis=1))
-        for i, r in zip(bucket, split_row(row, rows), strict=True):
+        for i, r in zip(bucket, split_packed(row, rows), strict=True):
             out[i] = r.reshape(leaves[i].shape)
     return out, results
 
@@ -354,7 +354,7 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = l
     return jnp.where(lax.pmax(jnp.isnan(x), axes), jnp.nan, found)
 
 
-def agree(tree: Any, group: Group, first: bool = False) -> Any:
+def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
     """One value of arrays that differ by device: inexact ones their mean, others the largest.
 
     With `first` the value of the first device.
@@ -378,7 +378,7 @@ def agree(tree: Any, group: Group, first: bool = False) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def largest(tree: Any, group: Group) -> Any:
+def max_over_devices(tree: Any, group: Group) -> Any:
     """The largest over the devices, entry by entry; NaN where one of them is."""
     leaves, structure = jax.tree.flatten(tree)
     if group.devices > 1:

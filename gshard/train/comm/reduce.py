@@ -13,33 +13,33 @@ import jax.numpy as jnp
 
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.train.aux_metrics import over_devices
+from gshard.train.aux_metrics import reduce_sums
 from gshard.train.comm.collectives import (
     on_user_axes,
-    reduce_in_turns,
+    reduce_bucket_by_bucket,
     reduce_scalar,
     scatter_leaves,
 )
 
 if TYPE_CHECKING:
-    from gshard.train.options import Options
+    from gshard.train.options import StepOptions
 
 
-def accumulating(plan: Plan, accumulate: str) -> list[Layout]:
+def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
     """How gradients lie while they accumulate."""
     reduced = jax.tree.leaves(plan.grads)
     return [layout.whole() for layout in reduced] if accumulate == "local" else reduced
 
 
-def held_apart(
-    grads: list[jax.Array], plan: Plan, accumulate: str, options: Options
+def reduce_micro_batch(
+    grads: list[jax.Array], plan: Plan, accumulate: str, options: StepOptions
 ) -> list[jax.Array]:
     """The gradients of one micro-batch of several, as they are added up.
 
     What was reduced is held apart from the sum: the compilers of TPU and GPU would add up first,
     and reduce whole gradients once, after the loop.
     """
-    targets = accumulating(plan, accumulate)
+    targets = accumulation_layouts(plan, accumulate)
     if accumulate == "sync":
         grads = _sum_over_devices(grads, targets, plan, options, range(len(grads)))
     return [
@@ -48,7 +48,7 @@ def held_apart(
     ]
 
 
-def reduced_specs(plan: Plan) -> tuple[Any, ...]:
+def reduce_out_specs(plan: Plan) -> tuple[Any, ...]:
     """Of what `reduce` returns."""
     specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
     return specs, jax.P(), jax.P(), jax.P(), jax.P()
@@ -58,7 +58,7 @@ def reduce(
     own: Any,
     plan: Plan,
     accumulate: str,
-    options: Options,
+    options: StepOptions,
     order: Sequence[int],
     scale: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ def reduce(
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
-    reduced, targets = jax.tree.leaves(plan.grads), accumulating(plan, accumulate)
+    reduced, targets = jax.tree.leaves(plan.grads), accumulation_layouts(plan, accumulate)
     weight = reduce_scalar(weight, axes)
     divisor = jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # else each was, as it arose
@@ -88,7 +88,7 @@ def reduce(
     return (
         grads,
         reduce_scalar(value, axes) / divisor,
-        plan.output(over_devices(aux, divisor, axes)),
+        plan.output(reduce_sums(aux, divisor, axes)),
         weight,
         _norm(grads, plan),
     )
@@ -113,7 +113,7 @@ def _sum_over_devices(
     grads: list[jax.Array],
     targets: Sequence[Layout],
     plan: Plan,
-    options: Options,
+    options: StepOptions,
     order: Sequence[int],
 ) -> list[jax.Array]:
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
@@ -125,7 +125,7 @@ def _sum_over_devices(
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
         for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_parts]
-            totals = reduce_in_turns([grads[i] for i in chosen], axes, size, ends)
+            totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, size, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import (
     gather,
     gather_across,
@@ -17,7 +18,6 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
-from gshard.train.comm.memory_layout import as_it_came
 from gshard.train.fsdp.gather_spec import Use
 from gshard.train.optim.offload import fetched
 
@@ -113,7 +113,7 @@ def _held(use: Use, stored: jax.Array) -> jax.Array:
 
 def _turned_here(part: jax.Array, use: Use) -> jax.Array:
     """A collective wants the dimension that it joins first: of a stack, layer by layer."""
-    return as_it_came(part, use.stored.group) if use.of_stack and use.stored.dim else part
+    return keep_dimension_order(part, use.stored.group) if use.of_stack and use.stored.dim else part
 
 
 def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.sharding.layout import Layout
-from gshard.train.comm.buckets import layers
+from gshard.train.comm.buckets import layer_names
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def uses_of(
     reshard: bool | int = True,
 ) -> list[Use | None]:
     """The uses of all leaves of one tree, arguments as in `Use`; None for a pointless one."""
-    names = layers([layout.path for layout in stored])
+    names = layer_names([layout.path for layout in stored])
     uses = [
         Use(s, r, purpose, converts, s.dim is None or reshard, layer=layer)
         for s, r, layer in zip(stored, reduced, names, strict=True)

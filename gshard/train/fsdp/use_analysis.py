@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
-from gshard.train.comm.buckets import buckets
+from gshard.train.comm.buckets import assign_buckets
 from gshard.train.fsdp.lazy_param import LazyParam, move_together
 
 
@@ -183,7 +183,7 @@ def move_layers_together(places: Places, args: Sequence[Any], bucket_size: int) 
         for i, run in enumerate(runs)
         for leaf, casts in run
     ]
-    for bucket in buckets(sizes, kinds, bucket_size):
+    for bucket in assign_buckets(sizes, kinds, bucket_size):
         if len(bucket) > 1:
             members = [found[i] for i in bucket]
             move_together([leaf.cast(casts[0]) if casts else leaf for leaf, casts in members])

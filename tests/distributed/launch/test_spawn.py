@@ -248,7 +248,7 @@ BAD = {
         "one of the two",
     ),
     "heartbeat": (
-        lambda: gshard.distributed.spawn(functions.waits, heartbeat_timeout=0),
+        lambda: gshard.distributed.spawn(functions.waits, heartbeat_timeout_seconds=0),
         "seconds",
     ),
     "join": (lambda: gshard.distributed.spawn(functions.waits, join=1), "join=1"),

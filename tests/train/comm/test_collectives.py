@@ -97,7 +97,7 @@ def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
-    monkeypatch.setattr(collectives, "LAYER", 1)
+    monkeypatch.setattr(collectives, "LARGE_LAYER", 1)
     mesh = make_mesh(sizes)
     places = layouts(mesh, [(5,), (3, 20), (2, 3, 13), (4, 8, 2)], dtype)
     wholes = values(places, 1)
@@ -179,11 +179,11 @@ def test_reduce_in_buckets_of_one_dtype(bucket):
 @settings(max_examples=200, deadline=None)
 def test_buckets_hold_every_leaf_once_and_are_bounded(leaves, most):
     sizes, kinds = [size for size, _ in leaves], [kind for _, kind in leaves]
-    found = buckets.buckets(sizes, kinds, most)
+    found = buckets.assign_buckets(sizes, kinds, most)
     assert sorted(i for bucket in found for i in bucket) == list(range(len(leaves)))
     for bucket in found:
         assert bucket == sorted(bucket)
-        assert len(bucket) <= buckets.MOST_LEAVES
+        assert len(bucket) <= buckets.MAX_LEAVES
         assert len({kinds[i] for i in bucket}) == 1
         if len(bucket) > 1:
             assert sum(sizes[i] for i in bucket) <= most
@@ -191,7 +191,7 @@ def test_buckets_hold_every_leaf_once_and_are_bounded(leaves, most):
 
 
 def test_small_neighbours_share_a_bucket():
-    assert buckets.buckets([1] * 120, ["x"] * 120, 1000) == [
+    assert buckets.assign_buckets([1] * 120, ["x"] * 120, 1000) == [
         list(range(50)),
         list(range(50, 100)),
         list(range(100, 120)),

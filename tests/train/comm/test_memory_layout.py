@@ -9,14 +9,14 @@ import optax
 import pytest
 
 import gshard
-from gshard.train.comm import memory_layout
+from gshard.train.comm import buckets
 from tests.ahead_of_time import found_by
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
     """Devices of the CPU are told what those of a GPU are."""
-    monkeypatch.setattr(memory_layout, "_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(buckets, "_ORDERED_PLATFORMS", ("cpu",))
 
 
 def pinned(step, *args):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
     st.integers(1, 400),
 )
 def test_turns_keep_the_order_and_the_sizes(sizes, most, ends):
-    found = buckets.turns(sizes, most, ends)
+    found = buckets.ordered_buckets(sizes, most, ends)
     assert [i for turn in found for i in turn] == list(range(len(sizes)))
     for i, turn in enumerate(found):
         assert turn
@@ -36,7 +36,7 @@ def test_turns_keep_the_order_and_the_sizes(sizes, most, ends):
 
 
 def test_no_buckets_are_one_turn():
-    assert buckets.turns([5, 5, 5], 0, 1) == [[0, 1, 2]]
+    assert buckets.ordered_buckets([5, 5, 5], 0, 1) == [[0, 1, 2]]
 
 
 def summed(leaves, size, ends, devices=3):
@@ -44,7 +44,7 @@ def summed(leaves, size, ends, devices=3):
     mesh = gshard.make_mesh({"a": devices}, devices=jax.devices()[:devices])
 
     def on_device(xs):
-        return collectives.reduce_in_turns([x[0] for x in xs], ("a",), size, ends)
+        return collectives.reduce_bucket_by_bucket([x[0] for x in xs], ("a",), size, ends)
 
     mapped = jax.shard_map(
         on_device, mesh=mesh, in_specs=(jax.P("a"),), out_specs=jax.P(), check_vma=False

@@ -13,7 +13,7 @@ import pytest
 import gshard
 from gshard._util.jaxpr import all_equations
 from gshard.analysis.hlo import read_program
-from gshard.train.comm.buckets import layers
+from gshard.train.comm.buckets import layer_names
 from tests.tiers import quick
 
 WIDTH, LAYERS, ROWS = 12, 3, 16
@@ -368,4 +368,4 @@ def test_a_scan_computes_nothing_of_the_user_again():
 )
 def test_the_layer_of_a_path(path, expected):
     others = ["params/block_4/up/kernel", "bert12/layer/1/query", "w2", "b2", "norm_0/scale"]
-    assert layers([path, *others])[0] == expected
+    assert layer_names([path, *others])[0] == expected

@@ -52,7 +52,7 @@ def divided(level, devices, params=None, **options):
 @pytest.mark.parametrize("level", ["os", "os_g"])
 def test_numbers_are_those_of_one_device(level, devices, monkeypatch):
     """Neither 24 nor 40 divides by 7: what is padded is cut from every layer."""
-    monkeypatch.setattr(collectives, "LAYER", 64)
+    monkeypatch.setattr(collectives, "LARGE_LAYER", 64)
     state, plan = divided(level, devices)
     step = gshard.make_train_step(loss, plan)
     params, tx = initial(), optax.adamw(1e-2)
@@ -69,7 +69,7 @@ def test_numbers_are_those_of_one_device(level, devices, monkeypatch):
 
 
 def compiled(level, layer, monkeypatch, devices=8, **sizes):
-    monkeypatch.setattr(collectives, "LAYER", layer)
+    monkeypatch.setattr(collectives, "LARGE_LAYER", layer)
     state, plan = divided(level, devices, initial(**sizes))
     batch = np.ones((devices, sizes["width"]), np.float32)
     return gshard.make_train_step(loss, plan).lower(state, batch).compile()
