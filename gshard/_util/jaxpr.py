@@ -1,9 +1,15 @@
-"""Reading traced functions (jaxprs), whose parameters differ between JAX versions."""
+"""Reads and evaluates traced functions (jaxprs), whose parameters differ between JAX versions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # the same numbers
@@ -35,6 +41,53 @@ def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *values, **params)
     return out if eqn.primitive.multiple_results else [out]
+
+
+def in_scope(eqn: Any, default: str = "update") -> AbstractContextManager[Any]:
+    """The named scope that an equation was traced in, or the default where there is none."""
+    return jax.named_scope(str(eqn.source_info.name_stack) or default)
+
+
+def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """As `bind`, in the named scope of the equation."""
+    with in_scope(eqn):
+        return bind(eqn, values)
+
+
+class Environment:
+    """The values of a jaxpr's variables while its equations are evaluated."""
+
+    def __init__(self, variables: Sequence[Any], values: Sequence[Any]):
+        self._values = dict(zip(variables, values, strict=True))
+
+    def read(self, variables: Sequence[Any]) -> list[Any]:
+        """The values of variables and literals."""
+        return [v.val if isinstance(v, Literal) else self._values[v] for v in variables]
+
+    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Sets the values of variables."""
+        self._values.update(zip(variables, values, strict=True))
+
+    def run(self, eqn: Any, handler: Handler | None = None) -> None:
+        """Evaluates one equation; `handler` as in `evaluate`."""
+        self.write(eqn.outvars, (handler or bind_in_scope)(eqn, self.read(eqn.invars)))
+
+
+def evaluate(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], handler: Handler | None = None
+) -> list[Any]:
+    """Evaluates a jaxpr equation by equation.
+
+    Args:
+      jaxpr: not closed.
+      consts: values of its constants.
+      args: values of its inputs: arrays, or anything else that `handler` understands.
+      handler: `handler(eqn, values)` gives the results of an equation; `bind_in_scope` by default.
+    """
+    env = Environment([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
+    for eqn in jaxpr.eqns:
+        env.run(eqn, handler)
+    return env.read(jaxpr.outvars)
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int, int]:

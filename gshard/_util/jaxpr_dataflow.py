@@ -1,13 +1,19 @@
-"""How a divided dimension passes through the equations of a traced function.
+"""Forward passes over traced functions: what is known of the inputs, followed to the results.
 
-A value is whole (None), divided on one dimension, or divided in a way that is not followed
-(`UNKNOWN`). What is found decides only what moves, never the numbers.
+`flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. Two passes are
+here:
+
+* `sharded_dims`: on which dimension values are sharded. A value is replicated (None), sharded on
+  one dimension, or sharded in a way that is not followed (`UNKNOWN`). The result decides only what
+  is communicated, never the numbers.
+* `sources`: which results are inputs unchanged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from jax.extend import core
@@ -27,40 +33,112 @@ PRODUCTS = _OF_MATRICES | {"dot_general"}
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
 
 
-def flow(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
-    """The divided dimension of every output, and what products inside move.
+def flow(
+    jaxpr: Any,
+    inputs: Sequence[Any],
+    transfer: Callable[[Any, list[Any]], Sequence[Any]],
+    unknown: Any = None,
+) -> list[Any]:
+    """Follows abstract values through a jaxpr, from its inputs to its results.
 
-    That is the elements that a ring sends where results are summed over devices, twice their size,
-    loops counted; infinite where XLA would gather, or nobody knows how often a loop turns.
+    Args:
+      jaxpr: not closed.
+      inputs: what is known of each input.
+      transfer: `transfer(eqn, values)` gives what is known of the results of an equation.
+      unknown: what is known of constants and literals.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(variables: Sequence[Any]) -> list[Any]:
+        return [known.get(v, unknown) if isinstance(v, core.Var) else unknown for v in variables]
+
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, transfer(eqn, read(eqn.invars)), strict=True))
+    return read(jaxpr.outvars)
+
+
+def flow_inside(
+    eqn: Any,
+    values: Sequence[Any],
+    follow: Callable[[Any, Sequence[Any]], list[Any]],
+    join: Callable[..., Any],
+    slice_of: Callable[[Any], Any] = lambda value: value,
+    stack_of: Callable[[Any], Any] = lambda value: value,
+) -> list[Any] | None:
+    """What is known of the results of a call, `cond`, `scan` or `while`; None for anything else.
+
+    Loops are followed until what is known of the carried values no longer changes.
+
+    Args:
+      eqn: the equation.
+      values: what is known of its operands.
+      follow: `follow(jaxpr, values)` runs the pass over an inner jaxpr: for loops several times,
+        the last time with the final values.
+      join: `join(*values)` is what holds for each of several values.
+      slice_of: what is known of one slice of a scanned operand.
+      stack_of: what is known of the stack of a scan's outputs.
+    """
+    if (inner := called(eqn)) is not None:
+        return follow(inner[0], values)
+    if eqn.primitive.name == "cond":
+        branches = [follow(opened(branch)[0], values[1:]) for branch in eqn.params["branches"]]
+        return [join(*several) for several in zip(*branches, strict=True)]
+    if eqn.primitive.name == "scan":
+        body, (consts, carried, _) = body_of(eqn)[0], scan_sizes(eqn)
+        slices = [slice_of(value) for value in values[consts + carried :]]
+    elif eqn.primitive.name == "while":
+        body, slices = opened(eqn.params["body_jaxpr"])[0], []
+        values = values[eqn.params["cond_nconsts"] :]
+        consts, carried = eqn.params["body_nconsts"], len(eqn.outvars)
+    else:
+        return None
+    carry = list(values[consts : consts + carried])
+    while True:
+        outs = follow(body, [*values[:consts], *carry, *slices])
+        joined = [join(before, after) for before, after in zip(carry, outs, strict=False)]
+        if joined == carry:
+            return [*outs[:carried], *map(stack_of, outs[carried:])]
+        carry = joined
+
+
+def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
+    """The sharded dimension of every output, and what the products inside communicate.
+
+    That is the number of elements that a ring sends where results are summed over devices, twice
+    their size, times the iterations of loops; infinite where XLA would gather, or where the number
+    of iterations is not known.
 
     Args:
       eqn: an equation.
-      dims: the divided dimension of every operand.
+      dims: the sharded dimension of every operand.
     """
     name = eqn.primitive.name
     if all(dim is None for dim in dims):
         return [None] * len(eqn.outvars), 0
-    if name == "cond":
-        found = [_body(opened(branch)[0], dims[1:]) for branch in eqn.params["branches"]]
-        joined = [join(*several) for several in zip(*(outs for outs, _ in found), strict=True)]
-        return joined, max(moved for _, moved in found)
-    if name == "scan":
-        body, _ = body_of(eqn)
-        fixed, carried, _ = scan_sizes(eqn)
-        layers = [_inside(dim) for dim in dims[fixed + carried :]]
-        outs, moved = _loop(body, dims[:fixed], dims[fixed : fixed + carried], layers)
-        outside = [dim if dim is None or dim == UNKNOWN else dim + 1 for dim in outs[carried:]]
-        return [*outs[:carried], *outside], moved * max(1, eqn.params["length"])
-    if name == "while":
-        asked, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        mine, carry = dims[asked : asked + fixed], dims[asked + fixed :]
-        outs, moved = _loop(opened(eqn.params["body_jaxpr"])[0], mine, carry, [])
-        every = [join(a, b) for a, b in zip(carry, outs, strict=True)]
-        _, more = _body(opened(eqn.params["cond_jaxpr"])[0], [*dims[:asked], *every])
-        return outs, math.inf if moved + more else 0
-    inner = called(eqn)
-    if inner is not None:
-        return _body(inner[0], dims)
+    costs: list[float] = []
+
+    def follow(jaxpr: Any, dims: Sequence[Dim]) -> list[Dim]:
+        costs.append(0)
+
+        def transfer(eqn: Any, dims: Sequence[Dim]) -> list[Dim]:
+            outs, cost = sharded_dims(eqn, dims)
+            costs[-1] += cost
+            return outs
+
+        return flow(jaxpr, dims, transfer)
+
+    outs = flow_inside(eqn, dims, follow, join, _inside, _outside)
+    if outs is not None:
+        if name == "cond":
+            return outs, max(costs)
+        if name == "scan":
+            return outs, costs[-1] * max(1, eqn.params["length"])
+        if name == "while":
+            asked, cost = eqn.params["cond_nconsts"], costs[-1]
+            carry = map(join, dims[asked + eqn.params["body_nconsts"] :], outs)
+            follow(opened(eqn.params["cond_jaxpr"])[0], [*dims[:asked], *carry])
+            return outs, math.inf if cost + costs[-1] else 0
+        return outs, costs[-1]
     shapes = [v.aval.shape for v in eqn.invars]
     if name in _OF_MATRICES:
         return _of_matrices(eqn, shapes, dims)
@@ -93,37 +171,16 @@ def back(eqn: Any, dim: Dim) -> list[Dim]:
     return found
 
 
-def _body(jaxpr: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
-    known: dict[Any, Dim] = dict(zip(jaxpr.invars, dims, strict=True))
-    moved = 0
-    for eqn in jaxpr.eqns:
-        outs, more = flow(eqn, [_of(v, known) for v in eqn.invars])
-        known.update(zip(eqn.outvars, outs, strict=True))
-        moved += more
-    return [_of(v, known) for v in jaxpr.outvars], moved
-
-
-def _of(v: Any, known: dict[Any, Dim]) -> Dim:
-    return None if hasattr(v, "val") else known.get(v)  # a literal cannot be hashed
-
-
-def _loop(
-    body: Any, fixed: Sequence[Dim], carry: Sequence[Dim], layers: Sequence[Dim]
-) -> tuple[list[Dim], float]:
-    """What holds for every turn of a loop, and what one turn moves."""
-    while True:
-        outs, moved = _body(body, [*fixed, *carry, *layers])
-        after = [join(a, b) for a, b in zip(carry, outs, strict=False)]
-        if after == list(carry):
-            return outs, moved
-        carry = after
-
-
 def _inside(dim: Dim) -> Dim:
     """A scanned operand's dimension inside the loop, where the leading one is gone."""
     if dim == 0:  # the divided one itself: each device has some of the turns
         return UNKNOWN
     return dim if dim is None or dim == UNKNOWN else dim - 1
+
+
+def _outside(dim: Dim) -> Dim:
+    """The dimension of a scan's stacked output, of which one slice has this dimension."""
+    return dim if dim is None or dim == UNKNOWN else dim + 1
 
 
 def _of_matrices(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Dim], float]:
@@ -199,47 +256,47 @@ def _moved(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
     return math.inf if len(kept) > 1 or UNKNOWN in kept else 0
 
 
-_IDENTITIES = {"copy", "copy_p", "optimization_barrier", "transpose"}
+_FORWARDS = {"copy", "copy_p", "optimization_barrier", "transpose"}
+# The input that a value is, or a slice of one, with the order of its dimensions.
+_Source = tuple[Any, tuple[int, ...]]
 
 
 def sources(jaxpr: Any) -> list[int | None]:
     """For every output the position of the input that it is, or None where it was computed.
 
-    Sees through calls (jit, remat, ...) and scans, which hand on what they were given.
+    Sees through calls (jit, remat, ...) and scans that pass on what they were given.
     """
-    known: dict[Any, tuple[int, list[int]]] = {  # the input, and how its dimensions lie
-        var: (position, list(range(var.aval.ndim))) for position, var in enumerate(jaxpr.invars)
-    }
-    for eqn in jaxpr.eqns:
-        for out, position in zip(eqn.outvars, _forwarded_inputs(eqn), strict=True):
-            given = None if position is None else eqn.invars[position]
-            if isinstance(given, core.Var) and given in known:
-                source, dims = known[given]
-                turned = eqn.params.get("permutation", range(len(dims)))
-                known[out] = (source, [dims[i] for i in turned])
-    found = [known.get(var) if isinstance(var, core.Var) else None for var in jaxpr.outvars]
-    return [x[0] if x and x[1] == sorted(x[1]) else None for x in found]
+    inputs = [(i, tuple(range(v.aval.ndim))) for i, v in enumerate(jaxpr.invars)]
+    found = flow(jaxpr, inputs, _source)
+    return [x[0] if x and x[1] == tuple(sorted(x[1])) else None for x in found]
 
 
-def _forwarded_inputs(eqn: Any) -> list[int | None]:
-    """For every output of an equation the position of the operand that it is, or None."""
-    nothing: list[int | None] = [None] * len(eqn.outvars)
-    if eqn.primitive.name in _IDENTITIES:
-        return list(range(len(eqn.outvars)))
-    if eqn.primitive.name == "scan":
-        return _through_scan(eqn)
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    inner = getattr(inner, "jaxpr", inner)
-    if inner is None or len(inner.invars) != len(eqn.invars):
-        return nothing
-    return sources(inner) if len(inner.outvars) == len(eqn.outvars) else nothing
+def _source(eqn: Any, values: list[_Source | None]) -> Sequence[_Source | None]:
+    name = eqn.primitive.name
+    if name in _FORWARDS:
+        order = eqn.params.get("permutation")
+        return [(x[0], tuple(x[1][d] for d in order)) if x and order else x for x in values]
+    outs = None
+    if name not in ("cond", "while"):
+        follow = partial(flow, transfer=_source)
+        outs = flow_inside(eqn, values, follow, _if_equal, _slice_of, _stack_of)
+    if outs is not None and name == "scan":  # a carry that every iteration passes on
+        consts, carried, _ = scan_sizes(eqn)
+        carry = values[consts : consts + carried]
+        outs[:carried] = map(_if_equal, carry, outs)
+    return outs or [None] * len(eqn.outvars)
 
 
-def _through_scan(eqn: Any) -> list[int | None]:
-    """A carry that every turn hands on, and stacked outputs that are the stacked inputs."""
-    consts, carries, _ = scan_sizes(eqn)
-    found: list[int | None] = []
-    for out, given in enumerate(sources(body_of(eqn)[0])):
-        kept = given == consts + out if out < carries else (given or 0) >= consts + carries
-        found.append(given if kept else None)
-    return found
+def _if_equal(first: Any, second: Any) -> Any:
+    return first if first == second else None
+
+
+def _slice_of(value: _Source | None) -> _Source | None:
+    return value and (value, tuple(range(len(value[1]) - 1)))
+
+
+def _stack_of(value: _Source | None) -> _Source | None:
+    """The stacked input of which every iteration passes on its slice."""
+    if value is None or isinstance(value[0], int) or value[1] != tuple(sorted(value[1])):
+        return None
+    return value[0]

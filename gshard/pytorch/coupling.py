@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import optax
-from jax.extend import core
 
 from gshard._util.errors import GShardError, some
-from gshard._util.jaxpr import all_equations, body_of, called, scan_sizes
+from gshard._util.jaxpr import all_equations
+from gshard._util.jaxpr_dataflow import flow, flow_inside
 from gshard._util.pytree import flatten
 from gshard.pytorch.state_dict import parameter_of
 
@@ -66,42 +67,20 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
 
 def dependence(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
     """What each output is made of; `blame` takes the name of who first brought two together."""
-    of: dict[Any, _Of] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(var: Any) -> _Of:
-        return of.get(var, _NOBODY) if isinstance(var, core.Var) else _NOBODY
-
-    for eqn in jaxpr.eqns:
-        given = [read(x) for x in eqn.invars]
-        for var, found in zip(eqn.outvars, _through(eqn, given, blame), strict=True):
-            of[var] = found
-    return [read(x) for x in jaxpr.outvars]
+    return flow(jaxpr, inputs, partial(_through, blame), _NOBODY)
 
 
-def _through(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
-    if eqn.primitive.name == "cond":
-        branches = [dependence(b.jaxpr, given[1:], blame) for b in eqn.params["branches"]]
-        return [given[0].union(*of) for of in zip(*branches, strict=True)]
-    if eqn.primitive.name == "scan":
-        return _through_scan(eqn, given, blame)
-    inner = called(eqn)
-    if inner is not None:
-        return dependence(inner[0], given, blame)
+def _through(blame: list[str], eqn: Any, given: list[_Of]) -> list[_Of]:
+    name = eqn.primitive.name
+    if name != "while":
+        follow = partial(dependence, blame=blame)
+        outs = flow_inside(eqn, given, follow, _NOBODY.union)
+        if outs is not None:
+            return [given[0] | of for of in outs] if name == "cond" else outs
     together = _NOBODY.union(*given)
     if len(together) > 1 and all(len(of) < 2 for of in given) and not blame:
         blame.append(_transform_of(eqn))
     return [together] * len(eqn.outvars)
-
-
-def _through_scan(eqn: Any, given: list[_Of], blame: list[str]) -> list[_Of]:
-    consts, carries, _ = scan_sizes(eqn)
-    while True:
-        found = dependence(body_of(eqn)[0], given, blame)
-        carried = given[consts : consts + carries]
-        wider = [x | y for x, y in zip(carried, found[:carries], strict=True)]
-        if wider == carried:
-            return found
-        given = [*given[:consts], *wider, *given[consts + carries :]]
 
 
 def _transform_of(eqn: Any) -> str:

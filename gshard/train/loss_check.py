@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
-from jax.extend import core
 
 from gshard._util.errors import warn
 from gshard._util.jaxpr import (
@@ -27,6 +26,7 @@ from gshard._util.jaxpr import (
     bind,
     body_of,
     called,
+    evaluate,
     opened,
     scan_sizes,
     with_inner,
@@ -88,7 +88,7 @@ def check_mean(
         closed = jax.make_jaxpr(value)(*args)
         _check_comparable(closed.jaxpr, plan.data_axes)
         tolerances.append(_tolerance(closed.jaxpr))
-        (out,) = _evaluate(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        (out,) = _without_draws(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
         return out.astype(jnp.float32)
 
     def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
@@ -170,21 +170,13 @@ def _check_comparable(jaxpr: Any, data_axes: Sequence[str]) -> None:
             raise _NotComparableError
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+def _without_draws(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates a jaxpr with one constant for all random bits, and without what it prints.
 
     Draws depend on the shape, and so on the number of examples. The constant is small, so that a
     dropout keeps everything up to a rate of 7/8.
     """
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
-
-    for eqn in jaxpr.eqns:
-        values = [read(v) for v in eqn.invars]
-        env.update(zip(eqn.outvars, _evaluate_equation(eqn, values), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+    return evaluate(jaxpr, consts, args, _evaluate_equation)
 
 
 def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
@@ -198,16 +190,16 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return []
     inner = called(eqn)
     if inner is not None:
-        return _evaluate(*inner, *values)
+        return _without_draws(*inner, *values)
     if name == "cond":
-        branches = [partial(_evaluate, *opened(body)) for body in eqn.params["branches"]]
+        branches = [partial(_without_draws, *opened(body)) for body in eqn.params["branches"]]
         return jax.lax.switch(values[0], branches, *values[1:])
     if name == "scan":
         body, consts = body_of(eqn)
         fixed, carried, _ = scan_sizes(eqn)
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            out = _evaluate(body, consts, *values[:fixed], *carry, *x)
+            out = _without_draws(body, consts, *values[:fixed], *carry, *x)
             return out[:carried], out[carried:]
 
         carry, stacked = jax.lax.scan(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from jax.extend import core
-
-from gshard._util.jaxpr import VIEWS, body_of, called, opened, scan_sizes
+from gshard._util.jaxpr import VIEWS
+from gshard._util.jaxpr_dataflow import flow, flow_inside
 
 DEVICE = -1  # the number of the device, in place of the position of an input
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
@@ -20,10 +20,6 @@ class _Origin:
 
     inputs: frozenset[int] = frozenset()
     itself: int | None = None
-
-    def join(self, other: _Origin) -> _Origin:
-        itself = self.itself if self.itself == other.itself else None
-        return _Origin(self.inputs | other.inputs, itself)
 
 
 @dataclass
@@ -46,39 +42,26 @@ class Draws:
 def draws_of(jaxpr: Any) -> Draws:
     """The draws of a jaxpr, those of its inner jaxprs too."""
     found = Draws()
-    _follow(jaxpr, [_Origin(frozenset({i}), i) for i in range(len(jaxpr.invars))], found)
+    inputs = [_Origin(frozenset({i}), i) for i in range(len(jaxpr.invars))]
+    flow(jaxpr, inputs, partial(_through, found), _Origin())
     return found
 
 
-def _follow(jaxpr: Any, origins: Sequence[_Origin], found: Draws) -> list[_Origin]:
-    """The origins of the results; adds to `found`."""
-    env = dict(zip(jaxpr.invars, origins, strict=True))
+def _through(found: Draws, eqn: Any, given: Sequence[_Origin]) -> list[_Origin]:
+    """The origins of an equation's results; adds to `found`."""
+    name, inside = eqn.primitive.name, list[Draws]()
 
-    def read(v: Any) -> _Origin:
-        return _Origin() if isinstance(v, core.Literal) else env.get(v, _Origin())
+    def follow(jaxpr: Any, origins: Sequence[_Origin]) -> list[_Origin]:
+        inside.append(Draws())
+        return flow(jaxpr, origins, partial(_through, inside[-1]), _Origin())
 
-    for eqn in jaxpr.eqns:
-        outs = _through(eqn, [read(v) for v in eqn.invars], found)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(v) for v in jaxpr.outvars]
-
-
-def _through(eqn: Any, given: list[_Origin], found: Draws) -> list[_Origin]:
-    name = eqn.primitive.name
-    inner = called(eqn)
-    if inner is not None:
-        return _follow(inner[0], given, found)
-    if name == "cond":
-        branches = [_follow(opened(b)[0], given[1:], found) for b in eqn.params["branches"]]
-        return [_joined(several) for several in zip(*branches, strict=True)]
-    if name == "scan":
-        fixed, carried, _ = scan_sizes(eqn)
-        first, layers = given[:fixed], given[fixed + carried :]
-        return _loop(body_of(eqn)[0], first, given[fixed : fixed + carried], layers, found)
-    if name == "while":
-        asked, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        body = opened(eqn.params["body_jaxpr"])[0]
-        return _loop(body, given[asked : asked + fixed], given[asked + fixed :], [], found)
+    outs = flow_inside(eqn, given, follow, _joined, slice_of=lambda x: _Origin(x.inputs))
+    if outs is not None:
+        # Of the passes over a loop the last one counts.
+        for draws in inside if name == "cond" else inside[-1:]:
+            found.raw |= draws.raw
+            found.drawn += draws.drawn
+        return outs
     if name == "random_wrap" and given[0].itself is not None:
         found.raw.add(given[0].itself)
     inputs = frozenset().union(*(x.inputs for x in given))
@@ -90,27 +73,7 @@ def _through(eqn: Any, given: list[_Origin], found: Draws) -> list[_Origin]:
     return [_Origin(inputs, itself) for _ in eqn.outvars]
 
 
-def _loop(
-    body: Any,
-    fixed: Sequence[_Origin],
-    carry: Sequence[_Origin],
-    layers: Sequence[_Origin],
-    found: Draws,
-) -> list[_Origin]:
-    """Followed until what it carries has no more origins."""
-    # One slice of a stack is not the stack.
-    layers = [_Origin(x.inputs) for x in layers]
-    carry = list(carry)
-    while True:
-        outs = _follow(body, [*fixed, *carry, *layers], Draws())
-        joined = [x.join(out) for x, out in zip(carry, outs, strict=False)]
-        if joined == carry:
-            return _follow(body, [*fixed, *carry, *layers], found)
-        carry = joined
-
-
-def _joined(several: Sequence[_Origin]) -> _Origin:
-    first, *rest = several
-    for other in rest:
-        first = first.join(other)
-    return first
+def _joined(*origins: _Origin) -> _Origin:
+    same = len({x.itself for x in origins}) == 1
+    inputs = frozenset().union(*(x.inputs for x in origins))
+    return _Origin(inputs, origins[0].itself if same else None)

@@ -17,10 +17,18 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from gshard._util.errors import some, warn
-from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, scan_sizes
+from gshard._util.jaxpr import (
+    CHECKPOINTS,
+    JIT,
+    VIEWS,
+    bind,
+    body_of,
+    evaluate,
+    in_scope,
+    scan_sizes,
+)
 from gshard.train.fsdp import constraints
 from gshard.train.fsdp.gather_bucket import Scope
 from gshard.train.fsdp.gather_spec import Use
@@ -96,25 +104,25 @@ def _evaluate(
     places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
 ) -> list[Any]:
     """Evaluates a scope, or what a `jit` within it calls; the results are whole."""
-    env: dict[Any, Any] = {}
-    jaxpr = places.jaxpr
 
-    def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def settle(variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Values of variables; a leaf that would be gathered more than once is gathered now."""
+        settled = []
         for v, value in zip(variables, values, strict=True):
             if isinstance(value, LazyParam):
                 value.used_once &= places.uses(v) <= 1
                 value = value.whole() if places.several(v) else value
-            env[v] = value
+            settled.append(value)
+        return settled
 
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else env[v]
+    def run(eqn: Any, values: list[Any]) -> list[Any]:
+        with in_scope(eqn, "loss"):
+            results = _evaluate_equation(eqn, values, scope, places)
+        return settle(eqn.outvars, results)
 
-    write([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
-    for eqn in jaxpr.eqns:
-        with jax.named_scope(str(eqn.source_info.name_stack) or "loss"):
-            results = _evaluate_equation(eqn, [read(v) for v in eqn.invars], scope, places)
-        write(eqn.outvars, results)
-    return [gathered(read(v)) for v in jaxpr.outvars]
+    jaxpr = places.jaxpr
+    results = evaluate(jaxpr, consts, settle(jaxpr.invars, args), run)
+    return [gathered(x) for x in results]
 
 
 def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:

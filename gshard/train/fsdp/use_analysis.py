@@ -9,30 +9,33 @@ from typing import Any
 from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
+from gshard._util.jaxpr_dataflow import flow
 from gshard.train.comm.buckets import assign_buckets
 from gshard.train.fsdp.lazy_param import LazyParam, move_together
 
 
 def by_first_use(jaxpr: Any) -> list[int]:
-    """The inputs of a jaxpr by the order of their first uses; those of none come last."""
+    """The inputs of a jaxpr in the order of their first uses, then those that nothing uses."""
     found: dict[int, None] = {}
-    _use_first(jaxpr, {v: i for i, v in enumerate(jaxpr.invars)}, found)
+
+    def transfer(eqn: Any, given: list[int | None]) -> Sequence[int | None]:
+        """Follows the inputs that operands are, cast or through a view; other uses are found."""
+        known = [i for i in given if i is not None]
+        inner = called(eqn)
+        if inner and len(inner[0].invars) == len(eqn.invars):
+            flow(inner[0], given, transfer)
+        elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
+            return known[-1:] or [None]
+        else:
+            found.update(dict.fromkeys(known))
+        return [None] * len(eqn.outvars)
+
+    flow(jaxpr, range(len(jaxpr.invars)), transfer)
     return [*found, *(i for i in range(len(jaxpr.invars)) if i not in found)]
 
 
-def _use_first(jaxpr: Any, known: dict[Any, int], found: dict[int, None]) -> None:
-    """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
-    for eqn in jaxpr.eqns:
-        given = [(v, known[v]) for v in eqn.invars if isinstance(v, core.Var) and v in known]
-        inner = called(eqn)
-        if inner and len(inner[0].invars) == len(eqn.invars):
-            pairs = zip(eqn.invars, inner[0].invars, strict=True)
-            within = {v: known[x] for x, v in pairs if isinstance(x, core.Var) and x in known}
-            _use_first(inner[0], within, found)
-        elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
-            known.update((eqn.outvars[0], i) for _, i in given)
-        else:
-            found.update((i, None) for _, i in given)
+# A value that is an input, cast or through views: the input, its casts, whether it is a view.
+_Seen = tuple[Any, tuple[Any, ...], bool]
 
 
 class Places:
@@ -91,48 +94,37 @@ class Places:
         what `several` or a return makes whole before its first use, itself or as a cast or a view.
         """
         found: dict[Any, list[Any] | None] = {}
-        self._follow({v: (v, []) for v in self.jaxpr.invars}, set(), found)
-        return {v: casts for v, casts in found.items() if casts is not None}
+        self._follow([(v, (), False) for v in self.jaxpr.invars], found)
+        return {v: list(casts) for v, casts in found.items() if casts is not None}
 
-    def _follow(
-        self,
-        known: dict[Any, tuple[Any, list[Any]]],
-        views: set[Any],
-        found: dict[Any, list[Any] | None],
-    ) -> None:
-        """Adds to `found`; `known` are values that are inputs, cast or seen through a view."""
+    def _follow(self, given: Sequence[_Seen | None], found: dict[Any, Any]) -> None:
+        """Adds to `found`; `given` says which inputs of this scope are parameters."""
 
-        def meet(v: Any, leaf: Any, casts: list[Any]) -> None:
-            known[v] = (leaf, casts)
-            if v in self._returned or self.several(v):
-                found[leaf] = None
+        def meet(v: Any, seen: _Seen | None) -> _Seen | None:
+            if seen and (v in self._returned or self.several(v)):
+                found[seen[0]] = None
+            return seen
 
-        for v, (leaf, casts) in list(known.items()):
-            meet(v, leaf, casts)
-        for eqn in self.jaxpr.eqns:
+        def transfer(eqn: Any, values: list[_Seen | None]) -> list[_Seen | None]:
             name = eqn.primitive.name
-            given = [(i, v) for i, v in enumerate(eqn.invars) if isinstance(v, core.Var)]
-            given = [(i, v) for i, v in given if v in known]
-            if name == JIT and given:
-                body = self.within(eqn)
-                inner = {body.jaxpr.invars[i]: known[v] for i, v in given}
-                seen = {body.jaxpr.invars[i] for i, v in given if v in views}
-                body._follow(inner, seen, found)
-            if name == "scan":
-                given = [(i, v) for i, v in given if i < sum(scan_sizes(eqn)[:2])]
+            nothing: list[_Seen | None] = [None] * len(eqn.outvars)
+            if name == JIT and any(values):
+                self.within(eqn)._follow(values, found)
             if name == JIT or name in CHECKPOINTS:
-                continue
-            for _, v in given:
-                leaf, casts = known[v]
-                if name in (*VIEWS, "convert_element_type"):
+                return nothing
+            if name == "scan":
+                values = values[: sum(scan_sizes(eqn)[:2])]
+            for leaf, casts, viewed in filter(None, values):
+                if name == "convert_element_type" and not viewed:
                     (out,) = eqn.outvars
-                    if name != "convert_element_type" or v in views:
-                        views.add(out)
-                    else:
-                        casts = [*casts, out.aval.dtype]
-                    meet(out, leaf, casts)
-                else:
-                    found.setdefault(leaf, casts)
+                    return [meet(out, (leaf, (*casts, out.aval.dtype), False))]
+                if name in (*VIEWS, "convert_element_type"):
+                    return [meet(eqn.outvars[0], (leaf, casts, True))]
+                found.setdefault(leaf, casts)
+            return nothing
+
+        inputs = [meet(v, seen) for v, seen in zip(self.jaxpr.invars, given, strict=True)]
+        flow(self.jaxpr, inputs, transfer)
 
     def within(self, eqn: Any) -> Places:
         """Those of the scope that an equation opens."""

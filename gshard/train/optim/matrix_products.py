@@ -18,8 +18,8 @@ import jax
 from jax import core as jax_core
 from jax.extend import core
 
-from gshard._util.jaxpr import bind, called, opened, with_inner
-from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, flow, join
+from gshard._util.jaxpr import bind, called, in_scope, opened, with_inner
+from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
@@ -56,7 +56,7 @@ class Step:
     def run(self, values: dict[int, Any]) -> None:
         """Adds the results to the values."""
         given = [values[i] for i in self.ins]
-        with jax.named_scope(str(self.eqn.source_info.name_stack) or "update"):
+        with in_scope(self.eqn):
             results = (
                 jax.lax.switch(given[0], self.branches, given[1:])
                 if self.branches
@@ -223,7 +223,7 @@ class Wholes:
             dims = self._dims_of(step)
             divided = [i for i, dim in zip(step.ins, dims, strict=True) if dim is not None]
             makers = set().union(*(origins[i] for i in divided))
-            outs, moved = flow(step.eqn, dims)
+            outs, moved = sharded_dims(step.eqn, dims)
             follows = any(whole) and self._leads_on(step)
             step.whole, step.branches = False, ()
             if not foreign.isdisjoint(step.ins):  # left to XLA, with all that follows
@@ -233,7 +233,7 @@ class Wholes:
             elif moved == math.inf and (one := self._enough(step, dims)) is not None:
                 wanted |= origins[one]  # a small factor; the rest stays divided
                 self._whole.add(one)
-                outs, _ = flow(step.eqn, self._dims_of(step))
+                outs, _ = sharded_dims(step.eqn, self._dims_of(step))
             elif step.free and (moved == math.inf or (follows and not divided)):
                 step.whole = True  # XLA would gather, maybe often; or all that it reads is whole
                 wanted |= makers
@@ -256,7 +256,7 @@ class Wholes:
         """The operand that alone need be whole: a small factor of divided rows."""
         for i in sorted(step.ins, key=self._traced.bytes):
             rest = [None if j == i else dim for j, dim in zip(step.ins, dims, strict=True)]
-            if step.eqn.primitive.name == "dot_general" and not flow(step.eqn, rest)[1]:
+            if step.eqn.primitive.name == "dot_general" and not sharded_dims(step.eqn, rest)[1]:
                 return i
         return None
 

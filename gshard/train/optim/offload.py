@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from gshard._util.jaxpr import JIT, bind, body_of
+from gshard._util.jaxpr import JIT, Environment, bind_in_scope, body_of, evaluate
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import Layout
 
@@ -80,44 +80,26 @@ def _trace(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any, 
 
     traced, shapes = jax.make_jaxpr(through_device, return_shape=True)(params, state)
     leaves = jax.tree.leaves((params, state))
-    closed = jax.make_jaxpr(lambda args: _flat(traced.jaxpr, traced.consts, args))(leaves)
+    closed = jax.make_jaxpr(lambda args: _without_jit(traced.jaxpr, traced.consts, args))(leaves)
     layouts = jax.tree.leaves((plan.params, places))
     return closed, shapes, groups_of(closed.jaxpr, layouts)
 
 
-class _Scope:
-    """The values of a jaxpr's variables."""
-
-    def __init__(self, variables: Sequence[Any], values: Sequence[Any]):
-        self._values: dict[Any, Any] = {}
-        self.write(variables, values)
-
-    def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
-        self._values.update(zip(variables, values, strict=True))
-
-    def read(self, variables: Sequence[Any]) -> list[Any]:
-        return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
-
-    def run(self, eqn: Any) -> None:
-        with jax.named_scope(str(eqn.source_info.name_stack) or "update"):
-            self.write(eqn.outvars, bind(eqn, self.read(eqn.invars)))
-
-
-def _flat(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _without_jit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr; traced, those of one without `jit`, which hides what goes where."""
-    scope = _Scope([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
-    for eqn in jaxpr.eqns:
+
+    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == JIT:
-            scope.write(eqn.outvars, _flat(*body_of(eqn), scope.read(eqn.invars)))
-        else:
-            scope.run(eqn)
-    return scope.read(jaxpr.outvars)
+            return _without_jit(*body_of(eqn), values)
+        return bind_in_scope(eqn, values)
+
+    return evaluate(jaxpr, consts, args, run)
 
 
 def _evaluate(closed: Any, groups: Sequence[Group], args: Sequence[Any]) -> list[Any]:
     """The program's results: first what belongs to no group, then one group after the other."""
     jaxpr = closed.jaxpr
-    scope = _Scope([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args])
+    scope = Environment([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args])
     grouped = {number for group in groups for number in group.equations}
     for number, eqn in enumerate(jaxpr.eqns):
         if number not in grouped:
@@ -143,7 +125,7 @@ def _evaluate(closed: Any, groups: Sequence[Group], args: Sequence[Any]) -> list
 
 
 def _run_in_turns(
-    scope: _Scope, equations: Sequence[Any], jaxpr: Any, places: Sequence[int], group: Group
+    scope: Environment, equations: Sequence[Any], jaxpr: Any, places: Sequence[int], group: Group
 ) -> None:
     """Runs a group a part of the rows at a time; what rests on the host is changed in its place.
 
@@ -159,7 +141,7 @@ def _run_in_turns(
     rows = jaxpr.invars[group.inputs[0]].aval.shape[0] // group.turns
 
     def turn(i: Any, now: list[jax.Array]) -> list[jax.Array]:
-        whole = _Scope(used, scope.read(used))
+        whole = Environment(used, scope.read(used))
         for old, x, same in zip(replaced, now, in_place, strict=True):
             if same:
                 whole.write([old], [x])
@@ -167,7 +149,7 @@ def _run_in_turns(
             lax.dynamic_slice_in_dim(x, i * rows, rows) if jnp.ndim(x) else x
             for x in whole.read(used)
         ]
-        part = _Scope(used, parts)
+        part = Environment(used, parts)
         for eqn in equations:
             part.run(eqn)
         return [

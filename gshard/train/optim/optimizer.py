@@ -18,7 +18,7 @@ import optax
 from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import JIT, bind, body_of
+from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
@@ -286,34 +286,29 @@ def guarded(
 def _choosing(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
 ) -> list[Any]:
-    """Results of a jaxpr, those with an old value (not None) chosen, early where that can be."""
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *inputs), strict=True))
+    """Results of a jaxpr; those with an old value (not None) keep it where `updates` is false.
+
+    The choice is made where the result is computed, or at the end where that cannot be.
+    """
     due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
     chosen: dict[Any, Any] = {}  # the old value by variable
 
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, Literal) else values[v]
-
-    for eqn in jaxpr.eqns:
-        given, wanted = [read(v) for v in eqn.invars], [due.get(v) for v in eqn.outvars]
+    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
         # What follows was traced for the dtype of the new one.
-        wanted = [
-            x if x is not None and x.dtype == v.aval.dtype else None
-            for v, x in zip(eqn.outvars, wanted, strict=True)
-        ]
+        wanted = {v: x for v in eqn.outvars if (x := due.get(v)) is not None}
+        wanted = {v: x for v, x in wanted.items() if x.dtype == v.aval.dtype}
+        chosen.update(wanted)
         if eqn.primitive.name == JIT:
-            results = _choosing(*body_of(eqn), given, wanted, updates)
-        else:
-            with jax.named_scope(str(eqn.source_info.name_stack) or "update"):
-                results = [
-                    new if x is None else keep_unless(updates, new, x)
-                    for new, x in zip(bind(eqn, given), wanted, strict=True)
-                ]
-        values.update(zip(eqn.outvars, results, strict=True))
-        chosen.update((v, x) for v, x in zip(eqn.outvars, wanted, strict=True) if x is not None)
+            return _choosing(*body_of(eqn), values, [wanted.get(v) for v in eqn.outvars], updates)
+        with in_scope(eqn):
+            return [
+                keep_unless(updates, new, wanted[v]) if v in wanted else new
+                for v, new in zip(eqn.outvars, bind(eqn, values), strict=True)
+            ]
+
     return [
-        read(v)
+        new
         if x is None or (not isinstance(v, Literal) and chosen.get(v) is x)
-        else keep_unless(updates, read(v), x)
-        for v, x in zip(jaxpr.outvars, old, strict=True)
+        else keep_unless(updates, new, x)
+        for v, x, new in zip(jaxpr.outvars, old, evaluate(jaxpr, consts, inputs, run), strict=True)
     ]

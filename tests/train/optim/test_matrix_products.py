@@ -14,7 +14,7 @@ from optax import contrib
 import gshard
 from gshard._util import jaxpr_dataflow
 from gshard._util.jaxpr import all_equations
-from gshard._util.jaxpr_dataflow import UNKNOWN, flow
+from gshard._util.jaxpr_dataflow import UNKNOWN, sharded_dims
 from gshard.train.optim import matrix_products
 from gshard.train.optim.offload import variables
 
@@ -412,7 +412,7 @@ def test_no_rule_divides_the_layers_where_parameters_rest_divided():
 def followed(f, dims, *shapes):
     jaxpr = jax.make_jaxpr(lambda *xs: jax.jit(f)(*xs))(*(jnp.zeros(s) for s in shapes)).jaxpr
     (eqn,) = jaxpr.eqns
-    outs, cost = flow(eqn, dims)
+    outs, cost = sharded_dims(eqn, dims)
     return outs[0], cost
 
 
