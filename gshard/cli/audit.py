@@ -18,20 +18,20 @@ _EXAMPLE = """examples:
   gshard audit my_project.toml --json
 
 The step is compiled for this computer's accelerators, or for virtual CPU devices where there are
-not as many, and not run. Exits with 1 when a promise does not hold, and says which; with 2 when
+not as many, and not run. Exits with 1 when a budget is exceeded, and says which; with 2 when
 it cannot be looked at."""
 
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    about = "What a compiled step really sends and keeps, beside what is promised."
+    about = "What a compiled step communicates and keeps, next to its budget."
     parser = config_parser("gshard audit", about, _EXAMPLE)
 
     def work(given: Any, config: Config) -> tuple[str, int]:
         found = audited(config)
         broken = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
         for line in broken:
-            print(f"promise not kept: {line}", file=sys.stderr)
+            print(f"over budget: {line}", file=sys.stderr)
         said = "\n\n".join(f"level {name}\n\n{x}" for name, x in found.items())
         if given.json:
             said = json.dumps({"levels": {

@@ -28,7 +28,7 @@ from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.
 YES = 0
-NO = 1  # the answer: it does not fit, a promise is broken, a checkpoint is damaged, a check fails
+NO = 1  # the answer: it does not fit, a budget is exceeded, a checkpoint is damaged, a check fails
 NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to answer it is missing
 
 

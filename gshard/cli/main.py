@@ -17,7 +17,7 @@ from gshard.distributed.launch.cli import main as launch
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),
-    "audit": (audit, "what the compiled step really sends and keeps, beside what is promised"),
+    "audit": (audit, "what the compiled step communicates and keeps, next to its budget"),
     "doctor": (doctor, "look for what is wrong with this machine"),
     "explain": (explain, "what holds the memory of a train state, and why"),
     "launch": (launch, "run a script in several processes"),

@@ -208,7 +208,8 @@ def _by_name(values: Any) -> dict[str, Any]:
 def _array(value: Any, path: str) -> np.ndarray:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise GShardError(
-            f"save: {path} lies over several processes. Take it from state_dict(), which gathers."
+            f"save: {path} is sharded over several processes. Take it from state_dict(), which "
+            "all-gathers."
         )
     host = np.asarray(value)
     if not (jnp.issubdtype(host.dtype, np.number) or host.dtype == np.bool_):

@@ -1,6 +1,6 @@
-"""`partition="even"`: every tensor of the optimizer state divided over all devices, by the core.
+"""`partition="even"`: every tensor of the optimizer state is sharded over all devices.
 
-The gradients are scattered, each device updates its own part, and new parameters are published: 2Ψ
+Gradients are reduce-scattered, each device updates its shard, and the result is all-gathered: 2Ψ
 elements on the wire (ZeRO, Rajbhandari et al., section 5.1).
 """
 
@@ -153,7 +153,7 @@ class Even:
         """Of optimizer state on one device."""
         return sum(x.bytes_per_device for x in jax.tree.leaves(self.plan.opt_state))
 
-    def published(self) -> int:
+    def all_gathered_elements(self) -> int:
         """Elements that are gathered on every device in a step, padding included."""
         return sum(x.stored_size for x in jax.tree.leaves(self.plan.grads) if x.dim is not None)
 

@@ -1,8 +1,8 @@
 """`partition="greedy"`: whole tensors, each with its state on one device, as PyTorch divides them.
 
 Gradients are reduced whole. Then one program for each owner updates its tensors on its device, and
-they are published: one all-reduce a tensor, or with buckets one gather a dtype, padded to the owner
-that has most.
+they are all-gathered: one all-reduce per tensor, or with buckets one gather per dtype, padded to the
+owner that has most.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Greedy:
         owners = self._own.values()
         return max(sum(x.nbytes for x in jax.tree.leaves(owner.states)) for owner in owners)
 
-    def published(self) -> int:
+    def all_gathered_elements(self) -> int:
         """Elements that are sent to every device in a step, padding of rows included."""
         return self._all_gather.elements
 

@@ -297,7 +297,7 @@ _ALIASES = {"lr": "learning_rate"}
 class ParamGroup(MutableMapping[str, Any]):
     """The parameters and hyperparameters of one group, as in `torch.optim`.
 
-    `group["lr"] = 1e-4` holds from the next step on, and nothing is compiled anew. Other numbers
+    `group["lr"] = 1e-4` holds from the next step on, and nothing is recompiled. Other numbers
     that the factory lets be traced are constants of the compiled step (XLA rounds as in the plain
     optimizer) until they change; then it is compiled once more. What cannot be traced is fixed, and
     says so.
@@ -354,7 +354,7 @@ class ParamGroup(MutableMapping[str, Any]):
             for name in numbers:
                 if self._traces([*traced, name], every, wanted):
                     traced.append(name)
-        self.live = {  # a float may follow a whole number, and would be compiled anew
+        self.live = {  # a float may follow an integer, and would be compiled again
             name: numbers[name] if isinstance(known.get(name), int) else float(numbers[name])
             for name in traced
         }

@@ -38,7 +38,7 @@ _INSTEAD = {  # of attributes that PyTorch's optimizers have
 
 
 class ZeroRedundancyOptimizer:
-    """An optimizer whose state is divided over devices; parameters stay whole.
+    """An optimizer whose state is sharded over devices; parameters stay replicated.
 
     `step(grads)` takes averaged gradients, those of `gshard.value_and_grad(loss_fn, opt.plan)`, or
     what the `backward` of a `gshard.pytorch.DataParallel` has added up.
@@ -256,8 +256,8 @@ class ZeroRedundancyOptimizer:
             f"ZeroRedundancyOptimizer({self._make.__name__.lower()}, groups: "
             f"{len(self.param_groups)}, devices: {len(loads)}; the fullest updates "
             f"{max(loads):,} elements, {fullest:.2f} of the mean, and keeps "
-            f"{bytes_of(engine.state_bytes())} of state; padding: {padding:,} elements; published: "
-            f"{engine.published():,})"
+            f"{bytes_of(engine.state_bytes())} of state; padding: {padding:,} elements; "
+            f"all-gathered: {engine.all_gathered_elements():,})"
         )
 
     def _now(self) -> tuple[Any, Any, Any]:

@@ -122,7 +122,7 @@ class WrappedOptimizer(Keeping):
         return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
 
     def set_lr(self, value: Any) -> None:
-        """Another learning rate, from the next step on; nothing is compiled anew."""
+        """Another learning rate, from the next step on; nothing is recompiled."""
         number = value.item() if getattr(value, "shape", None) == () else value
         fits = isinstance(number, Real) and not isinstance(number, bool)
         if not fits or not 0 <= float(number) < math.inf:
@@ -178,7 +178,7 @@ class WrappedOptimizer(Keeping):
             )
         if call == "set_lr" and LEARNING_RATE in getattr(found[0], "hyperparams_states", {}):
             raise GShardError(
-                "set_lr: the learning rate follows a schedule, which would set it anew at the next "
-                "step. Build the optimizer with a number."
+                "set_lr: the learning rate follows a schedule, which would set it again at the "
+                "next step. Build the optimizer with a number."
             )
         return found[0].hyperparams

@@ -55,7 +55,7 @@ def test_this_machine(tmp_path):
     done = run(cwd=tmp_path, HOME=None)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert all(line.startswith(("[ok]   ", "[warn] ", "       mend: ")) for line in lines)
+    assert all(line.startswith(("[ok]   ", "[warn] ", "       fix: ")) for line in lines)
     for name in ("jax", "flax", "devices", "mesh", "train step", "two processes (Gloo)"):
         assert any(line.startswith(f"[ok]   {name}: ") for line in lines), f"{name}\n{done.stdout}"
     assert "dp, os, os_g, p_g_os on 4 cpu devices" in done.stdout
@@ -67,7 +67,7 @@ def test_json_says_the_same():
     done = run("--quick", "--json", XLA_FLAGS="--xla_no_such_flag=1")
     said = json.loads(done.stdout)
     assert done.returncode == 0 and said["ok"] is True
-    assert {"name": "gshard", "ok": "ok", "found": gshard.__version__, "mend": ""} in said["checks"]
+    assert {"name": "gshard", "ok": "ok", "found": gshard.__version__, "fix": ""} in said["checks"]
     assert "devices" not in {check["name"] for check in said["checks"]}  # JAX was not started
 
 
@@ -97,7 +97,7 @@ def test_a_flag_that_xla_does_not_know():
     done = run(XLA_FLAGS="--xla_no_such_flag=1")
     assert done.returncode == 1 and fails(done) == ["devices"]
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1\n" in done.stdout
-    assert "mend: take the flag out of XLA_FLAGS" in done.stdout
+    assert "fix: take the flag out of XLA_FLAGS" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["cuda", "no_such_platform"])
@@ -106,7 +106,7 @@ def test_a_platform_that_is_not_there(name):
         pytest.skip("it is there")
     done = run(JAX_PLATFORMS=name)
     assert done.returncode == 1 and fails(done) == ["devices"]
-    assert f"mend: JAX_PLATFORMS={name}: unset it" in done.stdout
+    assert f"fix: JAX_PLATFORMS={name}: unset it" in done.stdout
     assert ('pip install -U "jax[cuda' in done.stdout) == (name == "cuda")
     assert "train step, processes: not tried" in done.stdout
 
@@ -186,7 +186,7 @@ def test_an_older_package(tmp_path):
     lines = done.stdout.splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("[fail] flax: 0.10.1; "))
     assert "gshard asks for flax>=0." in lines[at]
-    assert lines[at + 1].startswith('       mend: pip install -U "flax>=0.')
+    assert lines[at + 1].startswith('       fix: pip install -U "flax>=0.')
 
 
 def test_jaxlib_of_another_jax(tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_a_plugin_of_another_jax(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "jax_cuda13_plugin", "0.1.0")
     check = by_name(versions())["jax-cuda13-plugin"]
-    assert check.ok == "warn" and 'pip install -U "jax[cuda13]==' in check.mend
+    assert check.ok == "warn" and 'pip install -U "jax[cuda13]==' in check.fix
 
 
 def test_a_package_that_is_missing():
@@ -270,11 +270,11 @@ def test_a_gpu_that_jax_does_not_use():
     check = by_name(checks)["unused device"]
     assert check.found.startswith("JAX uses 0 of 1 NVIDIA GPU")
     platforms = os.environ["JAX_PLATFORMS"]  # of the tests
-    assert (check.ok, check.mend) == ("warn", "unset JAX_PLATFORMS") and platforms in check.found
+    assert (check.ok, check.fix) == ("warn", "unset JAX_PLATFORMS") and platforms in check.found
 
 
 @pytest.mark.parametrize(
-    ("used", "told", "ok", "mend"),
+    ("used", "told", "ok", "fix"),
     [
         (0, {}, "fail", 'pip install -U "jax[cuda12]=='),
         (3, {}, "fail", "nvidia-smi"),
@@ -282,9 +282,9 @@ def test_a_gpu_that_jax_does_not_use():
         (1, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "ok", ""),
     ],
 )
-def test_unused_devices(used, told, ok, mend):
+def test_unused_devices(used, told, ok, fix):
     check = devices.unused("nvidia", used, Hardware(nvidia=4, driver="550.54"), told)
-    assert check.ok == ok and mend in check.mend and f"JAX uses {used} of 4" in check.found
+    assert check.ok == ok and fix in check.fix and f"JAX uses {used} of 4" in check.found
 
 
 def test_what_to_install():
@@ -310,7 +310,7 @@ def test_what_to_install():
 )
 def test_variables_that_switch_something_off(name, value, beside):
     doubted, rest = variables(2, {name: value})
-    assert (doubted.name, doubted.ok) == (name, "warn") and doubted.mend
+    assert (doubted.name, doubted.ok) == (name, "warn") and doubted.fix
     assert rest.found == "none that changes anything"
     alone = variables(0, {name: value})
     assert [check.ok for check in alone] == (["ok"] if beside else ["warn", "ok"])
@@ -319,8 +319,8 @@ def test_variables_that_switch_something_off(name, value, beside):
 def test_names_that_nobody_reads():
     told = {"JAX_PLATFORM": "x", "GSHARD_START_TIMOUT": "3", "JAX_OF_ANOTHER_PROGRAM": "y"}
     found = by_name(variables(0, told | {"JAX_PLATFORMS": "cuda"}))
-    assert "JAX_PLATFORMS" in found["JAX_PLATFORM"].mend
-    assert "GSHARD_START_TIMEOUT" in found["GSHARD_START_TIMOUT"].mend
+    assert "JAX_PLATFORMS" in found["JAX_PLATFORM"].fix
+    assert "GSHARD_START_TIMEOUT" in found["GSHARD_START_TIMOUT"].fix
     assert found["variables"].found == "JAX_OF_ANOTHER_PROGRAM='y', JAX_PLATFORMS='cuda'"
 
 
@@ -458,7 +458,7 @@ def test_a_coordinator_that_does_not_answer():
                 waits.connect_ex(at)
             check = reached(at, 0.5)
     assert check.ok == "fail" and check.found == f"{at}: no answer in 0.5 s"
-    assert "firewall" in check.mend
+    assert "firewall" in check.fix
 
 
 def test_a_coordinator_without_an_address(monkeypatch):

@@ -44,7 +44,7 @@ def setup(width=64, layers=2):
 def multiplies(width=64):
     made = setup(width)
 
-    def post_update(state):  # products need whole matrices, which no level promises
+    def post_update(state):  # products need whole matrices, which is in no level's budget
         return state.replace(params={k: w @ w.T @ w for k, w in state.params.items()})
 
     return gshard.TrainSetup(
@@ -96,30 +96,30 @@ def test_audit_of_a_config(folder, capsys):
     levels = json.loads(out)["levels"]
     assert list(levels) == ["os", "p_g_os"]
     size = 2 * 48 * 48
-    moved = {(m["kind"], m["purpose"]): m["elements"] for m in levels["os"]["promise"]["moved"]}
+    moved = {(m["kind"], m["purpose"]): m["elements"] for m in levels["os"]["budget"]["moved"]}
     rows = levels["os"]["collectives"]
     found = {(r["kind"], r["purpose"]): r["elements"] for r in rows if not r["scalar"]}
     assert moved == found == {("reduce-scatter", "scatter"): size, ("all-gather", "update"): size}
     for level in levels.values():
         assert level["exceeded"] == [] and level["memory"]["temp"] > 0
-        assert level["promise"]["group_size"] == 4
-    assert levels["p_g_os"]["promise"]["resident"]["params"] == size // 4 * 4
+        assert level["budget"]["group_size"] == 4
+    assert levels["p_g_os"]["budget"]["resident"]["params"] == size // 4 * 4
 
 
 def test_audit_as_text_with_other_levels_and_devices(folder, capsys):
     words = ("audit", "my.toml", "--levels", "os_g", "--devices", 2, "--arguments.layers", 1)
     code, out, _ = asked(capsys, *words)
     assert code == 0 and out.startswith("level os_g\n")
-    assert "Elements moved: promised and found" in out and "level p_g_os" not in out
+    assert "Elements communicated: budget and found" in out and "level p_g_os" not in out
     assert f"{2 * 48 * 48:,}" in out and "Memory of one device" in out
 
 
-def test_audit_says_which_promise_does_not_hold(folder, capsys):
+def test_audit_says_which_budget_is_exceeded(folder, capsys):
     words = ("audit", "my_model:multiplies", "--devices", 4, "--levels", "dp,p_g_os")
     code, out, err = asked(capsys, *words, "--json")
     assert code == 1
     lines = err.splitlines()
-    assert lines and all(x.startswith("promise not kept: level p_g_os: ") for x in lines)
+    assert lines and all(x.startswith("over budget: level p_g_os: ") for x in lines)
     assert "promised 0 elements, found" in lines[0] and " for compiler" in lines[0]
     levels = json.loads(out)["levels"]
     assert levels["dp"]["exceeded"] == [] and len(levels["p_g_os"]["exceeded"]) == len(lines)
@@ -204,7 +204,7 @@ def test_commands_make_their_own_virtual_devices(folder):
         assert ended.returncode == 0, ended.stderr
         level = json.loads(ended.stdout)["levels"]["p_g_os"]
         if words[0] == "audit":
-            assert level["promise"]["group_size"] == 3 and level["exceeded"] == []
+            assert level["budget"]["group_size"] == 3 and level["exceeded"] == []
         else:
             assert level["exact"] is True and len(level["measured"]["state"]) == 3
     ended = run(folder, "explain", "nowhere.toml")
@@ -213,7 +213,7 @@ def test_commands_make_their_own_virtual_devices(folder):
     assert ended.stderr.count("\n") == 1
 
 
-def test_what_a_loss_sends_itself_breaks_no_promise(capsys):
+def test_what_a_loss_communicates_itself_exceeds_no_budget(capsys):
     """A synchronised BatchNorm: its sums, and those of its backward pass."""
     assert main(["audit", "tests.setups:norm", "--devices", "4", "--levels", "os", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["levels"].values()

@@ -188,7 +188,7 @@ def test_a_model_that_ends_the_program(model, code, said, capsys):
     assert not printed.out
 
 
-def test_an_error_in_a_loss_is_no_broken_promise(capsys):
+def test_an_error_in_a_loss_exceeds_no_budget(capsys):
     """Python itself exits with 1 for it, which would be an answer."""
     assert main(["audit", "tests.setups:breaks", "--devices", "4", "--levels", "os"]) == 2
     printed = capsys.readouterr()

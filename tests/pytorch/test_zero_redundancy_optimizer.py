@@ -318,7 +318,7 @@ def test_the_state_is_divided(partition):
             True,
             "updates 78 elements, 2.71 of the mean, and keeps 628 B of state; padding: 0",
         ),
-        ("greedy", False, "padding: 0 elements; published: 115)"),
+        ("greedy", False, "padding: 0 elements; all-gathered: 115)"),
     ],
 )
 def test_what_a_division_costs_is_said(partition, buckets, says):
@@ -326,7 +326,7 @@ def test_what_a_division_costs_is_said(partition, buckets, says):
     opt = ZRO(tree(), optax.adam, devices(4), buckets, partition=partition, lr=0.1)
     assert says in repr(opt)
     rows = gshard.audit(opt.step).collectives
-    assert sum(row.elements for row in rows) == opt._engine.published()
+    assert sum(row.elements for row in rows) == opt._engine.all_gathered_elements()
     held = gshard.budget(opt.plan).resident["optimizer"]
     if partition == "even":
         assert held == opt.plan.bytes_per_device["opt_state"]

@@ -26,13 +26,13 @@ class Check:
       name: what it is.
       ok: `"ok"`; `"warn"` for what works, but probably not as meant; `"fail"`.
       found: what was found, on one line.
-      mend: how to mend it, on one line; empty where nothing is wrong.
+      fix: how to fix it, on one line; empty where nothing is wrong.
     """
 
     name: str
     ok: Literal["ok", "warn", "fail"]
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def size(count: float) -> str:

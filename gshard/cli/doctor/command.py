@@ -127,11 +127,11 @@ def _guarded(title: str, check: Callable[[], list[Check]]) -> list[Check]:
     try:
         return check()
     except Exception as error:
-        mend = "this is a fault of gshard doctor: report it with this line"
-        return [Check(title, "fail", f"{type(error).__name__}: {error}", mend)]
+        fix = "this is a fault of gshard doctor: report it with this line"
+        return [Check(title, "fail", f"{type(error).__name__}: {error}", fix)]
 
 
 def _lines(check: Check) -> str:
-    """`[ok]   name: found`, and how to mend it."""
+    """`[ok]   name: found`, and how to fix it."""
     first = f"{f'[{check.ok}]':6s} {check.name}: {check.found}"
-    return f"{first}\n       mend: {check.mend}" if check.mend else first
+    return f"{first}\n       fix: {check.fix}" if check.fix else first

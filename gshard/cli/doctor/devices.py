@@ -25,7 +25,7 @@ def started(here: Hardware, seconds: float) -> tuple[list[dict[str, Any]], list[
     """The devices that JAX uses, none where it does not start; and what to say of them."""
     answer = ask("devices", seconds)
     if answer.result is None:
-        return [], [Check("devices", "fail", _said(answer), _mend_start(answer, here))]
+        return [], [Check("devices", "fail", _said(answer), _fix_start(answer, here))]
     found = answer.result["devices"]
     checks = [Check("devices", "ok", _in_words(found))]
     for kind in _PLATFORMS:
@@ -53,9 +53,9 @@ def _mesh(found: dict[str, Any]) -> Check:
     count = len(found["devices"])
     axes = ", ".join(f"{axis}={length}" for axis, length in found["mesh"].items())
     if found["idle"]:
-        mend = "pass these devices too: gshard.make_mesh(devices=...)"
+        fix = "pass these devices too: gshard.make_mesh(devices=...)"
         said = f"gshard.make_mesh() has {axes}, and leaves idle: {', '.join(found['idle'])}"
-        return Check("mesh", "warn", said, mend)
+        return Check("mesh", "warn", said, fix)
     every = "the one device" if count == 1 else f"all {count} devices"
     return Check("mesh", "ok", f"gshard.make_mesh() has {axes}: {every}")
 
@@ -81,8 +81,8 @@ def unused(kind: str, used: int, here: Hardware, told: Mapping[str, str], log: s
             return Check("devices of this process", "ok", f"{said}: {name}={told[name]}")
         return Check("unused device", "warn", f"{said}: {name}={told[name]}", f"unset {name}")
     if kind == "nvidia" and used:
-        mend = "see `nvidia-smi` and `dmesg` for the others: one may be broken, or in MIG mode"
-        return Check("unused device", "fail", said, mend)
+        fix = "see `nvidia-smi` and `dmesg` for the others: one may be broken, or in MIG mode"
+        return Check("unused device", "fail", said, fix)
     return Check("unused device", "fail", f"{said}{': ' if log else ''}{log}", _pip(kind, here))
 
 
@@ -99,7 +99,7 @@ def _said(answer: Answer) -> str:
     return f"{answer.trouble}{more}"
 
 
-def _mend_start(answer: Answer, here: Hardware) -> str:
+def _fix_start(answer: Answer, here: Hardware) -> str:
     if "XLA_FLAGS" in answer.log:
         return "take the flag out of XLA_FLAGS, or write it right: flags differ between versions"
     if platforms := os.environ.get("JAX_PLATFORMS"):
@@ -128,9 +128,9 @@ def judged(found: Mapping[str, float], where: str) -> Check:
     name = "train step"
     wrong = [f"{level} by {error:.1g}" for level, error in found.items() if not error <= TOLERANCE]
     if wrong:
-        mend = "another version of JAX, jaxlib or of the driver; then report it to gshard"
+        fix = "another version of JAX, jaxlib or of the driver; then report it to gshard"
         said = f"on {where} the parameters are not those of one device: {', '.join(wrong)}"
-        return Check(name, "fail", said, mend)
+        return Check(name, "fail", said, fix)
     said = f"{', '.join(found)} on {where}: one device's numbers to {max(found.values()):.0e}"
     return Check(name, "ok", said)
 
@@ -139,11 +139,11 @@ def gloo(seconds: float) -> list[Check]:
     """Two CPU processes of this machine that join and add up."""
     name, answer = "two processes (Gloo)", ask("gloo", seconds, patience=max(1, int(seconds)))
     if answer.result is None:
-        mend = "see `own name` and `loopback` above: the processes talk at this machine's addresses"
-        return [Check(name, "fail", _said(answer), mend)]
+        fix = "see `own name` and `loopback` above: the processes talk at this machine's addresses"
+        return [Check(name, "fail", _said(answer), fix)]
     sums = answer.result["sums"]
     if sums != [3.0, 3.0]:
-        return [Check(name, "fail", f"1 + 2 gave {sums}", "install jaxlib anew")]
+        return [Check(name, "fail", f"1 + 2 gave {sums}", "reinstall jaxlib")]
     return [Check(name, "ok", "joined and added up right")]
 
 
@@ -152,10 +152,10 @@ def nccl(devices: list[dict[str, Any]], seconds: float) -> list[Check]:
     if sum(device["platform"] == "gpu" for device in devices) < 2:
         return []
     name, answer = "all GPUs (NCCL)", ask("nccl", seconds)
-    mend = "run it with NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1; see /dev/shm above"
+    fix = "run it with NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1; see /dev/shm above"
     if answer.result is None:
-        return [Check(name, "fail", _said(answer), mend)]
+        return [Check(name, "fail", _said(answer), fix)]
     if not answer.result["right"]:
-        return [Check(name, "fail", "the sum over all GPUs is wrong", mend)]
+        return [Check(name, "fail", "the sum over all GPUs is wrong", fix)]
     speed = answer.result["bytes_per_second"] / 1e9
     return [Check(name, "ok", f"{answer.result['devices']} added up right, {speed:,.1f} GB/s each")]

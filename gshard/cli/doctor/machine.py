@@ -38,8 +38,8 @@ def _memory(limit: float | None, root: Path) -> list[Check]:
     if limit is not None and limit < total:
         said += f"; the container (cgroup) is limited to {size(limit)}"
     if min(free, limit if limit is not None else free) < _LITTLE_MEMORY:
-        mend = "end other programs, or give the container more: less than 1 GiB does not start JAX"
-        return [Check("host memory", "warn", said, mend)]
+        fix = "end other programs, or give the container more: less than 1 GiB does not start JAX"
+        return [Check("host memory", "warn", said, fix)]
     return [Check("host memory", "ok", said)]
 
 
@@ -50,8 +50,8 @@ def _shared(accelerators: int, root: Path) -> list[Check]:
     usage = shutil.disk_usage(folder)
     said = f"{size(usage.free)} free of {size(usage.total)}"
     if accelerators > 1 and usage.free < _LITTLE_SHARED:
-        mend = "NCCL needs room there: docker run --shm-size=8g, or mount an emptyDir of Memory"
-        return [Check("/dev/shm", "warn", said, mend)]
+        fix = "NCCL needs room there: docker run --shm-size=8g, or mount an emptyDir of Memory"
+        return [Check("/dev/shm", "warn", said, fix)]
     return [Check("/dev/shm", "ok", said)]
 
 
@@ -60,8 +60,8 @@ def _cores(limit: float | None) -> Check:
     said = f"{here} of {os.cpu_count()}"
     if limit is not None and limit < here:
         said += f"; the container (cgroup) is limited to {limit:g}"
-        mend = "XLA starts a thread for each core, and they wait for each other: give it all cores"
-        return Check("CPU cores", "warn", said, mend)
+        fix = "XLA starts a thread for each core, and they wait for each other: give it all cores"
+        return Check("CPU cores", "warn", said, fix)
     return Check("CPU cores", "ok", said)
 
 
@@ -138,8 +138,8 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
 
 def _broken(count: int, what: str) -> Check:
     said = f"{count} in /dev, and nvidia-smi {what}"
-    mend = "restart, or install the driver anew; start a container with --gpus all"
-    return Check("NVIDIA GPUs", "fail" if count else "warn", said, mend)
+    fix = "restart, or reinstall the driver; start a container with --gpus all"
+    return Check("NVIDIA GPUs", "fail" if count else "warn", said, fix)
 
 
 def _taken(rows: list[list[str]]) -> list[Check]:
@@ -150,8 +150,8 @@ def _taken(rows: list[list[str]]) -> list[Check]:
             taken.append(f"GPU {i}: {size(int(used) * 2**20)} of {size(int(total) * 2**20)}")
     if not taken:
         return []
-    mend = "end the programs that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
-    return [Check("GPU memory", "warn", f"other programs hold {', '.join(taken)}", mend)]
+    fix = "end the programs that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+    return [Check("GPU memory", "warn", f"other programs hold {', '.join(taken)}", fix)]
 
 
 def _tpus(root: Path) -> int:
@@ -225,7 +225,7 @@ def disks() -> list[Check]:
 
 def written(name: str, folder: Path, count: int = _BYTES) -> Check:
     """Writes so many bytes into a new file, flushes, renames and reads it, and removes it."""
-    mend = f"give {folder} room and leave to write, or run where there is"
+    fix = f"give {folder} room and leave to write, or run where there is"
     data = os.urandom(2**20) * (count // 2**20)
     try:
         free = shutil.disk_usage(folder).free
@@ -243,7 +243,7 @@ def written(name: str, folder: Path, count: int = _BYTES) -> Check:
         finally:
             path.unlink(missing_ok=True)
     except OSError as error:
-        return Check(name, "fail", f"{folder}: {error.strerror}", mend)
+        return Check(name, "fail", f"{folder}: {error.strerror}", fix)
     if not same:
         return Check(
             name, "fail", f"{folder}: what is read is not what was written", "use another disk"

@@ -45,8 +45,8 @@ def _loopback() -> Check:
         if heard != b"x":
             raise OSError("the connection was closed")
     except (OSError, GShardError) as error:
-        mend = f"let a firewall or sandbox pass connections of {LOOPBACK} to itself"
-        return Check("loopback", "fail", f"{LOOPBACK}: {error}", mend)
+        fix = f"let a firewall or sandbox pass connections of {LOOPBACK} to itself"
+        return Check("loopback", "fail", f"{LOOPBACK}: {error}", fix)
     return Check("loopback", "ok", f"port {port} of {LOOPBACK} listens and answers")
 
 
@@ -54,8 +54,8 @@ def _own_name() -> Check:
     name = socket.gethostname()
     at = found_at(name)
     if at == name:
-        mend = f"write a line with its address and {name} into /etc/hosts"
-        return Check("own name", "warn", f"{name} has no address; Gloo looks for one", mend)
+        fix = f"write a line with its address and {name} into /etc/hosts"
+        return Check("own name", "warn", f"{name} has no address; Gloo looks for one", fix)
     alone = " (loopback: enough for one machine)" if is_loopback(at) else ""
     return Check("own name", "ok", f"{name} is {at}{alone}")
 
@@ -78,8 +78,8 @@ def cluster(held: ExitStack) -> list[Check]:
     try:
         place = resolve_position(JobPosition(None, None, None))
     except GShardError as error:
-        mend = "set GSHARD_COORDINATOR, GSHARD_NUM_PROCESSES and GSHARD_PROCESS_ID, or none of them"
-        return [Check("job", "fail", str(error), mend)]
+        fix = "set GSHARD_COORDINATOR, GSHARD_NUM_PROCESSES and GSHARD_PROCESS_ID, or none of them"
+        return [Check("job", "fail", str(error), fix)]
     if place.num_processes is None:
         return _detected(os.environ)
     said = f"rank {place.process_id} of {place.num_processes}, by GSHARD_* variables"
@@ -101,8 +101,8 @@ def _detected(told: Mapping[str, str]) -> list[Check]:
         said = f"job {told['SLURM_JOB_ID']} of Slurm, but this process was not started by srun"
         if told.get("SLURM_NTASKS", "1") == "1":
             return [Check("job", "ok", said)]
-        mend = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
-        return [Check("job", "warn", f"{said}: it is alone", mend)]
+        fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
+        return [Check("job", "warn", f"{said}: it is alone", fix)]
     return [Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")]
 
 
@@ -125,8 +125,8 @@ def _known(host: str) -> Check:
 
 
 def _unknown(host: str, error: OSError) -> Check:
-    mend = "give its IP address instead, or let DNS or /etc/hosts know the name"
-    return Check("coordinator", "fail", f"{host} has no address: {error.strerror}", mend)
+    fix = "give its IP address instead, or let DNS or /etc/hosts know the name"
+    return Check("coordinator", "fail", f"{host} has no address: {error.strerror}", fix)
 
 
 def _own_port(at: Address, held: ExitStack) -> Check:
@@ -135,8 +135,8 @@ def _own_port(at: Address, held: ExitStack) -> Check:
     try:
         held.enter_context(listening(at, kept=kept))
     except GShardError as error:
-        mend = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
-        return Check("coordinator", "fail", str(error), mend)
+        fix = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
+        return Check("coordinator", "fail", str(error), fix)
     alone = " (loopback: processes of this machine alone)" if is_loopback(at.host) else ""
     return Check("coordinator", "ok", f"this process can listen at {at}{alone}")
 
@@ -148,12 +148,12 @@ def reached(at: Address, seconds: float = SECONDS) -> Check:
     except socket.gaierror as error:
         return _unknown(at.host, error)
     except ConnectionRefusedError:
-        mend = "start process 0 first, at this address and port; then run this again"
-        return Check("coordinator", "fail", f"{at.host} is there, but nobody listens at {at}", mend)
+        fix = "start process 0 first, at this address and port; then run this again"
+        return Check("coordinator", "fail", f"{at.host} is there, but nobody listens at {at}", fix)
     except OSError as error:
         why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else error.strerror
-        mend = f"see that this is the address of process 0, and that firewalls pass port {at.port}"
-        return Check("coordinator", "fail", f"{at}: {why}", mend)
+        fix = f"see that this is the address of process 0, and that firewalls pass port {at.port}"
+        return Check("coordinator", "fail", f"{at}: {why}", fix)
     return Check("coordinator", "ok", f"{at} answers")
 
 

@@ -209,7 +209,7 @@ _DOUBTED: dict[str, tuple[Callable[[str], object], bool, str]] = {
     "JAX_DEBUG_INFS": (_is_on, False, "every result is read back and looked at: slow"),
     "JAX_ENABLE_CHECKS": (_is_on, False, "JAX checks itself at each step: slow"),
     "JAX_ENABLE_X64": (_is_on, False, "64-bit values where NumPy has them: twice the memory"),
-    "JAX_ENABLE_COMPILATION_CACHE": (_is_off, False, "programs are compiled anew at every start"),
+    "JAX_ENABLE_COMPILATION_CACHE": (_is_off, False, "programs are recompiled at every start"),
     "CUDA_VISIBLE_DEVICES": (lambda v: v.strip() in ("", "-1"), True, "no GPU is visible"),
     "XLA_PYTHON_CLIENT_PREALLOCATE": (
         _is_off, True, "memory is taken piece by piece: it fragments, and ends late",
@@ -265,7 +265,7 @@ def _misspelt(told: Mapping[str, str]) -> list[Check]:
                 continue
             near = difflib.get_close_matches(name, known, n=1, cutoff=_NEAR[prefix])
             if near or prefix == "GSHARD_":
-                mend = f"rename it to {near[0]}, or unset it" if near else f"unset {name}"
+                fix = f"rename it to {near[0]}, or unset it" if near else f"unset {name}"
                 what = f"{shown(told[name])}: no setting has this name"
-                found.append(Check(name, "warn", what, mend))
+                found.append(Check(name, "warn", what, fix))
     return found
