@@ -28,7 +28,7 @@ class Model:
     heads: int = setting(5, "attention heads; must divide width")
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
-    remat: bool = setting(False, "compute a block's activations again in the backward")
+    remat: bool = setting(False, "recompute a block's activations in the backward pass")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Optimizer:
     learning_rate: float = setting(6e-3, "peak learning rate of AdamW")
     warmup_steps: int = setting(10, "steps from zero to the peak; cosine decay after")
     weight_decay: float = setting(0.1, "decoupled weight decay")
-    clip: float = setting(1.0, "largest global norm of a gradient")
+    clip: float = setting(1.0, "largest global norm of the gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Config:
     levels: tuple[str, ...] = setting(("dp", "os", "os_g", "p_g_os"), "levels to train at")
     devices: int = setting(8, "virtual CPU devices")
     steps: int = setting(100, "optimizer steps per level")
-    batch_size: int = setting(32, "rows of the global batch")
+    batch_size: int = setting(32, "examples in the global batch")
     micro_batches: int = setting(4, "micro-batches per step")
-    min_shard_size: int = setting(2**14, "leaves of more elements (of one layer) are divided")
+    min_shard_size: int = setting(2**14, "arrays of more elements (of one layer) are sharded")
     seed: int = setting(0, "of the parameters, the batches and the sample")
     prompt: str = setting("def ", "start of the sampled text")
     sample_bytes: int = setting(300, "length of the sampled text")
-    output: str = setting("demo-output", "folder for what it makes")
+    output: str = setting("demo-output", "folder for the results")
     one_device: bool = setting(True, "train on one device first, to compare with")
-    checkpoints: str = setting("", "folder to save in and to go on from; empty: none")
+    checkpoints: str = setting("", "folder to save to and resume from; empty: none")
     save_every: int = setting(10, "steps from one checkpoint to the next")
     pause: float = setting(0.0, "seconds after a step, to watch it")
     model: Model = dataclasses.field(default_factory=Model)
@@ -151,11 +151,11 @@ def check_whole(config: Config) -> Config:
     model = config.model
     if model.width % model.heads:
         raise ConfigError(f"model.heads={model.heads} does not divide model.width={model.width}")
-    rows = config.devices * config.micro_batches
-    if config.batch_size % rows:
+    parts = config.devices * config.micro_batches
+    if config.batch_size % parts:
         raise ConfigError(
             f"batch_size={config.batch_size} must be a multiple of devices x micro_batches "
-            f"= {config.devices} x {config.micro_batches} = {rows}"
+            f"= {config.devices} x {config.micro_batches} = {parts}"
         )
     for name in ("steps", "save_every"):
         if (value := getattr(config, name)) < 1:

@@ -71,7 +71,7 @@ class Training:
         """The step, in its own words."""
         found = re.search(r"goes on from step (\d+)", self.said.read_text())
         if found is None:
-            raise TrainingError(f"it began anew:\n{self.said.read_text()}")
+            raise TrainingError(f"it started from the beginning:\n{self.said.read_text()}")
         return int(found[1])
 
     def losses(self) -> list[float]:
@@ -93,7 +93,7 @@ def never_stopped(config: Config) -> list[float]:
 
 def main(config: Config, folder: Path) -> bool:
     """Whether the losses were identical."""
-    began, whole = time.monotonic(), never_stopped(config)
+    began, unbroken = time.monotonic(), never_stopped(config)
     level, steps = config.levels[-1], config.steps
     other = "os" if level == "os_g" else "os_g"
     fewer = config.devices // 2 if config.devices % 2 == 0 else 1
@@ -129,8 +129,8 @@ def main(config: Config, folder: Path) -> bool:
         print(f" moved    {moved.end()}, to {other} on {fewer} devices")
 
     losses = again.losses()
-    same = losses == whole[: len(losses)]
-    pairs = zip(moved.losses()[start:until], whole[start:until], strict=True)
+    same = losses == unbroken[: len(losses)]
+    pairs = zip(moved.losses()[start:until], unbroken[start:until], strict=True)
     off = max((abs(x - y) / y for x, y in pairs), default=0.0)
     print(
         f"\nlosses identical bit by bit, steps 1 to {len(losses)}: {'yes' if same else 'NO'}\n"

@@ -23,19 +23,19 @@ class Run:
       tokens_per_second: of the training loop, compilation left out.
       bytes: on one device, of `params`, `gradients` and `optimizer`; None where there is nothing
         to measure.
-      promised_bytes: the same, promised by the plan.
+      budget_bytes: the same, by the budget of the plan.
       moved: elements per step and device by kind of collective, counted in the compiled program.
-      promised_moved: the same, promised by the plan.
-      at_most: kinds whose promise is an upper bound.
+      budget_elements: the same, by the budget of the plan.
+      at_most: kinds whose budget is an upper bound.
     """
 
     name: str
     losses: list[float] = dataclasses.field(default_factory=list)
     tokens_per_second: float = 0.0
     bytes: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    promised_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    budget_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
-    promised_moved: dict[str, int] = dataclasses.field(default_factory=dict)
+    budget_elements: dict[str, int] = dataclasses.field(default_factory=dict)
     at_most: tuple[str, ...] = ()
 
     def off_by(self, reference: Run) -> float:

@@ -41,7 +41,7 @@ class SimpleNet(nnx.Module):
         self.linear = nnx.Linear(2, 2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(rows, 2) to (rows, 2)."""
+        """(examples, 2) to (examples, 2)."""
         return self.linear(my_tanh(x))
 
 

@@ -1,4 +1,4 @@
-"""Paddle's example, on JAX and on real text: one Linear(1000, 1000) with AdamW, divided.
+"""Paddle's example, on JAX and on real text: one Linear(1000, 1000) with AdamW, sharded.
 
     python -m examples.paddle_words [--level p_g_os] [--steps 200]
 
@@ -19,7 +19,7 @@ from flax import nnx
 import gshard
 from examples.text import standard_library
 
-WORDS, BEFORE, ROWS = 1000, 4, 512
+WORDS, BEFORE, EXAMPLES = 1000, 4, 512
 
 
 def frequent_words() -> np.ndarray:
@@ -30,12 +30,12 @@ def frequent_words() -> np.ndarray:
 
 
 def batch(words_N: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Counts of the words before, float32 (rows, words), and the next word, int32 (rows,)."""
+    """Counts of the words before, float32 (examples, words); the next word, int32 (examples,)."""
     rng = np.random.default_rng(step)
-    at_B = rng.integers(BEFORE, len(words_N), ROWS)
-    counts_BxW = np.zeros((ROWS, WORDS), np.float32)
+    at_B = rng.integers(BEFORE, len(words_N), EXAMPLES)
+    counts_BxW = np.zeros((EXAMPLES, WORDS), np.float32)
     for i in range(1, BEFORE + 1):
-        np.add.at(counts_BxW, (np.arange(ROWS), words_N[at_B - i]), 1.0)
+        np.add.at(counts_BxW, (np.arange(EXAMPLES), words_N[at_B - i]), 1.0)
     return counts_BxW, words_N[at_B]
 
 

@@ -2,7 +2,7 @@
 
     python -m examples.pytorch_zero [--width 2000] [--layers 20] [--devices 2] [--steps 3]
 
-Trains with the state divided and with plain Adam on every device, and says what each device holds.
+Trains with the state sharded and with plain Adam on every device, and says what each device holds.
 The sums of the parameters are the same.
 """
 
@@ -39,22 +39,22 @@ def held(tree: Any, device: jax.Device) -> int:
     return sum(s.data.nbytes for s in shards if s.device == device)
 
 
-def train(width: int, layers: int, devices: int, steps: int, divided: bool) -> dict[str, float]:
+def train(width: int, layers: int, devices: int, steps: int, sharded: bool) -> dict[str, float]:
     """What one device holds after some steps, and the sum of all parameters."""
     ddp = gshard.pytorch.DataParallel(
         model_of(width, layers), group=gshard.distributed.new_group(range(devices))
     )
-    if divided:
+    if sharded:
         opt = gshard.pytorch.ZeroRedundancyOptimizer(
             ddp.parameters(), optax.adam, gshard.distributed.new_group(range(devices)), lr=0.01
         )
     else:
         plain = nnx.Optimizer(ddp, optax.adam(0.01), wrt=nnx.Param)
         update = nnx.jit(lambda plain, ddp, grads: plain.update(ddp, grads))
-    rows = np.random.default_rng(0).normal(size=(4 * devices, width)).astype(np.float32)
+    batch = np.random.default_rng(0).normal(size=(4 * devices, width)).astype(np.float32)
     for _ in range(steps):
-        ddp.backward(loss_fn, rows)
-        if divided:
+        ddp.backward(loss_fn, batch)
+        if sharded:
             opt.step()
             opt.zero_grad()
         else:
@@ -62,7 +62,7 @@ def train(width: int, layers: int, devices: int, steps: int, divided: bool) -> d
             ddp.clear_gradients()
     first = jax.devices()[0]
     found = {"parameters": held(nnx.state(ddp, nnx.Param), first)}
-    if divided:
+    if sharded:
         found["optimizer state"] = opt.plan.bytes_per_device["opt_state"]
     else:
         found["optimizer state"] = held(nnx.state(plain), first)
@@ -82,13 +82,13 @@ def main() -> None:
     args = parser.parse_args()
     gshard.virtual_devices(args.devices)
     given = (args.width, args.layers, args.devices, args.steps)
-    plain, divided = (train(*given, divided=way) for way in (False, True))
+    plain, sharded = (train(*given, sharded=way) for way in (False, True))
     table = Table(title=f"One of {args.devices} devices", title_justify="left")
     for name in ("", "Adam on every device", "ZeroRedundancyOptimizer"):
         table.add_column(name, justify="right" if name else "left")
     for name in plain:
         unit, scale = ("", 1) if name.startswith("sum") else (" MB", 1e6)
-        cells = [f"{x[name] / scale:,.{4 if scale == 1 else 1}f}{unit}" for x in (plain, divided)]
+        cells = [f"{x[name] / scale:,.{4 if scale == 1 else 1}f}{unit}" for x in (plain, sharded)]
         table.add_row(name, *cells)
     Console().print(table)
 

@@ -85,12 +85,12 @@ class RunMeter:
 
 
 def table(reference: Run | None, runs: list[Run], micro_batches: int) -> Table:
-    """One row measured and one row promised per level, the run on one device above them."""
+    """Two rows per level, measured and budget; the run on one device above them."""
     found = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
-        title="Bytes on one device; elements that one device moves in a step",
+        title="Bytes on one device; elements that one device communicates in a step",
         title_justify="left",
         caption="parameters, optimizer: shards of the real arrays on the first device. gradients: "
         f"what the loop over {micro_batches} micro-batches carries in the compiled program. "
@@ -114,9 +114,9 @@ def table(reference: Run | None, runs: list[Run], micro_batches: int) -> Table:
         if run is reference:
             continue
         found.add_row(
-            " promised",
-            *(size(run.promised_bytes[part]) for part in PARTS),
-            *(("<= " if k in run.at_most else "") + count(run.promised_moved[k]) for k in KINDS),
+            " budget",
+            *(size(run.budget_bytes[part]) for part in PARTS),
+            *(("<= " if k in run.at_most else "") + count(run.budget_elements[k]) for k in KINDS),
             style="dim",
         )
     return found
@@ -159,26 +159,26 @@ def write_picture(path: Path, reference: Run | None, runs: list[Run], console: C
 
 
 def draw_memory(axes, runs: list[Run]) -> None:
-    """Stacked bars of what was measured, with the promise as an outline around each part."""
+    """Stacked bars of measured bytes, with the budget as an outline around each part."""
     for i, run in enumerate(runs):
-        top = promised_top = 0.0
+        top = budget_top = 0.0
         for part, color in COLORS.items():
             height = (run.bytes[part] or 0) / MIB
-            budgeted = run.promised_bytes[part] / MIB
+            budgeted = run.budget_bytes[part] / MIB
             axes.bar(i, height, 0.6, top, color=color, label=None if i else part)
-            axes.bar(i, budgeted, 0.7, promised_top, fill=False, edgecolor="black")
-            top, promised_top = top + height, promised_top + budgeted
-        axes.text(i, max(top, promised_top), f"{top:.2f}", ha="center", va="bottom")
-    axes.bar(0, 0, fill=False, edgecolor="black", label="promised")  # for the legend, last
+            axes.bar(i, budgeted, 0.7, budget_top, fill=False, edgecolor="black")
+            top, budget_top = top + height, budget_top + budgeted
+        axes.text(i, max(top, budget_top), f"{top:.2f}", ha="center", va="bottom")
+    axes.bar(0, 0, fill=False, edgecolor="black", label="budget")  # for the legend, last
     axes.set_xticks(range(len(runs)), [run.name for run in runs])
     axes.set_ylabel("MiB on one device")
-    axes.set_title("Train state, measured and promised")
+    axes.set_title("Train state, measured and budget")
     axes.margins(y=0.1)
     axes.legend(frameon=False)
 
 
 def draw_losses(axes, reference: Run | None, runs: list[Run]) -> None:
-    """The curves lie on each other: a wide one below, the others take turns on top of it."""
+    """The curves coincide: a wide one below, the others as alternating dashes on top of it."""
     steps = range(1, len(runs[0].losses) + 1)
     if reference:
         axes.plot(steps, reference.losses, color="0.8", linewidth=6, label=reference.name)
@@ -187,6 +187,6 @@ def draw_losses(axes, reference: Run | None, runs: list[Run]) -> None:
         line.set_linestyle((4 * i, (4, 4 * (len(runs) - 1))) if len(runs) > 1 else "-")
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per byte")
-    axes.set_title("Loss: every level" + (" beside one device" if reference else ""))
+    axes.set_title("Loss: every level" + (" and one device" if reference else ""))
     for handle in axes.legend(frameon=False).get_lines():
         handle.set_linestyle("-")

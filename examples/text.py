@@ -28,7 +28,7 @@ def standard_library() -> np.ndarray:
     return np.frombuffer(b"".join(path.read_bytes() for path in files), np.uint8)
 
 
-def batch(text_N: np.ndarray, step: int, rows: int, length: int, seed: int) -> np.ndarray:
-    """Return (rows, length) windows of the text; the same for the same step and seed."""
-    starts_B = np.random.default_rng((seed, step)).integers(0, text_N.size - length, size=rows)
+def batch(text_N: np.ndarray, step: int, examples: int, length: int, seed: int) -> np.ndarray:
+    """Returns (examples, length) windows of the text; the same for the same step and seed."""
+    starts_B = np.random.default_rng((seed, step)).integers(0, text_N.size - length, size=examples)
     return text_N[starts_B[:, None] + np.arange(length)]

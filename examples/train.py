@@ -1,12 +1,12 @@
-"""A training for one process or many that stops when its job is told to, and then goes on.
+"""A training in one process or many that stops when its job is told to, and resumes later.
 
     python examples/train.py
     gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50
 
-Parameters, gradients and optimizer state are divided over all devices. Every process makes its own
-rows. After SIGTERM all processes save at the same step and leave, and the next start goes on from
-there; one that was killed goes on from the newest step that is complete. With several machines
-`--output` is a folder that all of them see.
+Parameters, gradients and optimizer state are sharded over all devices. Each process makes its own
+examples. After SIGTERM all processes save at the same step and exit, and the next start resumes
+from there; after a kill it resumes from the newest complete step. With several machines, `--output`
+is a folder that all of them see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-ROWS, WIDTH = 64, 256  # of the batch of all processes, of a layer
+EXAMPLES, WIDTH = 64, 256  # of the batch of all processes, of a layer
 
 
 class Net(nnx.Module):
@@ -42,14 +42,14 @@ class Net(nnx.Module):
 
 
 def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The mean squared error over the rows at hand."""
+    """The mean squared error over the given examples."""
     x, y = batch
     return jnp.mean((model(x)[:, 0] - y) ** 2)
 
 
 def own_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
     """This process's part of batch `step`: the same batch, however many processes share it."""
-    x = np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    x = np.random.default_rng(step).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
     own = np.array_split(x, gshard.distributed.process_count())[gshard.distributed.process_index()]
     return own, np.sin(own.sum(axis=1))
 
@@ -67,8 +67,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output"), help="checkpoints")
     args = parser.parse_args()
 
-    if ROWS % jax.device_count():
-        raise SystemExit(f"{ROWS} rows do not divide over {jax.device_count()} devices")
+    if EXAMPLES % jax.device_count():
+        raise SystemExit(f"{EXAMPLES} examples do not divide over {jax.device_count()} devices")
     model, optimizer, _ = gshard.paddle.group_sharded_parallel(
         Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", min_shard_size=2**14
     )

@@ -8,7 +8,7 @@ code 75), and the same command goes on from there, at the level where it was.
 
 Every run starts from the same parameters and sees the same batches, so that all of them should
 give the numbers of one device. What they differ in is what a device holds and moves: the table at
-the end shows it, measured, beside what the plan promised.
+the end shows the measured figures and the plan's budget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from examples import gpt, text
 from examples.checkpoints import refuse_other_settings
 from examples.config import Config, ConfigError, parse
 from examples.report import TABLE_WIDTH, Meter, table, write_picture
-from examples.training import how_to_divide, make_state, train_at, train_on_one_device
+from examples.training import make_state, shard_options, train_at, train_on_one_device
 
 
 def printable(sampled: bytes) -> str:
@@ -67,7 +67,7 @@ def main(config: Config) -> None:
     parameters = sum(x.size for x in jax.tree.leaves(start.params))
     console.print(
         f"GPT of {parameters:,} parameters, {text_N.size:,} bytes of Python source; "
-        f"{config.steps} steps of {config.batch_size} rows x {config.model.sequence} bytes on "
+        f"{config.steps} steps of {config.batch_size} examples x {config.model.sequence} bytes on "
         f"{config.devices} virtual CPU devices"
         + (f" of {processes} processes, " if processes > 1 else ", ")
         + f"{config.micro_batches} micro-batches a step"
@@ -76,7 +76,7 @@ def main(config: Config) -> None:
     # A plan needs no arrays: a level that does not exist is refused now, not after the first run.
     for level in config.levels:
         gshard.shard_train_state(
-            jax.eval_shape(lambda: start), mesh, level, **how_to_divide(config)
+            jax.eval_shape(lambda: start), mesh, level, **shard_options(config)
         )
 
     # ---- one run on one device, one run per level ------------------------------------------------
@@ -96,18 +96,18 @@ def main(config: Config) -> None:
 
     # ---- what came out ---------------------------------------------------------------------------
 
-    whole = gshard.full_params(state)  # on the host: every process calls it, and has them
+    full = gshard.full_params(state)  # on the host: every process calls it, and has them
     if rank > 0:
         return
     console.print()
-    # The table is never cut: a narrow terminal breaks its lines, a file has them whole.
+    # The table is never cut: a narrow terminal breaks its lines, a file has them in full.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table(reference, runs, config.micro_batches))
 
     key = jax.random.key(config.seed)
     sampled = gpt.sample(
         model,
-        whole,
+        full,
         config.prompt.encode(),
         config.sample_bytes,
         config.model.sequence,

@@ -1,4 +1,4 @@
-"""The same training twice: on one device as Flax does it, and divided with gshard."""
+"""The same training twice: on one device as Flax does it, and sharded with gshard."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
     def loss_fn(params, batch_BxT1):
         return gpt.next_byte_loss(model, params, batch_BxT1)
 
-    with meter.phase("dividing"):
-        state, plan = gshard.shard_train_state(start, mesh, level, **how_to_divide(config))
+    with meter.phase("sharding"):
+        state, plan = gshard.shard_train_state(start, mesh, level, **shard_options(config))
         step = gshard.make_train_step(loss_fn, plan, micro_batches=config.micro_batches)
     with meter.phase("compiling"):
         run = measured(level, step, state, own_rows(0))
@@ -98,21 +98,21 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
 
 
 def measured(level: str, step, state, batch) -> Run:
-    """What the compiled step carries and communicates, beside the promise. Nothing runs yet."""
+    """What the compiled step carries and communicates, and its budget. Nothing runs yet."""
     audit = gshard.audit(step, state, batch)
     budget = audit.budget
     return Run(
         level,
         bytes={"gradients": carried_by_micro_batch_loop(step.lower(state, batch).compile())},
-        promised_bytes={part: budget.resident[part] for part in PARTS},
+        budget_bytes={part: budget.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},
-        promised_moved={kind: budget.elements(kind) for kind in KINDS},
+        budget_elements={kind: budget.elements(kind) for kind in KINDS},
         at_most=tuple(moved.kind for moved in budget.moved if moved.at_most),
     )
 
 
-def how_to_divide(config: Config) -> dict:
-    # A scanned stack of layers is divided inside a layer, never between layers.
+def shard_options(config: Config) -> dict:
+    # A scanned stack of layers is sharded inside a layer, never between layers.
     scan_axes = {"^blocks/": 0} if config.model.scan else None
     return {"min_shard_size": config.min_shard_size, "scan_axes": scan_axes}
 

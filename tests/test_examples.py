@@ -129,11 +129,11 @@ def test_text_is_the_library_and_the_same_every_time():
 
 def test_batch_depends_on_step_and_seed_alone():
     text_N = np.arange(251, dtype=np.uint8)
-    first = text.batch(text_N, 3, rows=16, length=9, seed=1)
+    first = text.batch(text_N, 3, examples=16, length=9, seed=1)
     assert first.shape == (16, 9)
-    np.testing.assert_array_equal(first, text.batch(text_N, 3, rows=16, length=9, seed=1))
-    assert not np.array_equal(first, text.batch(text_N, 4, rows=16, length=9, seed=1))
-    assert not np.array_equal(first, text.batch(text_N, 3, rows=16, length=9, seed=2))
+    np.testing.assert_array_equal(first, text.batch(text_N, 3, examples=16, length=9, seed=1))
+    assert not np.array_equal(first, text.batch(text_N, 4, examples=16, length=9, seed=1))
+    assert not np.array_equal(first, text.batch(text_N, 3, examples=16, length=9, seed=2))
     # every row is a window of the text, in its order
     assert (np.diff(first.astype(int), axis=1) == 1).all()
 
@@ -238,16 +238,16 @@ def test_demo_runs_every_level(demo):
 
 
 @pytest.mark.slow
-def test_demo_measures_what_was_promised(demo):
+def test_demo_stays_within_the_budget(demo):
     _, _, _, runs = demo
     for run in runs:
-        for part, budgeted in run.promised_bytes.items():
+        for part, budgeted in run.budget_bytes.items():
             assert run.bytes[part] == pytest.approx(budgeted, rel=0.02), (run.name, part)
         for kind in KINDS:
             if kind in run.at_most:
-                assert 0 < run.moved[kind] <= run.promised_moved[kind], (run.name, kind)
+                assert 0 < run.moved[kind] <= run.budget_elements[kind], (run.name, kind)
             else:
-                assert run.moved[kind] == run.promised_moved[kind], (run.name, kind)
+                assert run.moved[kind] == run.budget_elements[kind], (run.name, kind)
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_demo_prints_the_table_and_a_sample(demo):
         (row,) = re.findall(rf"^ {run.name} +\d.*$", printed, re.MULTILINE)
         shown = [float(word.replace(",", "")) for word in row.split()[1:7]]
         assert shown == [
-            *(run.bytes[p] for p in run.promised_bytes),
+            *(run.bytes[p] for p in run.budget_bytes),
             *(run.moved[k] for k in KINDS),
         ]
         assert f"{run.losses[-1]:.5f} {run.off_by(reference):8.1e}".split() == row.split()[7:9]
@@ -358,7 +358,7 @@ def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, settings)
 def test_unrolled_model_too():
     """The other form of the model: layers one by one, rematerialised."""
     model = gpt.GPT(width=32, layers=2, heads=2, scan=False, remat=True)
-    rows_BxT1 = text.batch(text.standard_library(), 0, rows=8, length=9, seed=0)
+    rows_BxT1 = text.batch(text.standard_library(), 0, examples=8, length=9, seed=0)
     params = model.init(jax.random.key(0), rows_BxT1[:1, :-1])["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
 
