@@ -40,3 +40,13 @@ def test_guarantees_name_tests_that_exist():
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()))
     assert len(named) > 40
     assert not [name for name in sorted(named) if not (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_files_and_folders_that_are_named_exist(page):
+    quoted = re.findall(r"`([\w./-]+)`", (ROOT / page).read_text())
+    paths = {name.strip("/") for name in quoted if "/" in name or name.endswith(".py")}
+    assert len(paths) > 10
+    there = [path for path in paths if (ROOT / path).exists()]
+    inside = [path for path in paths if any((ROOT / "gshard").rglob(path))]
+    assert not sorted(paths.difference(there, inside))
