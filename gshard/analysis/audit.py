@@ -57,7 +57,7 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
             "the backend gives no text of its compiled programs; audit cannot read it"
         )
     plan = getattr(step, "plan", None) if plan is None else plan
-    budget = getattr(step, "promise", None) if budget is None else budget
+    budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
     return Audit(rows_of(text, mesh), memory_of(compiled), budget)
 

@@ -108,7 +108,7 @@ class Audit:
                 for row in map(dataclasses.asdict, self.collectives)
             ],
             "memory": dict(self.memory),
-            "promise": None if self.budget is None else _budget_dict(self.budget),
+            "budget": None if self.budget is None else _budget_dict(self.budget),
         }
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """`partition="greedy"`: whole tensors, each with its state on one device, as PyTorch divides them.
 
 Gradients are reduced whole. Then one program for each owner updates its tensors on its device, and
-they are all-gathered: one all-reduce per tensor, or with buckets one gather per dtype, padded to the
-owner that has most.
+they are all-gathered: one all-reduce per tensor, or with buckets one gather per dtype, padded to
+the owner that has most.
 """
 
 from __future__ import annotations

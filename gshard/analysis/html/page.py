@@ -224,7 +224,7 @@ def by_compiler(compiled: Mapping[str, Mapping[str, Any]]) -> Markup:
         verdict = of.get("fits")
         said = "does not compile" if "error" in of else _VERDICTS[verdict]
         parts.append(el("h3", name, ": ", el("strong", said)))
-        parts += _level(name, {k: v for k, v in of.items() if k not in ("fits", "promise")})
+        parts += _level(name, {k: v for k, v in of.items() if k not in ("fits", "budget")})
     return joined(parts)
 
 
