@@ -66,7 +66,7 @@ def budgeted(plan: gshard.Plan) -> dict[str, dict[str, int]]:
     hops = sum(1 / math.prod(plan.group.sizes[:i]) for i in range(len(plan.group.sizes)))
     of_whole = [x.dtype.itemsize for x in jax.tree.leaves(plan.grads) if x.dim is None]
     bytes_of: dict[str, float] = defaultdict(float)
-    for moved in gshard.budget(plan).moved:
+    for moved in gshard.budget(plan).communicated:
         if moved.purpose == "reduce":
             bytes_of[moved.kind] += 2 * moved.elements * max(of_whole)
         else:

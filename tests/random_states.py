@@ -175,7 +175,7 @@ def cases(draw: st.DrawFn, tree: Any, scan_axes: Mapping[str, int], txs: Any) ->
         draw(MESHES),
         draw(st.sampled_from(LEVELS)),
         draw(st.sampled_from([0, 0, 0, 20]) | st.integers(0, 64)),
-        draw(st.sampled_from(["pad", "whole"])),
+        draw(st.sampled_from(["pad", "replicate"])),
         draw(txs),
         draw(st.booleans()),
         draw(st.booleans()),

@@ -14,7 +14,7 @@ from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
 
 if TYPE_CHECKING:
-    from gshard.sharding.budget import Budget, Movement
+    from gshard.sharding.budget import Budget, Traffic
 
 
 _OF_THE_USER = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
@@ -125,7 +125,9 @@ def _known(row: Row, amount: int | None) -> int:
 
 
 def _budget_dict(budget: Budget) -> dict[str, Any]:
-    return dataclasses.asdict(budget) | {"moved": [dataclasses.asdict(m) for m in budget.moved]}
+    return dataclasses.asdict(budget) | {
+        "communicated": [dataclasses.asdict(m) for m in budget.communicated]
+    }
 
 
 def exceeded(budget: Budget, rows: Iterable[Row]) -> tuple[str, ...]:
@@ -139,7 +141,7 @@ def exceeded(budget: Budget, rows: Iterable[Row]) -> tuple[str, ...]:
         if not row.scalar and row.purpose not in _OF_THE_USER:
             found.setdefault((row.kind, row.purpose), []).append(row.elements)
     bounds: dict[tuple[str, str], int] = {}
-    for moved in budget.moved:
+    for moved in budget.communicated:
         key = (moved.kind, moved.purpose)
         bounds[key] = bounds.get(key, 0) + moved.elements
     said = []
@@ -192,8 +194,8 @@ def _budget_table(budget: Budget, rows: tuple[Row, ...]) -> Table:
     title = "Elements moved: promised and found"
     table = text_table(title, ("kind", "for"), ("promised", "found"))
     rows = tuple(row for row in rows if not row.scalar)
-    budgeted: dict[tuple[str, str], list[Movement]] = {}
-    for movement in budget.moved:
+    budgeted: dict[tuple[str, str], list[Traffic]] = {}
+    for movement in budget.communicated:
         budgeted.setdefault((movement.kind, movement.purpose), []).append(movement)
     for key in dict.fromkeys([*budgeted, *((row.kind, row.purpose) for row in rows)]):
         movements = budgeted.get(key, [])

@@ -108,7 +108,7 @@ def cost(
     """
     chip = target.chip
     shard, copies = bandwidths(target, group)
-    if group.copies > 1 and group.size == 1:
+    if group.replicas > 1 and group.size == 1:
         shard = copies
     seconds = sum(
         count / (COMPUTE_SHARE * (chip.bfloat16 if dtype in _HALF else chip.float32))

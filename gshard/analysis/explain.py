@@ -122,7 +122,7 @@ def _other_levels(plan: Plan) -> tuple[dict[str, Plan], dict[str, str]]:
         warnings.simplefilter("ignore", GShardWarning)
         for name, level in LEVELS.items():
             try:
-                plans[name] = plan if level is plan.level else plan.at(level)
+                plans[name] = plan if level is plan.level else plan.at_level(level)
             except GShardError as error:  # such as a rule that divides layers
                 cannot[name] = str(error)
     return plans, cannot

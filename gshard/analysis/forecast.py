@@ -105,7 +105,7 @@ def forecast(
         plans[name], found[name] = plan, level
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
-    return Forecast(elements, devices.size, plan.group.copies, choices, found, plans)
+    return Forecast(elements, devices.size, plan.group.replicas, choices, found, plans)
 
 
 def plan_config(

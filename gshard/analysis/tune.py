@@ -184,7 +184,7 @@ def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> 
     for row in seen.collectives:
         if row.kind == "all-gather" and not at_rest:
             wire["update"] += row.wire_bytes
-        elif row.kind == "all-reduce" and plan.group.copies > 1:
+        elif row.kind == "all-reduce" and plan.group.replicas > 1:
             wire["copies"] += row.wire_bytes
         else:
             wire["shard"] += row.wire_bytes

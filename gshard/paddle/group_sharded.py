@@ -184,7 +184,7 @@ def _useless(
         if names:
             found.append(
                 f"{', '.join(names)} changes nothing at level {level.name!r}, where parameters are "
-                "whole"
+                "replicate"
             )
     elif alone and sync_comm:
         found.append("sync_comm changes nothing on one device")
@@ -236,7 +236,7 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | Non
 
     def excluded(leaf: LeafInfo) -> str | None:
         inside = any(not p or leaf.path.startswith(f"{p}/") for p in beginnings)
-        return "whole" if inside or any(p.search(leaf.path) for p in patterns) else None
+        return "replicate" if inside or any(p.search(leaf.path) for p in patterns) else None
 
     return excluded
 

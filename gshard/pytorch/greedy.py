@@ -182,10 +182,10 @@ class Greedy:
 
     def _refuse(self, mesh: Mesh, replica_axes: Any) -> None:
         group = data_group(mesh, None, replica_axes)
-        if group.user:
+        if group.model_axes:
             raise GShardError(
                 "partition='greedy' is for data axes alone, and this mesh has others: "
-                f"{some(name for name, _ in group.user)}. Take partition='even'."
+                f"{some(name for name, _ in group.model_axes)}. Take partition='even'."
             )
         for of in self._groups:
             refuse_coupled(of.tx(), of.tree, of.name)

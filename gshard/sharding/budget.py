@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Movement:
+class Traffic:
     """Elements that one kind of collective moves per device and step.
 
     Attributes:
@@ -56,25 +56,25 @@ class Budget:
       resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
         of the `optimizer` state with master copies and counts, and of `extras` (frozen parameters,
         batch statistics, an average).
-      moved: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer itself
-        communicates are not in it.
+      communicated: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer
+        itself communicates are not in it.
       host: bytes in the host's memory for one device, of the same parts; 0 without `offload=`.
     """
 
     level: str
     group_size: int
     resident: dict[str, int]
-    moved: tuple[Movement, ...]
+    communicated: tuple[Traffic, ...]
     host: dict[str, int] = field(default_factory=dict)
 
     def elements(self, kind: str) -> int:
         """Elements that collectives of one kind move."""
-        return sum(m.elements for m in self.moved if m.kind == kind)
+        return sum(m.elements for m in self.communicated if m.kind == kind)
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that a device sends in one step."""
-        return sum(m.wire_bytes for m in self.moved)
+        return sum(m.wire_bytes for m in self.communicated)
 
 
 def budget(
@@ -103,7 +103,7 @@ def budget(
         [layout.local() for layout in jax.tree.leaves(tree)]
         for tree in (plan.params, plan.grads, plan.non_trainable)
     )
-    carried = [r.whole() if accumulate == "local" else r for r in reduced]
+    carried = [r.replicated() if accumulate == "local" else r for r in reduced]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
     moved = [
         movement
@@ -131,7 +131,7 @@ def budget(
         plan.level.name,
         plan.group.size,
         {name: _bytes(layouts, on_host=False) for name, layouts in held.items()},
-        tuple(Movement(k, p, n, sent, most) for (k, p, most), (n, sent) in totals.items() if n),
+        tuple(Traffic(k, p, n, sent, most) for (k, p, most), (n, sent) in totals.items() if n),
         {name: _bytes(layouts, on_host=True) for name, layouts in held.items()},
     )
 
@@ -151,7 +151,7 @@ def _moved(
         return
     scatters = 1 if accumulate == "local" else micro_batches
     yield "reduce-scatter", "scatter", *_times(scatters, *_hops(reduced, reduced)), False
-    if reduced.group.copies > 1:
+    if reduced.group.replicas > 1:
         part = reduced.stored_size // reduced.group.size
         yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, part, True)), False
     if stored.dim is None:
@@ -166,7 +166,7 @@ def _times(n: int, elements: int, sent: int) -> tuple[int, int]:
 
 def _all_reduce(layout: Layout, elements: int, of_copies: bool = False) -> tuple[int, int]:
     """Elements and bytes sent of a sum over all devices, or over the copies of a part."""
-    n = layout.group.copies if of_copies else layout.group.devices
+    n = layout.group.replicas if of_copies else layout.group.devices
     return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
 
 

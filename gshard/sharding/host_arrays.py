@@ -35,7 +35,7 @@ def full_params(state: Any) -> Any:
     parts, layouts = plan.kind.split(state), plan.layouts
     others = {name: tree for name, tree in parts.non_trainable.items() if name in PARAMETERS}
     whole = Components(
-        to_host(*plan.precise(parts.params, parts.opt_state)),
+        to_host(*plan.master_params(parts.params, parts.opt_state)),
         None,
         None,
         {name: to_host(tree, layouts.non_trainable[name]) for name, tree in others.items()},
@@ -75,7 +75,7 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jnp.array(jax.random.key_data(x).addressable_data(0))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return layout.cut(np.array(stored_on_host(x, layout)))
+    return layout.unpad(np.array(stored_on_host(x, layout)))
 
 
 def stored_on_host(x: Any, layout: Layout) -> np.ndarray:

@@ -32,7 +32,7 @@ class Layout:
       group: the data axes; the dimension is divided over `group.shard`, major to minor.
       scan_dim: the dimension that a scan over layers walks, or None.
       reason: why, in a few words.
-      user: for every dimension the mesh axes of the user's own that it lies over; () for none.
+      model_axes: by dimension, the model-parallel mesh axes that it is sharded over; () for none.
       memory: where the leaf rests between steps, `"device"` or `"pinned_host"`.
     """
 
@@ -43,7 +43,7 @@ class Layout:
     group: Group
     scan_dim: int | None
     reason: str
-    user: tuple[tuple[str, ...], ...] = ()
+    model_axes: tuple[tuple[str, ...], ...] = ()
     memory: str = DEVICE
 
     @property
@@ -79,9 +79,11 @@ class Layout:
     @property
     def spec(self) -> jax.P:
         """How it is stored, over all axes."""
-        if not self.user:
+        if not self.model_axes:
             return self.data_spec
-        return _spec([self.group.shard if d == self.dim else x for d, x in enumerate(self.user)])
+        return _spec(
+            [self.group.shard if d == self.dim else x for d, x in enumerate(self.model_axes)]
+        )
 
     @property
     def data_spec(self) -> jax.P:
@@ -89,34 +91,34 @@ class Layout:
         return jax.P() if self.dim is None else _spec([()] * self.dim + [self.group.shard])
 
     @property
-    def user_spec(self) -> jax.P:
+    def model_spec(self) -> jax.P:
         """How it lies over the user's own axes."""
-        return _spec(self.user)
+        return _spec(self.model_axes)
 
     def local(self) -> Layout:
         """The same leaf as one place of the user's axes sees it: its own part is all there is."""
-        if not self.group.user:
+        if not self.group.model_axes:
             return self
-        sizes = dict(self.group.user)
+        sizes = dict(self.group.model_axes)
         shape = self.shape
-        if self.user:
+        if self.model_axes:
             shape = tuple(
                 size // math.prod(sizes[name] for name in names)
-                for size, names in zip(shape, self.user, strict=True)
+                for size, names in zip(shape, self.model_axes, strict=True)
             )
-        group = dataclasses.replace(self.group, user=())
-        return dataclasses.replace(self, shape=shape, group=group, user=())
+        group = dataclasses.replace(self.group, model_axes=())
+        return dataclasses.replace(self, shape=shape, group=group, model_axes=())
 
     @property
     def on_host(self) -> bool:
         """Whether it rests in the host's memory."""
         return self.memory != DEVICE
 
-    def at(self, memory: str) -> Layout:
+    def in_memory(self, memory: str) -> Layout:
         """The same leaf, at rest in `memory`."""
         return dataclasses.replace(self, memory=memory)
 
-    def whole(self) -> Layout:
+    def replicated(self) -> Layout:
         """The same leaf, whole on every device."""
         return dataclasses.replace(self, dim=None)
 
@@ -126,7 +128,7 @@ class Layout:
             raise GShardError(f"{self.path}: the scanned dimension 0 is divided.")
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(
-            self, shape=self.shape[1:], dim=dim, scan_dim=None, user=self.user[1:]
+            self, shape=self.shape[1:], dim=dim, scan_dim=None, model_axes=self.model_axes[1:]
         )
 
     def pad(self, x: Any) -> Any:
@@ -136,7 +138,7 @@ class Layout:
         widths = [(0, self.padding if d == self.dim else 0) for d in range(len(self.shape))]
         return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
-    def stored(self, x: Any, what: str) -> Any:
+    def as_stored(self, x: Any, what: str) -> Any:
         """A leaf in storage shape; one of logical shape is padded.
 
         Raises:
@@ -151,7 +153,7 @@ class Layout:
             f"{self.stored_shape})."
         )
 
-    def cut(self, x: Any) -> Any:
+    def unpad(self, x: Any) -> Any:
         """Stored to logical."""
         if not self.padding or self.dim is None:
             return x
@@ -169,8 +171,8 @@ def lay_out(
     scan_dim: int | None,
     group: Group,
     rule: Rule | None,
-    user: tuple[tuple[str, ...], ...] = (),
-    replicated_between_steps: bool = False,
+    model_axes: tuple[tuple[str, ...], ...] = (),
+    params_replicated: bool = False,
 ) -> Layout:
     """The layout that `rule` gives to an array, concrete or abstract; whole without a rule.
 
@@ -181,13 +183,13 @@ def lay_out(
     if rule is not None and group.size == 1:
         choice = ShardDim(None, "one device in the shard group")
     elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
-        taken = frozenset(d for d, names in enumerate(user) if names)
+        taken = frozenset(d for d, names in enumerate(model_axes) if names)
         choice = rule(
-            LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, replicated_between_steps)
+            LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, params_replicated)
         )
     why_whole = "not divided at this level" if rule is None else f"{leaf.dtype} is not a number"
     dim, reason = (choice.dim, choice.reason) if choice else (None, why_whole)
-    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, user)
+    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, model_axes)
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:

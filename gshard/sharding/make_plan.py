@@ -20,7 +20,7 @@ from gshard._util.pytree import belongs_to, flatten, path_of, refuse_twice
 from gshard.sharding.layout import HOST, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
-from gshard.sharding.model_axes import user_names, warn_of_data_axes, warn_of_idle_axes
+from gshard.sharding.model_axes import model_axes_of, warn_of_data_axes, warn_of_idle_axes
 from gshard.sharding.plan import Plan, ShardedTransformation, all_replicated
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of
@@ -33,7 +33,7 @@ _advice = ContextVar(
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a plan is made from, besides its level.
 
     Attributes:
@@ -63,7 +63,7 @@ class Request:
     offload: bool = False
 
 
-def planned(level: Level, request: Request) -> Plan:
+def plan_state(level: Level, request: PlanRequest) -> Plan:
     """Decides every layout of an abstract train state at one level."""
     state, kind, group, precision = request.state, request.kind, request.group, request.precision
     scan_axes = request.scan_axes
@@ -74,22 +74,24 @@ def planned(level: Level, request: Request) -> Plan:
 
     def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
         scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
-        user = user_names(path, leaf, axes.get(path), group)
-        replicated_between_steps = not level.shards_params
+        model_axes = model_axes_of(path, leaf, axes.get(path), group)
+        params_replicated = not level.shards_params
         return lay_out(
             path,
             leaf,
             scan_dim,
             group,
             request.rule if divides else None,
-            user,
-            replicated_between_steps,
+            model_axes,
+            params_replicated,
         )
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
         """What belongs to a parameter lies as that does; the rest by the rule."""
         paths, leaves, structure = flatten(tree)
-        same = by_path if divides else {p: x.whole() for p, x in by_path.items() if x.user}
+        same = (
+            by_path if divides else {p: x.replicated() for p, x in by_path.items() if x.model_axes}
+        )
         alike = _like_parameters(paths, leaves, same)
         found = [
             like or by_rule(path, leaf, divides, walked)
@@ -112,7 +114,7 @@ def planned(level: Level, request: Request) -> Plan:
     if OVERWRITTEN in parts.non_trainable:
         non_trainable[OVERWRITTEN] = all_replicated(parts.non_trainable[OVERWRITTEN], group)
     computed, master, reduced = _in_precision(divided, precision)
-    stored = computed if level.shards_params else [layout.whole() for layout in computed]
+    stored = computed if level.shards_params else [layout.replicated() for layout in computed]
     opt_state = parts.opt_state
     if precision is not None:
         updated = jax.tree.unflatten(structure, [master.get(x.path, x) for x in computed])
@@ -130,7 +132,7 @@ def planned(level: Level, request: Request) -> Plan:
         kind=kind,
         tx=request.tx,
         template=state,
-        at=lambda other: planned(other, request),
+        at_level=lambda other: plan_state(other, request),
         wrap=request.wrap,
     )
     if request.offload:
@@ -166,10 +168,10 @@ def _offloaded(plan: Plan) -> Plan:
         keys = x.path.split("/")
         shared = names.isdisjoint("/".join(keys[i:]) for i in range(len(keys) + 1))
         fits = x.shape and x.size > (_SHARED if shared else 0)
-        return x.at(HOST) if fits and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return x.in_memory(HOST) if fits and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
     def divided(x: Layout) -> Layout:
-        return x if x.dim is None else x.at(HOST)
+        return x if x.dim is None else x.in_memory(HOST)
 
     frozen = {name: tree for name, tree in plan.non_trainable.items() if name == FROZEN}
     plan = dataclasses.replace(
@@ -259,7 +261,9 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
     if not level.shards_opt_state or not layouts or layouts[0].group.size == 1:
         return
     total = sum(layout.local().size for layout in layouts)
-    could = [x for x in layouts if not x.user or not all(x.user)]  # else all lies over other axes
+    could = [
+        x for x in layouts if not x.model_axes or not all(x.model_axes)
+    ]  # else all lies over other axes
     whole = sorted((x.local() for x in could if x.dim is None), key=lambda x: -x.size)
     share = sum(x.size for x in whole) / total if total else 0
     if share > 0.05:

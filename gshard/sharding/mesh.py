@@ -152,16 +152,16 @@ class Group:
       shard: names of the shard axes, major to minor.
       replica: names of the replica axes.
       sizes: devices along each shard axis.
-      copies: number of shard groups.
-      user: axes of the user's own (tensor parallelism), names and sizes.
+      replicas: number of shard groups.
+      model_axes: axes of the user's own (tensor parallelism), names and sizes.
       platform: of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty where a mesh has none.
     """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     sizes: tuple[int, ...]
-    copies: int
-    user: tuple[tuple[str, int], ...] = ()
+    replicas: int
+    model_axes: tuple[tuple[str, int], ...] = ()
     platform: str = ""
 
     @property
@@ -177,7 +177,7 @@ class Group:
     @property
     def devices(self) -> int:
         """Devices in all shard groups together."""
-        return self.size * self.copies
+        return self.size * self.replicas
 
     @property
     def hops(self) -> list[Hop]:
@@ -266,10 +266,10 @@ def data_group(
             f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}."
         )
     sizes = tuple(mesh.shape[a] for a in shard)
-    copies = math.prod(mesh.shape[a] for a in replica)
+    replicas = math.prod(mesh.shape[a] for a in replica)
     user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) and mesh.size else ""
-    return Group(shard, replica, sizes, copies, user, platform)
+    return Group(shard, replica, sizes, replicas, user, platform)
 
 
 def _axes(

@@ -20,7 +20,7 @@ from gshard.sharding.mesh import Group, entry_axes
 Names = tuple[tuple[str, ...], ...]  # for every dimension the axes it lies over
 
 
-def user_names(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Group) -> Names:
+def model_axes_of(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Group) -> Names:
     """The user's axes of every dimension of a leaf.
 
     Args:
@@ -36,7 +36,7 @@ def user_names(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Grou
     """
     sharding = getattr(leaf, "sharding", None)
     said = [entry_axes(name) for name in metadata or ()]
-    sizes = dict(group.user)
+    sizes = dict(group.model_axes)
     if not any(name in sizes for names in said for name in names):
         said = [entry_axes(x) for x in sharding.spec] if isinstance(sharding, NamedSharding) else []
     found = [tuple(name for name in names if name in sizes) for names in said]
@@ -60,8 +60,8 @@ def user_names(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Grou
 
 def warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:
     """Warns of axes of the user's over which nothing lies: their devices repeat each other."""
-    used = {name for layout in layouts for names in layout.user for name in names}
-    idle = [name for name, size in group.user if size > 1 and name not in used]
+    used = {name for layout in layouts for names in layout.model_axes for name in names}
+    idle = [name for name, size in group.model_axes if size > 1 and name not in used]
     if idle:
         warn(
             f"no parameter lies over the mesh axes {some(idle)}: the devices along them repeat the "

@@ -57,7 +57,7 @@ class Plan:
       kind: how the train state splits into parts.
       tx: the user's own optimizer.
       template: the user's state, its arrays abstract and logical.
-      at: the plan of the same state, with the same choices, at another level.
+      at_level: the plan of the same state, with the same choices, at another level.
       wrap: makes the user's optimizer follow a plan.
     """
 
@@ -73,7 +73,7 @@ class Plan:
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
-    at: Callable[[Level], Plan]
+    at_level: Callable[[Level], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
 
     @property
@@ -146,7 +146,7 @@ class Plan:
         """Logical values to storage on the device, inside a jitted program: padded, and held."""
         leaves, structure = jax.tree.flatten(tree)
         pinned = [
-            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place.at(DEVICE)))
+            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place.in_memory(DEVICE)))
             for x, place in zip(leaves, jax.tree.leaves(layouts), strict=True)
         ]
         return jax.tree.unflatten(structure, pinned)
@@ -166,7 +166,7 @@ class Plan:
         master = {path: leaves[path] for path in self.master}
         return dataclasses.replace(parts, opt_state=ShardedOptState.new(parts.opt_state, master))
 
-    def precise(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
+    def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
         """Parameters in storage, the master copy of those that have one, and their layouts."""
         paths, leaves, structure = flatten(params)
         places = jax.tree.leaves(self.params)
@@ -191,7 +191,7 @@ class Plan:
         if not isinstance(parts.opt_state, ShardedOptState):
             raise GShardError("plan.unwrap(state): the state is plain already.")
         whole = Components(
-            to_host(*self.precise(parts.params, parts.opt_state)),
+            to_host(*self.master_params(parts.params, parts.opt_state)),
             to_host(parts.opt_state.inner, self.opt_state),
             to_host(parts.step, layouts.step),
             to_host(parts.non_trainable, layouts.non_trainable),
@@ -300,8 +300,8 @@ def table(plan: Plan) -> str:
     sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())
     console.print(
         f"level {plan.level.name}: {plan.group.size} devices {plan.group.shard} x "
-        f"{plan.group.copies} copies"
-        + "".join(f", your own axis {name!r} of {size}" for name, size in plan.group.user)
+        f"{plan.group.replicas} copies"
+        + "".join(f", your own axis {name!r} of {size}" for name, size in plan.group.model_axes)
     )
     console.print(rows)
     console.print(f"per device at rest: {sizes}")
@@ -321,5 +321,7 @@ def described(layout: Layout) -> str:
     """What of a leaf lies on one device: `dim 0 / 8`, `whole`, and whether on the host."""
     pad = f" + {layout.padding} padded" if layout.padding else ""
     own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
-    over = [f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.user) if names]
-    return ", ".join([*own, *over] or ["whole"]) + (", on host" if layout.on_host else "")
+    over = [
+        f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.model_axes) if names
+    ]
+    return ", ".join([*own, *over] or ["replicated"]) + (", on host" if layout.on_host else "")

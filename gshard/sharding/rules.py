@@ -20,7 +20,7 @@ from gshard._util.pytree import differences, flatten, refuse_twice
 from gshard._util.validation import check_integer, dimension, shown
 from gshard.train_state import SCAN_NAMES
 
-WHOLE = "whole"
+REPLICATE = "replicate"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LeafInfo:
       dtype: NumPy or JAX dtype.
       scan_dim: the dimension that a scan over layers walks, or None. The rule by shape never
         divides it; a rule of your own may, where `whole_at_rest`.
-      parts: devices in the shard group (N).
+      shards: devices in the shard group (N).
       taken: dimensions that lie over the user's own mesh axes, never divided.
       whole_at_rest: the parameter itself stays whole (`os`, `os_g`): only its gradient and its
         optimizer state are divided.
@@ -43,9 +43,9 @@ class LeafInfo:
     shape: tuple[int, ...]
     dtype: Any
     scan_dim: int | None
-    parts: int
+    shards: int
     taken: frozenset[int] = frozenset()
-    replicated_between_steps: bool = False
+    params_replicated: bool = False
 
     @property
     def layer_size(self) -> int:
@@ -74,35 +74,37 @@ def by_shape(min_shard_size: int = 2**14, indivisible: str = "pad") -> Rule:
     Args:
       min_shard_size: elements of one layer; only a larger leaf is divided.
       indivisible: what happens when no dimension divides: `"pad"` the one that wastes least, or
-        leave the leaf `"whole"`.
+        leave the leaf `"replicate"`.
     """
     min_shard_size = check_integer("min_shard_size", min_shard_size, 0, " of elements")
-    if indivisible not in ("pad", WHOLE):
-        raise GShardError(f"indivisible={indivisible!r} is unknown. Choose 'pad' or 'whole'.")
+    if indivisible not in ("pad", REPLICATE):
+        raise GShardError(f"indivisible={indivisible!r} is unknown. Choose 'pad' or 'replicate'.")
 
     def rule(leaf: LeafInfo) -> ShardDim:
         if leaf.layer_size <= min_shard_size:
             return ShardDim(None, f"{leaf.layer_size} elements <= min_shard_size {min_shard_size}")
         fixed = leaf.taken | {leaf.scan_dim}
         dims = [d for d, size in enumerate(leaf.shape) if d not in fixed and size > 0]
-        divisible = [d for d in dims if leaf.shape[d] % leaf.parts == 0]
+        divisible = [d for d in dims if leaf.shape[d] % leaf.shards == 0]
 
         def fit(d: int) -> tuple[bool, bool, int]:
-            local = leaf.shape[d] // leaf.parts
+            local = leaf.shape[d] // leaf.shards
             tile = 128 if d == len(leaf.shape) - 1 else 16
             return local % tile == 0, d == dims[0], local
 
         def waste(d: int) -> float:
-            return -leaf.shape[d] % leaf.parts / leaf.shape[d]
+            return -leaf.shape[d] % leaf.shards / leaf.shape[d]
 
         if divisible:
             return ShardDim(max(divisible, key=fit), "divides")
         if not dims:
             others = " beside your own mesh axes" if leaf.taken else ""
             return ShardDim(None, f"no dimension to divide{others}")
-        if indivisible == WHOLE:
-            return ShardDim(None, f"no dimension divides by {leaf.parts} (indivisible='whole')")
-        return ShardDim(min(dims, key=waste), f"padded: no dimension divides by {leaf.parts}")
+        if indivisible == REPLICATE:
+            return ShardDim(
+                None, f"no dimension divides by {leaf.shards} (indivisible='replicate')"
+            )
+        return ShardDim(min(dims, key=waste), f"padded: no dimension divides by {leaf.shards}")
 
     return rule
 
@@ -130,7 +132,7 @@ def by_path(pattern: str, dim: int | str) -> Rule:
 
     Args:
       pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
-      dim: the dimension to divide (negative counts from the end), or `"whole"`.
+      dim: the dimension to divide (negative counts from the end), or `"replicate"`.
     """
     compiled = validation.pattern(pattern, "rule")
     return by_predicate(
@@ -152,26 +154,26 @@ def by_predicate(
 def checked(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
     """A user's answer for one leaf as a Choice; refuses a dimension that cannot be divided."""
     if isinstance(dim, ShardDim):
-        return checked(leaf, WHOLE if dim.dim is None else dim.dim, dim.reason)
-    if isinstance(dim, str) and dim == WHOLE:
+        return checked(leaf, REPLICATE if dim.dim is None else dim.dim, dim.reason)
+    if isinstance(dim, str) and dim == REPLICATE:
         return ShardDim(None, reason)
     if not leaf.shape:
         raise GShardError(
-            f"{reason} gives {shown(dim)} for {leaf.path}, which is a single number. Give 'whole' "
-            "for it, or None."
+            f"{reason} gives {shown(dim)} for {leaf.path}, which is a scalar. Give 'replicate' for "
+            "it, or None."
         )
     chosen = dimension(dim, len(leaf.shape))
     if chosen is None:
         raise GShardError(
             f"{reason} gives {shown(dim)} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
-            f"{len(leaf.shape) - 1}, or 'whole'."
+            f"{len(leaf.shape) - 1}, or 'replicate'."
         )
     if not leaf.shape[chosen]:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
-            "another dimension, or say 'whole'."
+            "another dimension, or say 'replicate'."
         )
-    if chosen == leaf.scan_dim and not leaf.replicated_between_steps:
+    if chosen == leaf.scan_dim and not leaf.params_replicated:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
             "scan walks over its layers. Divide another dimension where parameters rest divided; "
@@ -180,7 +182,7 @@ def checked(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
     if chosen in leaf.taken:
         raise GShardError(
             f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which lies over your "
-            "own mesh axis already. Divide another dimension, or say 'whole'."
+            "own mesh axis already. Divide another dimension, or say 'replicate'."
         )
     return ShardDim(chosen, reason)
 
@@ -197,8 +199,8 @@ def first_of(rules: Sequence[Rule]) -> Rule:
 def as_rules(rules: Any) -> list[Rule]:
     """A user's `rules=` argument as a list of rules.
 
-    Accepts a mapping from path pattern to dimension or `"whole"`, a function of a `Leaf` that
-    returns a dimension, `"whole"`, a `Choice` or None, or a sequence of these.
+    Accepts a mapping from path pattern to dimension or `"replicate"`, a function of a `Leaf` that
+    returns a dimension, `"replicate"`, a `Choice` or None, or a sequence of these.
     """
     if rules is None:
         return []
@@ -216,7 +218,7 @@ def as_rules(rules: Any) -> list[Rule]:
         return [rule for item in rules for rule in as_rules(item)]
     raise GShardError(
         f"rules={shown(rules)} is not a rule. Give a mapping {{path pattern: dimension or "
-        "'whole'}}, a function of a gshard.LeafInfo, or a sequence of these."
+        "'replicate'}}, a function of a gshard.LeafInfo, or a sequence of these."
     )
 
 

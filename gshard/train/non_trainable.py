@@ -41,7 +41,7 @@ def to_storage(
 ) -> dict[str, Any]:
     """Extras in storage shapes; frozen parameters in the dtype that they are computed with."""
     leaves = [
-        layout.stored(x, "the state") if layout.dim is not None else x
+        layout.as_stored(x, "the state") if layout.dim is not None else x
         for x, layout in zip(jax.tree.leaves(non_trainable), jax.tree.leaves(layouts), strict=True)
     ]
     stored = jax.tree.unflatten(jax.tree.structure(non_trainable), leaves)

@@ -37,13 +37,13 @@ def apply_post_update(
     Raises:
       GShardError: `fn` changes the tree, a shape or a dtype.
     """
-    precise, places = plan.precise(parts.params, parts.opt_state)
+    precise, places = plan.master_params(parts.params, parts.opt_state)
     rest = (parts.step, parts.non_trainable)
     stored = Components(precise, parts.opt_state.inner, *rest, static)
     wanted = plan.layouts
     layouts = jax.tree.leaves(Components(places, plan.opt_state, wanted.step, wanted.non_trainable))
     paths, leaves, structure = flatten(stored)
-    given = [layout.cut(x) for x, layout in zip(fetched(leaves, layouts), layouts, strict=True)]
+    given = [layout.unpad(x) for x, layout in zip(fetched(leaves, layouts), layouts, strict=True)]
     state = plan.kind.merge(
         jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
     )
@@ -96,7 +96,7 @@ def _computed(parts: Components, new: Components, plan: Plan) -> Any:
 
 
 def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
-    return plan.pin(master.cut(fetched(copy, master)).astype(layout.dtype), layout)
+    return plan.pin(master.unpad(fetched(copy, master)).astype(layout.dtype), layout)
 
 
 def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:

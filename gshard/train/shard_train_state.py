@@ -17,13 +17,13 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import flag, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level, is_auto, parse_level
-from gshard.sharding.make_plan import Request, planned, warn_of_unused
+from gshard.sharding.make_plan import PlanRequest, plan_state, warn_of_unused
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen_paths
 from gshard.train.auto_level import choose_plan
-from gshard.train.optim.optimizer import divide
+from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 
 
@@ -71,7 +71,7 @@ def shard_train_state(
       offload: the optimizer state with its master copies, and parameters that are divided
         (`"p_g_os"`), rest in the host's memory, and are on the device only where they are used.
       indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
-        left `"whole"`.
+        left `"replicate"`.
       shard_axes: mesh axes to divide over; by default the one named `"shard"`, and where there is
         none all but the replica axes. Axes left over are your own (tensor parallelism).
       replica_axes: mesh axes to copy over; by default the one named `"replica"`, if any.
@@ -107,10 +107,19 @@ def shard_train_state(
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
 
-    request = Request(
-        template, kind, tx, mesh, group, rule, divide, scan_axes, as_precision(precision), offload
+    request = PlanRequest(
+        template,
+        kind,
+        tx,
+        mesh,
+        group,
+        rule,
+        shard_optimizer,
+        scan_axes,
+        as_precision(precision),
+        offload,
     )
-    plan_at = partial(planned, request=request)
+    plan_at = partial(plan_state, request=request)
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.non_trainable))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])

@@ -85,9 +85,9 @@ class Phases:
         """The model's output; what it changes of its own state is written."""
         plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
         parts = plan.kind.split_target(model, {})
-        params = jax.tree.map(lambda x, place: place.cut(x), parts.params, plan.params)
+        params = jax.tree.map(lambda x, place: place.unpad(x), parts.params, plan.params)
         non_trainable = {
-            path: plan.non_trainable[path].cut(x) for path, x in parts.non_trainable.items()
+            path: plan.non_trainable[path].unpad(x) for path, x in parts.non_trainable.items()
         }
         pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
         out, changed = pure(params, non_trainable, (args, kwargs), None)

@@ -114,7 +114,7 @@ def test_every_level_is_forecast_as_it_is_when_divided_so():
         assert found.saves(level) == found.at_rest - forecast.at_rest
         assert forecast.wire == gshard.budget(plan, micro_batches=4).wire_bytes
     assert found.wire[4]["level"] == found.levels["os"].wire
-    assert found.wire[8]["sync"] == gshard.budget(plan.at(LEVELS["os"]), micro_batches=8,
+    assert found.wire[8]["sync"] == gshard.budget(plan.at_level(LEVELS["os"]), micro_batches=8,
                                                    accumulate="sync").wire_bytes  # fmt: skip
 
 
@@ -208,7 +208,7 @@ def test_whole_leaves_are_marked_with_what_changes_them():
         mesh,
         "p_g_os",
         min_shard_size=0,
-        rules=[{"mine": "whole"}, gshard.by_shape(24, "whole")],
+        rules=[{"mine": "replicate"}, gshard.by_shape(24, "replicate")],
         scan_axes={"layers": 0},
     )
     found = gshard.explain(state)

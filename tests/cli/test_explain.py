@@ -96,7 +96,8 @@ def test_audit_of_a_config(folder, capsys):
     levels = json.loads(out)["levels"]
     assert list(levels) == ["os", "p_g_os"]
     size = 2 * 48 * 48
-    moved = {(m["kind"], m["purpose"]): m["elements"] for m in levels["os"]["budget"]["moved"]}
+    budgeted = levels["os"]["budget"]["communicated"]
+    moved = {(m["kind"], m["purpose"]): m["elements"] for m in budgeted}
     rows = levels["os"]["collectives"]
     found = {(r["kind"], r["purpose"]): r["elements"] for r in rows if not r["scalar"]}
     assert moved == found == {("reduce-scatter", "scatter"): size, ("all-gather", "update"): size}

@@ -211,7 +211,7 @@ def test_copies_of_the_divided_state(level, way):
         mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
         given = {"group": mesh, "dp_group": "replica"}
     model, optimizer, _ = wrap(level, **given)
-    assert (model.plan.group.size, model.plan.group.copies) == (2, 2)
+    assert (model.plan.group.size, model.plan.group.replicas) == (2, 2)
     train(model, optimizer, batches)
     assert_same(model.state_dict(), on_one_device(batches)[1])
 

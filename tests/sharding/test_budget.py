@@ -113,7 +113,7 @@ def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
         else:
             assert found == bound, report
             sent = [r.wire_bytes for r in report.collectives if r.kind == kind and not r.scalar]
-            budgeted = sum(m.wire_bytes for m in budget.moved if m.kind == kind)
+            budgeted = sum(m.wire_bytes for m in budget.communicated if m.kind == kind)
             assert sum(sent) == pytest.approx(budgeted, abs=4 * LAYERS * k)  # of whole bytes
     kinds = {row.kind for row in report.collectives}
     assert kinds <= {"all-gather", "reduce-scatter", "all-reduce"}, kinds
@@ -138,7 +138,7 @@ def test_the_table_of_levels(level, units):
     _, plan, step, _, _ = make(True, True, level, mesh, micro_batches=4)
     psi = sum(layout.size for layout in jax.tree.leaves(plan.params))
     whole = sum(x.size for x in jax.tree.leaves(plan.grads) if x.dim is None)
-    moved = sum(wire(m.kind, m.elements, 8) for m in step.budget.moved)
+    moved = sum(wire(m.kind, m.elements, 8) for m in step.budget.communicated)
     divided = psi - whole if level != "dp" else psi
     extra = 0 if level == "dp" else wire("all-reduce", whole, 8)
     assert moved == pytest.approx(units * divided * 7 / 8 + extra)

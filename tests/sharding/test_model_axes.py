@@ -124,11 +124,11 @@ def test_a_level_beside_tensor_parallelism(expected, name, level):
     """The numbers of one device, and over the user's axis what plain tensor parallelism moves."""
     state, plan = divided(name, level)
     kernel = plan.params["layers"]["up"]["kernel"].value
-    assert kernel.user == ((), (), ("model",))
+    assert kernel.model_axes == ((), (), ("model",))
     step = gshard.make_train_step(loss_fn, plan, donate=False)
     found = gshard.audit(step, state, batch())
 
-    places = [NamedSharding(plan.mesh, x.user_spec) for x in jax.tree.leaves(plan.params)]
+    places = [NamedSharding(plan.mesh, x.model_spec) for x in jax.tree.leaves(plan.params)]
     places = jax.tree.unflatten(jax.tree.structure(PARAMS), places)
     rows = NamedSharding(plan.mesh, plan.batch_spec)
     plain = jax.jit(jax.value_and_grad(loss_fn), in_shardings=(places, rows))
@@ -141,7 +141,7 @@ def test_a_level_beside_tensor_parallelism(expected, name, level):
             for row in found.collectives
             if row.kind == kind and not row.scalar and "model" not in row.axes
         )
-        budgeted = [m for m in found.budget.moved if m.kind == kind]
+        budgeted = [m for m in found.budget.communicated if m.kind == kind]
         assert moved <= sum(m.elements for m in budgeted)
         if not any(m.at_most for m in budgeted):
             assert moved == sum(m.elements for m in budgeted)
@@ -211,7 +211,7 @@ def trained_small(steps: int, tx=None, frozen=()):
 @pytest.mark.parametrize("level", [pytest.param("os_g", marks=pytest.mark.slow), "p_g_os"])
 def test_the_own_loop_and_separate_calls(level):
     state, plan = small_state(level)
-    assert plan.params["up"].user == ((), ("model",))
+    assert plan.params["up"].model_axes == ((), ("model",))
     part = gshard.value_and_grad(small_loss, plan, sync=False)
 
     @jax.jit
@@ -230,7 +230,7 @@ def test_the_own_loop_and_separate_calls(level):
 def test_frozen_parameters_precision_and_evaluation():
     state, plan = small_state("p_g_os", frozen="^up$", precision=gshard.Precision("float32"))
     frozen = plan.non_trainable["frozen parameters"]["up"]
-    assert frozen.user == ((), ("model",)) and frozen.dim == 0
+    assert frozen.model_axes == ((), ("model",)) and frozen.dim == 0
     step = gshard.make_train_step(small_loss, plan)
     for _ in range(2):
         state, _ = step(state, small_batch())
@@ -244,7 +244,7 @@ def test_frozen_parameters_precision_and_evaluation():
     np.testing.assert_array_equal(restored.params["up"], small_params()["up"])
 
     low, plan = small_state("p_g_os", precision="bfloat16")
-    assert plan.master["up"].user == ((), ("model",))
+    assert plan.master["up"].model_axes == ((), ("model",))
     low, metrics = gshard.make_train_step(small_loss, plan)(low, small_batch())
     assert_laid_out(low, plan)
     np.testing.assert_allclose(
@@ -292,7 +292,7 @@ def test_an_nnx_model_with_partitioned_layers_and_batch_statistics():
         (model, optimizer), plan = gshard.shard_train_state(
             (model, optimizer), mesh, "p_g_os", min_shard_size=4
         )
-        assert plan.params["up"]["kernel"].user == ((), ("model",))
+        assert plan.params["up"]["kernel"].model_axes == ((), ("model",))
         step = gshard.make_train_step(nnx_loss, plan)
         for i in range(steps):
             step(model, optimizer, batch(i))
@@ -342,7 +342,7 @@ def boxed_state(names, level="os_g", shape=(8, 6), mesh=None, box=nn.Partitioned
 def test_logical_names_are_followed_by_their_rules():
     with nn.logical_axis_rules([("mlp", "model"), ("embed", None)]):
         _, plan = boxed_state(("mlp", "embed"), box=nn.LogicallyPartitioned)
-    assert plan.params["w"].value.user == (("model",), ())
+    assert plan.params["w"].value.model_axes == (("model",), ())
 
 
 def test_what_cannot_be_is_said():

@@ -110,7 +110,7 @@ def test_the_numbers_of_one_device_and_both_loops_agree(level):
             np.testing.assert_allclose(x, want, rtol=0, atol=BF16 * far)
         # What the loss is given is the master copy, rounded once.
         stored = [
-            layout.cut(np.asarray(x))
+            layout.unpad(np.asarray(x))
             for layout, x in zip(
                 jax.tree.leaves(plan.params), jax.tree.leaves(found.params), strict=True
             )

@@ -98,7 +98,7 @@ def allowed(case: Case, path: str, shape: tuple[int, ...]) -> set[int | None]:
     if not case.divides or math.prod(shape) // layers <= case.min_shard_size or not dims:
         return {None}
     even = {d for d in dims if shape[d] % case.parts == 0}
-    if even or case.indivisible == "whole":
+    if even or case.indivisible == "replicate":
         return even or {None}
     waste = {d: -shape[d] % case.parts / shape[d] for d in dims}
     return {d for d in dims if waste[d] == min(waste.values())}
@@ -288,8 +288,8 @@ def check_collectives(move: Move) -> None:
         return np.split(np.pad(x, widths), group.size, axis=move.dim)
 
     np.testing.assert_array_equal(wholes, np.stack([whole] * group.devices))
-    np.testing.assert_array_equal(parts, np.stack(cut(whole) * group.copies))
-    totals = each.reshape(group.copies, group.size, *move.shape).sum(1, dtype=move.dtype)
+    np.testing.assert_array_equal(parts, np.stack(cut(whole) * group.replicas))
+    totals = each.reshape(group.replicas, group.size, *move.shape).sum(1, dtype=move.dtype)
     np.testing.assert_array_equal(sums, np.stack([part for total in totals for part in cut(total)]))
 
 

@@ -26,14 +26,14 @@ def leaf(shape: tuple[int, ...], parts: int = 4, scan_dim: int | None = None) ->
     return LeafInfo("block/kernel", shape, np.dtype("float32"), scan_dim, parts)
 
 
-@given(SHAPES, st.integers(1, 8), st.sampled_from(["pad", "whole"]), st.integers(0, 40))
+@given(SHAPES, st.integers(1, 8), st.sampled_from(["pad", "replicate"]), st.integers(0, 40))
 @settings(max_examples=200, deadline=None)
 def test_a_layout_is_exact(shape, parts, indivisible, min_shard_size):
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     layout = lay_out("x", x, None, group(parts), by_shape(min_shard_size, indivisible))
     stored = layout.pad(x)
     assert stored.shape == layout.stored_shape
-    np.testing.assert_array_equal(layout.cut(stored), x)
+    np.testing.assert_array_equal(layout.unpad(stored), x)
     assert math.prod(layout.shard_shape) * (parts if layout.dim is not None else 1) == stored.size
     divides = any(size and size % parts == 0 for size in shape)
     if parts > 1 and x.size > min_shard_size and divides:
@@ -70,7 +70,7 @@ def test_rules_by_path_predicate_and_function():
     assert rule(leaf((8, 8))).dim == 1
     rule = first_of([gshard.by_predicate(lambda x: len(x.shape) == 2, -1), by_shape(0)])
     assert rule(leaf((8, 8))).dim == 1
-    own = as_rules(lambda x: "whole" if x.path.endswith("kernel") else None)
+    own = as_rules(lambda x: "replicate" if x.path.endswith("kernel") else None)
     assert first_of([*own, by_shape(0)])(leaf((8, 8))).dim is None
     assert first_of(as_rules({"nothing": 0, "block": 1}))(leaf((8, 8))).dim == 1
 

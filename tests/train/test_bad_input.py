@@ -140,7 +140,10 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "scan_axes a number": (lambda: {"scan_axes": 0}, ("scan_axes=0", "{'^layers/': 0}")),
     "scan_axes' pattern": (lambda: {"scan_axes": {"(": 0}}, ("'('", "regular expression")),
     "shard_axes a number": (lambda: {"shard_axes": 0}, ("shard_axes=0",)),
-    "indivisible": (lambda: {"indivisible": "drop"}, ("indivisible='drop'", "'pad'", "'whole'")),
+    "indivisible": (
+        lambda: {"indivisible": "drop"},
+        ("indivisible='drop'", "'pad'", "'replicate'"),
+    ),
     "rules": (lambda: {"rules": 3}, ("rules=3", "mapping")),
     "rule's dimension": (
         lambda: {"rules": {"Dense_0/kernel": 2}},

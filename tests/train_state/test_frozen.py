@@ -139,7 +139,7 @@ def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     for kind in ("reduce-scatter", "all-reduce"):
         assert found.elements(kind) == step.budget.elements(kind)
     rows = [row for row in found.collectives if row.purpose == "non_trainable"]
-    bound = sum(m.elements for m in step.budget.moved if m.purpose == "non_trainable")
+    bound = sum(m.elements for m in step.budget.communicated if m.purpose == "non_trainable")
     # Layer by layer, forward and backward; the first kernel's input needs no gradient.
     assert 0.7 * bound <= sum(row.elements or 0 for row in rows) <= bound
     assert bool(rows) == divided

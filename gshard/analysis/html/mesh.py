@@ -78,7 +78,7 @@ def _held(found: Forecast) -> dict[str, dict[str, Layout]]:
     for name, plan in found.plans.items():
         leaf, gradient = jax.tree.leaves(plan.params)[at], reduced[name][at]
         way = accumulation(plan, found.choices.micro_batches, found.choices.accumulate)
-        of = {"params": leaf, "gradients": gradient.whole() if way == "local" else gradient}
+        of = {"params": leaf, "gradients": gradient.replicated() if way == "local" else gradient}
         for x in jax.tree.leaves(plan.layouts.opt_state):
             if x.shape == leaf.shape and x.path.endswith(leaf.path):
                 of["optimizer"] = x
@@ -98,7 +98,7 @@ def _devices(plan: Plan, per_host: int | None) -> tuple[np.ndarray, np.ndarray |
 
     def in_order(values: np.ndarray) -> np.ndarray:
         of = values.reshape(mesh.axis_sizes).transpose(order)
-        return of.reshape(group.copies, group.size, -1)[:, :, 0]
+        return of.reshape(group.replicas, group.size, -1)[:, :, 0]
 
     ids = in_order(np.arange(mesh.size))
     if per_host is not None:
@@ -181,7 +181,7 @@ def _mesh_in_words(plan: Plan, ids: np.ndarray, hosts: np.ndarray | None) -> str
         f"{copies:,} cop{'ies' if copies != 1 else 'y'} of the state, each over {parts:,} "
         f"device{'s' * (parts != 1)}."
     ]
-    if plan.group.user:
+    if plan.group.model_axes:
         words.append("Of the mesh axes of your own the first place is shown.")
     if hosts is not None:
         words.append("A double line begins a host.")

@@ -94,7 +94,7 @@ def _stream(weights: Sequence[Weight], file: NewFile | None, several: bool) -> N
 def _write(weight: Weight, file: NewFile | None) -> None:
     whole = stored_on_host(*weight)  # on every process: this may be a gather
     if file is not None:
-        for block in row_major(weight.layout.cut(whole)):
+        for block in row_major(weight.layout.unpad(whole)):
             file.write(block)
 
 

@@ -50,7 +50,7 @@ def weights_of(parts: Components, plan: Plan, call: str) -> dict[str, Weight]:
             "devices."
         )
     refuse_donated(leaves)
-    params, layouts = plan.precise(parts.params, parts.opt_state)
+    params, layouts = plan.master_params(parts.params, parts.opt_state)
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True)
     found = [Weight(x, layout) for x, layout in pairs]
     beside = zip(

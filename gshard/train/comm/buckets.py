@@ -186,6 +186,6 @@ def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
         which XLA:GPU would gather it for this. So do vectors, and keys of random numbers.
     """
     keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if group.platform not in _ORDERED_PLATFORMS or group.user or keys or x.ndim < 2:
+    if group.platform not in _ORDERED_PLATFORMS or group.model_axes or keys or x.ndim < 2:
         return x
     return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))

@@ -3,7 +3,7 @@
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
 other order would permute the parts silently. A leaf that lies over the user's own axes too moves
-with these manual as well (`on_user_axes`): else XLA would first gather it over them.
+with these manual as well (`on_model_axes`): else XLA would first gather it over them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Arra
     """All-gathers one leaf: this device's part to the logical whole."""
     if layout.dim is None:
         return part
-    return layout.cut(_over_hops(part, layout, layout.group.hops, purpose))
+    return layout.unpad(_over_hops(part, layout, layout.group.hops, purpose))
 
 
 def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
@@ -54,7 +54,7 @@ def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gathe
     # By place in the sub-group and then by sub-group: the parts lie the other way round.
     before, after = whole.shape[:dim], whole.shape[dim + 1 :]
     parts = whole.reshape(*before, n, -1, size, *after)
-    return layout.cut(jnp.swapaxes(parts, dim, dim + 1).reshape(whole.shape))
+    return layout.unpad(jnp.swapaxes(parts, dim, dim + 1).reshape(whole.shape))
 
 
 def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
@@ -119,7 +119,7 @@ def gather_bucket(
         row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
         n = places[0].group.size
         return [
-            place.cut(unpack(r, place, n))
+            place.unpad(unpack(r, place, n))
             for r, place in zip(split_packed(row, rows), places, strict=True)
         ]
 
@@ -148,12 +148,12 @@ def _moved(
     purpose: str,
 ) -> list[jax.Array]:
     """`fun(leaves)`, a collective of one group, under its name in profiles."""
-    specs = [layout.user_spec for layout in layouts]
+    specs = [layout.model_spec for layout in layouts]
     with jax.named_scope(f"gshard/{purpose}"):
-        return on_user_axes(fun, leaves, specs, layouts[0].group)
+        return on_model_axes(fun, leaves, specs, layouts[0].group)
 
 
-def on_user_axes(
+def on_model_axes(
     fun: Callable[[list[jax.Array]], list[jax.Array]],
     leaves: Sequence[jax.Array],
     specs: Sequence[jax.P],
@@ -168,13 +168,13 @@ def on_user_axes(
       specs: how each lies over the user's axes.
       group: the axes of the mesh.
     """
-    if not group.user or not leaves:
+    if not group.model_axes or not leaves:
         return fun(list(leaves))
     return jax.shard_map(
         fun,
         in_specs=(list(specs),),
         out_specs=list(specs),
-        axis_names={name for name, _ in group.user},
+        axis_names={name for name, _ in group.model_axes},
         check_vma=False,
     )(list(leaves))
 
@@ -374,7 +374,7 @@ def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
                 leaves[i] = (x / share).astype(x.dtype)
             return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
 
-        leaves = on_user_axes(agreed, leaves, [jax.P()] * len(leaves), group)
+        leaves = on_model_axes(agreed, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
 
 
@@ -386,7 +386,7 @@ def max_over_devices(tree: Any, group: Group) -> Any:
         def over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
             return reduce_leaves(leaves, group.axes, BUCKET_SIZE, "agree", _extreme)
 
-        leaves = on_user_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
+        leaves = on_model_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
 
 

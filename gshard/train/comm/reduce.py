@@ -15,7 +15,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.aux_metrics import reduce_sums
 from gshard.train.comm.collectives import (
-    on_user_axes,
+    on_model_axes,
     reduce_bucket_by_bucket,
     reduce_scalar,
     scatter_leaves,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
     """How gradients lie while they accumulate."""
     reduced = jax.tree.leaves(plan.grads)
-    return [layout.whole() for layout in reduced] if accumulate == "local" else reduced
+    return [layout.replicated() for layout in reduced] if accumulate == "local" else reduced
 
 
 def reduce_micro_batch(
@@ -104,7 +104,7 @@ def _norm(grads: list[jax.Array], plan: Plan) -> jax.Array:
     """Of the gradient, the same number on every device; float32."""
     squares = jnp.zeros((), jnp.float32)
     for g, layout in zip(grads, jax.tree.leaves(plan.grads), strict=True):
-        times = plan.group.devices if layout.dim is None else plan.group.copies
+        times = plan.group.devices if layout.dim is None else plan.group.replicas
         squares += jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) / times
     return jnp.sqrt(reduce_scalar(squares, plan.group.axes))
 
@@ -119,7 +119,7 @@ def _sum_over_devices(
     """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
     reduced = jax.tree.leaves(plan.grads)
     size, ends = options.bucket_size, options.end_bucket_size
-    late = [r if t.dim is None else r.whole() for t, r in zip(targets, reduced, strict=True)]
+    late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
@@ -130,4 +130,4 @@ def _sum_over_devices(
                 grads[i] = total
         return grads
 
-    return on_user_axes(sums, grads, [layout.user_spec for layout in reduced], plan.group)
+    return on_model_axes(sums, grads, [layout.model_spec for layout in reduced], plan.group)

@@ -51,7 +51,7 @@ class Use:
     @property
     def scannable(self) -> bool:
         """A scan over dimension 0 can take the leaf divided."""
-        others = self.stored.user and self.stored.user[0]
+        others = self.stored.model_axes and self.stored.model_axes[0]
         return self.stored.dim != 0 and self.reduced.dim != 0 and not others
 
     @property

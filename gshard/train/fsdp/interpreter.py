@@ -204,7 +204,7 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) ->
 def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
     """Not of those that a rule of the user divides there, knowing that a scan walks it."""
     uses = [v.use for v in values if isinstance(v, LazyParam) and not v.use.scannable]
-    others = [use.stored.path for use in uses if use.stored.user and use.stored.user[0]]
+    others = [use.stored.path for use in uses if use.stored.model_axes and use.stored.model_axes[0]]
     if others:
         warn(
             f"a scan walks dimension 0 of {some(others)}, which lies over your own mesh axis: the "

@@ -77,7 +77,7 @@ class LazyParam:
     def cast(self, dtype: Any) -> LazyParam:
         """The leaf in another dtype, in which it then moves."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
-            use = dataclasses.replace(self.use, stored=self.use.stored.at(DEVICE))
+            use = dataclasses.replace(self.use, stored=self.use.stored.in_memory(DEVICE))
             stored = fetched(self.bucket.stored[self.place], self.use.stored).astype(dtype)
             tap = self.tap if use.converts else self.tap.astype(dtype)
             self._in_dtype = LazyParam.alone(use, stored, tap, self.bucket.scope)
@@ -107,7 +107,7 @@ class LazyParam:
         if layer:
             use = use.of_one_layer()
         elif use.neighbours and not use.held:
-            use = dataclasses.replace(use, stored=use.stored.at(DEVICE), held=True)
+            use = dataclasses.replace(use, stored=use.stored.in_memory(DEVICE), held=True)
         return LazyParam.alone(use, stored, tap, scope)
 
 

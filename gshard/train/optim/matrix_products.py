@@ -388,7 +388,7 @@ class _Update(Wholes):
         found = jax.lax.optimization_barrier(found)
         found = jax.lax.optimization_barrier(self._plan.pin(found, kept))
         ends.append(found)
-        cut = (place.cut(x) for place, x in zip(kept, found, strict=True))
+        cut = (place.unpad(x) for place, x in zip(kept, found, strict=True))
         values.update(zip(results, cut, strict=True))
         return later
 

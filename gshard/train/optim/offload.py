@@ -271,7 +271,7 @@ def _in_turns(group: Group, jaxpr: Any, layouts: Sequence[Layout]) -> Group:
     if group.size <= GROUP_SIZE or len(shapes) > 1:
         return group
     places = [layouts[i] for i in group.inputs]
-    if any(x.dim == 0 or x.padding or (x.user and x.user[0]) for x in places):
+    if any(x.dim == 0 or x.padding or (x.model_axes and x.model_axes[0]) for x in places):
         return group
     if any(jaxpr.eqns[number].primitive.name not in _ENTRYWISE for number in group.equations):
         return group

@@ -29,7 +29,7 @@ from gshard.train.optim.param_shards import all_gather_params, cut, held, local_
 from gshard.train_state.opt_state import ShardedOptState
 
 
-def divide(plan: Plan) -> ShardedTransformation:
+def shard_optimizer(plan: Plan) -> ShardedTransformation:
     """Wraps the plan's `tx` so that it follows the plan in the user's own loop.
 
     The updates come back as the parameters lie (whole at `dp`, `os` and `os_g`), so that
@@ -178,7 +178,7 @@ def _update_own(
     reduced = jax.tree.leaves(plan.grads)
     structure = same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
     logical = [
-        layout.cut(layout.stored(g, "the gradients"))
+        layout.unpad(layout.as_stored(g, "the gradients"))
         for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
     ]
     own, params_structure = local_shards(params, state.master, plan)

@@ -30,7 +30,7 @@ def local_shards(
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = [
-        layout.stored(x, "the parameters")
+        layout.as_stored(x, "the parameters")
         for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
     ]
 
@@ -45,7 +45,7 @@ def local_shards(
             if layout.path in master:  # where the parameter was replaced, it counts
                 copy = master[layout.path]
                 leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
-    return [layout.cut(x) for x, layout in zip(leaves, reduced, strict=True)], structure
+    return [layout.unpad(x) for x, layout in zip(leaves, reduced, strict=True)], structure
 
 
 def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None) -> Any:
@@ -108,5 +108,5 @@ def cut(tree: Any, layouts: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     places = jax.tree.leaves(layouts)
     return jax.tree.unflatten(
-        structure, [place.cut(x) for x, place in zip(leaves, places, strict=True)]
+        structure, [place.unpad(x) for x, place in zip(leaves, places, strict=True)]
     )

@@ -118,7 +118,7 @@ def test_they_change_no_bit(name, level, shape):
     for size in (0, 2**23):
         fun, state, plan, batch = made(name, level, shape, bucket_size=size)
         value, grads = fun(state.params, batch)
-        whole = jax.tree.map(lambda x, g: x.cut(np.asarray(g)), plan.grads, grads)
+        whole = jax.tree.map(lambda x, g: x.unpad(np.asarray(g)), plan.grads, grads)
         found.append((value, whole))
     for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -214,7 +214,7 @@ def test_leaves_over_an_axis_of_the_user_share_a_bucket_in_their_local_shapes():
     state, plan = gshard.shard_train_state(
         (given, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4
     )
-    assert plan.params["block_0"]["up"].user == ((), ("model",))
+    assert plan.params["block_0"]["up"].model_axes == ((), ("model",))
     batch = rng.normal(size=(6, 6)).astype(np.float32)
     fun = jax.jit(gshard.value_and_grad(loss, plan))
     value, grads = fun(state.params, batch)

@@ -181,7 +181,7 @@ def assert_gradients(loss, level, tolerance=2e-6, **options):
     np.testing.assert_allclose(value, expected_value, rtol=2e-6)
     for name, layout in plan.grads.items():
         largest = np.abs(expected[name]).max()
-        error = np.abs(layout.cut(np.asarray(grads[name])) - expected[name]).max()
+        error = np.abs(layout.unpad(np.asarray(grads[name])) - expected[name]).max()
         assert error <= tolerance * largest, (name, error / largest)
 
 
@@ -357,7 +357,7 @@ def test_nnx_views_and_weight_norm(level):
         layouts, jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True
     ):
         largest = np.abs(right).max()
-        assert np.abs(layout.cut(np.asarray(found)) - right).max() <= 2e-6 * largest, layout.path
+        assert np.abs(layout.unpad(np.asarray(found)) - right).max() <= 2e-6 * largest, layout.path
 
 
 class Normed(nn.Module):
@@ -383,4 +383,4 @@ def test_linen_weight_norm(level):
     for layout, found, right in zip(
         *(jax.tree.leaves(tree) for tree in (plan.grads, grads, expected)), strict=True
     ):
-        assert np.abs(layout.cut(np.asarray(found)) - right).max() <= 2e-6 * np.abs(right).max()
+        assert np.abs(layout.unpad(np.asarray(found)) - right).max() <= 2e-6 * np.abs(right).max()
