@@ -107,7 +107,7 @@ def measured(level: str, step, state, batch) -> Run:
         budget_bytes={part: budget.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},
         budget_elements={kind: budget.elements(kind) for kind in KINDS},
-        at_most=tuple(moved.kind for moved in budget.moved if moved.at_most),
+        at_most=tuple(moved.kind for moved in budget.communicated if moved.at_most),
     )
 
 

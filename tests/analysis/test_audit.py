@@ -156,7 +156,7 @@ def test_printed(found):
 def test_as_dict_is_json(found):
     back = json.loads(json.dumps(found.as_dict()))
     assert back["memory"] == found.memory
-    assert back["budget"]["moved"][1]["elements"] == 4096
+    assert back["budget"]["communicated"][1]["elements"] == 4096
     assert back["collectives"][0]["axes"] in (["a"], ["b"])
     assert len(back["collectives"]) == len(found.collectives)
 
