@@ -48,11 +48,11 @@ def cell(kind: str, elements: int, leaves: int, mesh: Any, rounds: int) -> Line:
     shape = (8 * group.size, columns)
     layout = Layout("leaf", shape, jnp.dtype(jnp.float32), 0, group, None, "")
     layouts, axes = [layout] * leaves, group.axes
-    whole, divided = jax.P(), jax.P(axes)
+    replicated, sharded = jax.P(), jax.P(axes)
     specs = {
-        "reduce-scatter": (whole, divided),
-        "all-gather": (divided, whole),
-        "all-reduce": (whole, whole),
+        "reduce-scatter": (replicated, sharded),
+        "all-gather": (sharded, replicated),
+        "all-reduce": (replicated, replicated),
     }[kind]
 
     def run(bucket_size: int) -> Callable[[], None]:

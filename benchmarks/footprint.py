@@ -95,14 +95,14 @@ def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
 
     import gshard
 
-    with warnings.catch_warnings():  # of small leaves that stay whole
+    with warnings.catch_warnings():  # of small leaves that stay replicated
         warnings.simplefilter("ignore", gshard.GShardWarning)
         state, plan = gshard.shard_train_state(case.state, mesh, level, **case.shard)
     step = gshard.make_train_step(case.loss_fn, plan, **case.step)
-    rows = NamedSharding(plan.mesh, plan.batch_spec)
+    sharding = NamedSharding(plan.mesh, plan.batch_spec)
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
-        case.batch(case.rows * mesh.size),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        case.batch(case.examples * mesh.size),
     )
     return step, (state, batch)
 

@@ -2,7 +2,7 @@
 
 Nothing of the estimate was chosen with their compiled programs in view, but for two that taught
 rules afterwards: `recommendation` that of `zeros.py`, and `linear-attention`, on CPU with JAX 0.12,
-what is rounded to bfloat16 (`widened.is_rounded`) and what lies behind a barrier (`repeated.py`).
+what is rounded to bfloat16 (`widened.is_rounded`) and what is behind a barrier (`repeated.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VisionTransformer(nn.Module):
         return nn.Dense(1000)(nn.LayerNorm()(x).mean(1))
 
 
-def vision(rows: int = 32) -> Case:
+def vision(examples: int = 32) -> Case:
     model = VisionTransformer()
     image = jnp.zeros((1, 64, 64, 3))
     params = jax.eval_shape(model.init, jax.random.key(0), image)["params"]
@@ -47,7 +47,10 @@ def vision(rows: int = 32) -> Case:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
     return Case(
-        (params, optax.adamw(1e-3)), loss_fn, _rows(image=image, label=jnp.zeros(1, int)), rows
+        (params, optax.adamw(1e-3)),
+        loss_fn,
+        _batch_of(image=image, label=jnp.zeros(1, int)),
+        examples,
     )
 
 
@@ -67,7 +70,7 @@ def _normed(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
-def translation(rows: int = 16, width: int = 256, layers: int = 3, length: int = 128) -> Case:
+def translation(examples: int = 16, width: int = 256, layers: int = 3, length: int = 128) -> Case:
     """An encoder and a decoder, each a scan of recomputed layers, and one table of words."""
     words, wide = 2048, 4 * width
 
@@ -105,8 +108,8 @@ def translation(rows: int = 16, width: int = 256, layers: int = 3, length: int =
     return Case(
         (jax.eval_shape(params), optax.adafactor(1e-3)),
         loss_fn,
-        _rows(source=text, target=text, next=text),
-        rows,
+        _batch_of(source=text, target=text, next=text),
+        examples,
         {"scan_axes": {"^(encoder|decoder)/": 0}},
     )
 
@@ -138,7 +141,7 @@ class Recommender(nnx.Module):
         return self.above[-1](x)[:, 0]
 
 
-def recommendation(rows: int = 1024, tables: int = 8) -> Case:
+def recommendation(examples: int = 1024, tables: int = 8) -> Case:
     def make():
         model = Recommender(tables, nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adagrad(1e-2), wrt=nnx.Param)
@@ -147,13 +150,15 @@ def recommendation(rows: int = 1024, tables: int = 8) -> Case:
         logits = model(batch["numbers"], batch["categories"])
         return optax.sigmoid_binary_cross_entropy(logits, batch["clicked"]).mean()
 
-    batch = _rows(
+    batch = _batch_of(
         numbers=jnp.zeros((1, 13)), categories=jnp.zeros((1, tables), int), clicked=jnp.zeros(1)
     )
-    return Case(nnx.eval_shape(make), loss_fn, batch, rows)
+    return Case(nnx.eval_shape(make), loss_fn, batch, examples)
 
 
-def linear_attention(rows: int = 8, width: int = 256, layers: int = 4, length: int = 256) -> Case:
+def linear_attention(
+    examples: int = 8, width: int = 256, layers: int = 4, length: int = 256
+) -> Case:
     """Attention without a softmax, in chunks that carry a state (Katharopoulos et al., 2020).
 
     A scan over chunks within a scan over layers, of which only matrix products are kept.
@@ -198,16 +203,16 @@ def linear_attention(rows: int = 8, width: int = 256, layers: int = 4, length: i
     return Case(
         (jax.eval_shape(params), optax.lion(1e-4)),
         loss_fn,
-        lambda rows: jax.ShapeDtypeStruct((rows, length + 1), jnp.int32),
-        rows,
+        lambda examples: jax.ShapeDtypeStruct((examples, length + 1), jnp.int32),
+        examples,
         {"scan_axes": {"^layers/": 0}, "precision": "bfloat16"},
     )
 
 
-def _rows(**one: jax.Array) -> Callable[[int], Any]:
+def _batch_of(**one: jax.Array) -> Callable[[int], Any]:
     """Abstract batches like one row."""
-    return lambda rows: {
-        name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in one.items()
+    return lambda examples: {
+        name: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype) for name, x in one.items()
     }
 
 

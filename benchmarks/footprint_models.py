@@ -25,13 +25,13 @@ from examples.models import moe
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its optimizer and how many rows one device takes.
+    """A model, its optimizer and how many examples one device takes.
 
     Attributes:
       state: the train state, abstract.
       loss_fn: what `make_train_step` takes.
-      batch: from a number of rows to abstract arrays.
-      rows: of one device in one step.
+      batch: from a number of examples to abstract arrays.
+      examples: of one device in one step.
       shard: further arguments of `shard_train_state`.
       step: further arguments of `make_train_step`.
     """
@@ -39,7 +39,7 @@ class Case:
     state: Any
     loss_fn: Callable[..., Any]
     batch: Callable[[int], Any]
-    rows: int
+    examples: int
     shard: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -156,28 +156,28 @@ def _linen(params: Any, tx: Any) -> Any:
 
 
 def _shape(*shape: int, dtype: Any = jnp.float32) -> Callable[[int], Any]:
-    return lambda rows: jax.ShapeDtypeStruct((rows, *shape), dtype)
+    return lambda examples: jax.ShapeDtypeStruct((examples, *shape), dtype)
 
 
 def _labelled(*shape: int) -> Callable[[int], Any]:
-    return lambda rows: {"x": _shape(*shape)(rows), "y": _shape(dtype=jnp.int32)(rows)}
+    return lambda examples: {"x": _shape(*shape)(examples), "y": _shape(dtype=jnp.int32)(examples)}
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def mlp(rows: int = 1024, width: int = 256, layers: int = 4, tx: Any = None) -> Case:
+def mlp(examples: int = 1024, width: int = 256, layers: int = 4, tx: Any = None) -> Case:
     model = ResidualMLP(width, layers)
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, width)))["params"]
 
     def loss_fn(params, x_BxD):
         return jnp.square(model.apply({"params": params}, x_BxD) - x_BxD[:, ::-1]).mean()
 
-    return Case(_linen(params, tx or optax.adamw(1e-3)), loss_fn, _shape(width), rows)
+    return Case(_linen(params, tx or optax.adamw(1e-3)), loss_fn, _shape(width), examples)
 
 
-def gpt(rows: int = 8, width: int = 256, layers: int = 4, length: int = 128, **options) -> Case:
+def gpt(examples: int = 8, width: int = 256, layers: int = 4, length: int = 128, **options) -> Case:
     model = GPT(width, layers, heads=4, **options)
     text = jnp.zeros((1, length), jnp.uint8)
     params = jax.eval_shape(model.init, jax.random.key(0), text)["params"]
@@ -186,24 +186,24 @@ def gpt(rows: int = 8, width: int = 256, layers: int = 4, length: int = 128, **o
         _linen(params, optax.adamw(1e-3)),
         partial(next_byte_loss, model),
         _shape(length + 1, dtype=jnp.uint8),
-        rows,
+        examples,
         shard,
     )
 
 
-def llama(rows: int = 4) -> Case:
+def llama(examples: int = 4) -> Case:
     sizes = Sizes(layers=4, width=512, vocabulary=4096, sequence=512)
     shard = {"scan_axes": {"^layers/": 0}}
 
-    def batch(rows: int) -> dict[str, Any]:
-        tokens = _shape(sizes.sequence, dtype=jnp.int32)(rows)
+    def batch(examples: int) -> dict[str, Any]:
+        tokens = _shape(sizes.sequence, dtype=jnp.int32)(examples)
         return {"tokens": tokens, "next": tokens}
 
     state = _linen(abstract_params(sizes), optax.adamw(3e-4))
-    return Case(state, partial(loss_of, sizes=sizes), batch, rows, shard)
+    return Case(state, partial(loss_of, sizes=sizes), batch, examples, shard)
 
 
-def conv(rows: int = 16) -> Case:
+def conv(examples: int = 16) -> Case:
     model = NormedConv()
     made = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 3)))
     state = jax.eval_shape(
@@ -220,10 +220,10 @@ def conv(rows: int = 16) -> Case:
         logits, new = model.apply(variables, batch["x"], mutable=["batch_stats"])
         return _cross_entropy(logits, batch["y"]), {"batch_stats": new["batch_stats"]}
 
-    return Case(state, loss_fn, _labelled(32, 32, 3), rows, step={"mutable": "batch_stats"})
+    return Case(state, loss_fn, _labelled(32, 32, 3), examples, step={"mutable": "batch_stats"})
 
 
-def encoder(rows: int = 16) -> Case:
+def encoder(examples: int = 16) -> Case:
     def make():
         model = Encoder(128, 3, nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -231,10 +231,10 @@ def encoder(rows: int = 16) -> Case:
     def loss_fn(model, batch):
         return _cross_entropy(model(batch["x"]), batch["y"])
 
-    return Case(nnx.eval_shape(make), loss_fn, _labelled(128, 64), rows)
+    return Case(nnx.eval_shape(make), loss_fn, _labelled(128, 64), examples)
 
 
-def classified(model: nn.Module, shape: tuple[int, ...], rows: int, tx: Any) -> Case:
+def classified(model: nn.Module, shape: tuple[int, ...], examples: int, tx: Any) -> Case:
     """A Linen model of `x`, whose logits are compared with `y`."""
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *shape)))["params"]
 
@@ -242,23 +242,23 @@ def classified(model: nn.Module, shape: tuple[int, ...], rows: int, tx: Any) -> 
         logits: Any = model.apply({"params": params}, batch["x"])
         return _cross_entropy(logits, batch["y"])
 
-    return Case(_linen(params, tx), loss_fn, _labelled(*shape), rows)
+    return Case(_linen(params, tx), loss_fn, _labelled(*shape), examples)
 
 
-def experts(rows: int = 4) -> Case:
+def experts(examples: int = 4) -> Case:
     """A mixture of experts, whose layers are scanned and recomputed."""
     made: Any = moe.setup(
         layers=4, width=256, heads=4, kv_heads=2, mlp=512, vocabulary=4096, group=128,
         sequence=256, precision="bfloat16",
     )  # fmt: skip
 
-    def batch(rows: int) -> Any:
+    def batch(examples: int) -> Any:
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), made.batch
+            lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), made.batch
         )
 
     state = jax.eval_shape(made.state)
-    return Case(state, made.loss_fn, batch, rows, dict(made.shard), dict(made.step))
+    return Case(state, made.loss_fn, batch, examples, dict(made.shard), dict(made.step))
 
 
 def _bf16(case: Case) -> Case:
@@ -272,7 +272,7 @@ def _in_micro_batches(case: Case) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp,
     "mlp-sgd": lambda: mlp(tx=optax.sgd(0.1)),
-    "mlp-wide": lambda: mlp(rows=64, width=1024, layers=2),
+    "mlp-wide": lambda: mlp(examples=64, width=1024, layers=2),
     "mlp-k4": lambda: _in_micro_batches(mlp()),
     "gpt": lambda: gpt(scan=False),
     "gpt-remat": lambda: gpt(scan=False, remat=True),

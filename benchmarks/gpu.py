@@ -1,8 +1,8 @@
 """Step time and memory on one GPU: every level against plain `jit`.
 
-    python -m benchmarks.gpu [--models mlp gpt gpt-scan] [--rows 64] [--json FILE]
+    python -m benchmarks.gpu [--models mlp gpt gpt-scan] [--examples 64] [--json FILE]
 
-On one device no level divides anything, so whatever a step takes above plain `jit` is what gshard
+On one device no level shards anything, so whatever a step takes above plain `jit` is what gshard
 costs: the guard, the norm, and its Python. Ratios are paired, as in `benchmarks.step`. Memory is
 the temporary one that the compiler wants. Without a GPU it says so and measures nothing.
 """
@@ -46,12 +46,12 @@ class Line(NamedTuple):
     temporary: int
 
 
-def cell(name: str, rows: int, rounds: int) -> Iterator[Line]:
+def cell(name: str, examples: int, rounds: int) -> Iterator[Line]:
     """Plain `jit` and gshard, in turn."""
     mesh = gshard.make_mesh(devices=jax.devices()[:1])
-    programs = {JIT: on_one_device(SIZED[name](), rows)}
+    programs = {JIT: on_one_device(SIZED[name](), examples)}
     for level in LEVELS:
-        programs[level] = by_gshard(SIZED[name](), rows, level, mesh)
+        programs[level] = by_gshard(SIZED[name](), examples, level, mesh)
     seconds = in_turn({key: program.run for key, program in programs.items()}, rounds)
     for key, program in programs.items():
         found = ratio(seconds[key], seconds[JIT])
@@ -64,7 +64,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
-    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--examples", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
     table = Table(title=f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
     for head in ("model", "program", "ms", "to jit", "temp MiB"):
         table.add_column(head, justify="left" if head in ("model", "program") else "right")
-    lines = [line for name in args.models for line in cell(name, args.rows, args.rounds)]
+    lines = [line for name in args.models for line in cell(name, args.examples, args.rounds)]
     for line in lines:
         cost = f"{1000 * line.seconds:.2f}", str(line.to_jit), f"{line.temporary / 2**20:.1f}"
         table.add_row(line.model, line.program, *cost)

@@ -3,10 +3,10 @@
 Every benchmark compares with these, so they are frozen: written before gshard was tuned and not
 changed since. Nothing of gshard is used here.
 
-Shardings are given for everything that goes in and comes out, gradients are constrained to lie as
-the optimizer state does, and the state is donated; the compiler chooses the collectives. Whether it
-does better when weights are also constrained to be whole where they are used depends on the
-machine, so `p_g_os` comes in both variants, and a benchmark compares with the better one.
+Shardings are given for all inputs and outputs, gradients are constrained to the shardings of the
+optimizer state, and the state is donated; the compiler chooses the collectives. Whether it does
+better when weights are also constrained to be replicated where they are used depends on the machine,
+so `p_g_os` comes in both variants, and a benchmark compares with the better one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEVELS = ("dp", "os", "os_g", "p_g_os")
 
 
 class Baseline(NamedTuple):
-    """A compiled step and where its arguments lie.
+    """A compiled step and the placement of its arguments.
 
     Attributes:
       step: jitted, `(params, opt_state, batch) -> (params, opt_state, loss)`; donates the state.
@@ -46,21 +46,21 @@ def baseline(
     *,
     stacks: Sequence[str] = (),
     micro_batches: int = 1,
-    whole_weights: bool = False,
+    gather_weights: bool = False,
     compute_dtype: Any = None,
 ) -> Baseline:
     """One level, by hand.
 
     Args:
-      loss_fn: `loss_fn(params, batch)`, a mean over the rows.
+      loss_fn: `loss_fn(params, batch)`, a mean over the examples.
       tx: an elementwise optimizer, such as AdamW.
       params: concrete or abstract.
       mesh: all its axes carry data.
       level: one of `LEVELS`.
-      stacks: names of subtrees whose dimension 0 a scan walks; it is never divided.
+      stacks: names of subtrees whose dimension 0 a scan iterates over; it is never sharded.
       micro_batches: slices of the batch, one after the other.
-      whole_weights: weights are constrained to be whole where they are used (`p_g_os`).
-      compute_dtype: weights are cast to it, before they are made whole.
+      gather_weights: weights are constrained to be replicated where they are used (`p_g_os`).
+      compute_dtype: weights are cast to it, before they are all-gathered.
     """
     axes = tuple(mesh.axis_names)
     n = mesh.size
@@ -78,11 +78,11 @@ def baseline(
     def placed(spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
 
-    whole = jax.tree.map(lambda _: PartitionSpec(), params)
-    divided = jax.tree_util.tree_map_with_path(spec, params)
-    of_params = divided if level == "p_g_os" else whole
-    of_grads = whole if level == "dp" else divided
-    of_sums = divided if level in ("os_g", "p_g_os") else whole  # between micro-batches
+    replicated = jax.tree.map(lambda _: PartitionSpec(), params)
+    sharded = jax.tree_util.tree_map_with_path(spec, params)
+    of_params = sharded if level == "p_g_os" else replicated
+    of_grads = replicated if level == "dp" else sharded
+    of_sums = sharded if level in ("os_g", "p_g_os") else replicated  # between micro-batches
     of_moments = optax.tree.map_params(
         tx,
         lambda _, spec: spec,
@@ -104,8 +104,8 @@ def baseline(
     def loss_of(params: Any, batch: Any) -> jax.Array:
         if compute_dtype is not None:
             params = hold(jax.tree.map(lambda p: p.astype(compute_dtype), params), of_params)
-        if whole_weights:
-            params = hold(params, whole)
+        if gather_weights:
+            params = hold(params, replicated)
         return loss_fn(params, batch)
 
     def gradient(params: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -113,10 +113,10 @@ def baseline(
             return jax.value_and_grad(loss_of)(params, batch)
 
         def slices(x: jax.Array) -> jax.Array:
-            # Row i of every slice stays on the device that holds it.
-            rows = x.reshape(n, micro_batches, -1, *x.shape[1:]).swapaxes(0, 1)
-            rows = jax.lax.with_sharding_constraint(rows, placed(PartitionSpec(None, axes)))
-            return rows.reshape(micro_batches, -1, *x.shape[1:])
+            # Example i of every slice stays on the device that has it.
+            examples = x.reshape(n, micro_batches, -1, *x.shape[1:]).swapaxes(0, 1)
+            examples = jax.lax.with_sharding_constraint(examples, placed(PartitionSpec(None, axes)))
+            return examples.reshape(micro_batches, -1, *x.shape[1:])
 
         def add(sums: Any, batch: Any) -> tuple[Any, None]:
             loss, grads = sums
@@ -131,7 +131,7 @@ def baseline(
         loss, grads = gradient(params, batch)
         grads = hold(grads, of_grads)
         updates, opt_state = tx.update(grads, opt_state, hold(params, of_grads))
-        # Every device updates its own part; where parameters are whole, the result is gathered.
+        # Every device updates its local shard; replicated parameters are then all-gathered.
         params = hold(optax.apply_updates(hold(params, of_grads), updates), of_grads)
         return hold(params, of_params), opt_state, loss
 

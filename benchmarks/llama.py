@@ -31,22 +31,22 @@ class Sizes:
                 "of 128 or shorter than that."
             )
 
-    def model(self, rows: NamedSharding | None = None) -> llama.Llama:
+    def model(self, batch_sharding: NamedSharding | None = None) -> llama.Llama:
         """Computes in bfloat16, and keeps nothing of a layer for the backward pass."""
         heads = self.width // 128
         # Two thirds of four times the width, rounded up to a multiple of 256.
         mlp = -(-(8 * self.width // 3) // 256) * 256
         sizes = llama.Sizes(self.layers, self.width, heads, heads, mlp, self.vocabulary)
-        return llama.Llama(sizes, rows=rows)
+        return llama.Llama(sizes, batch_sharding=batch_sharding)
 
 
 def abstract_params(sizes: Sizes) -> Any:
-    """Shapes and dtypes of the parameters; `layers` is a stack that a scan walks."""
+    """Shapes and dtypes of the parameters; `layers` is a stack that a scan iterates over."""
     tokens_1xT = jax.ShapeDtypeStruct((1, sizes.sequence), jnp.int32)
     init = sizes.model().init
     return jax.eval_shape(init, jax.random.key(0), tokens_1xT, tokens_1xT)["params"]
 
 
-def loss_of(params, batch, sizes: Sizes, rows: NamedSharding | None = None):
+def loss_of(params, batch, sizes: Sizes, batch_sharding: NamedSharding | None = None):
     """The loss of a batch of `tokens` and `next`, each (B, T) integers."""
-    return sizes.model(rows).apply({"params": params}, batch["tokens"], batch["next"])
+    return sizes.model(batch_sharding).apply({"params": params}, batch["tokens"], batch["next"])

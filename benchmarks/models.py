@@ -18,10 +18,10 @@ class Problem(NamedTuple):
     """Something to train.
 
     Attributes:
-      loss_fn: `loss_fn(params, batch)`, a mean over rows.
-      params: whole, on the host.
-      batch: from a number of rows to an array of them.
-      stacks: subtrees of `params` whose dimension 0 a scan walks.
+      loss_fn: `loss_fn(params, batch)`, a mean over examples.
+      params: full, on the host.
+      batch: from a number of examples to an array of them.
+      stacks: subtrees of `params` whose dimension 0 a scan iterates over.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
@@ -51,8 +51,8 @@ def mlp(width: int = 256, layers: int = 4) -> Problem:
     def loss_fn(params, x_BxD):
         return jnp.square(model.apply({"params": params}, x_BxD) - x_BxD[:, ::-1]).mean()
 
-    def batch(rows: int) -> np.ndarray:
-        return rng.normal(size=(rows, width)).astype(np.float32)
+    def batch(examples: int) -> np.ndarray:
+        return rng.normal(size=(examples, width)).astype(np.float32)
 
     return Problem(loss_fn, _whole(model, batch(1)), batch)
 
@@ -61,8 +61,8 @@ def gpt(width: int = 192, layers: int = 4, length: int = 32, scan: bool = False)
     model = GPT(width, layers, heads=4, scan=scan)
     rng = np.random.default_rng(0)
 
-    def batch(rows: int) -> np.ndarray:
-        return rng.integers(0, BYTES, size=(rows, length + 1)).astype(np.uint8)
+    def batch(examples: int) -> np.ndarray:
+        return rng.integers(0, BYTES, size=(examples, length + 1)).astype(np.uint8)
 
     params = _whole(model, batch(1)[:, :-1])
     return Problem(partial(next_byte_loss, model), params, batch, ("blocks",) if scan else ())

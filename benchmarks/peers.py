@@ -1,6 +1,6 @@
 """The same GPT, weights and data in PyTorch and here: time of a step and memory of a process.
 
-    python -m benchmarks.peers [--processes 2] [--rows 16] [--torch-python PATH] [--json FILE]
+    python -m benchmarks.peers [--processes 2] [--examples 16] [--torch-python PATH] [--json FILE]
 
 PyTorch's DistributedDataParallel, with ZeroRedundancyOptimizer, and FSDP2 (`fully_shard`), on CPU
 over gloo, against gshard over as many processes of one device. All start with the same weights and
@@ -49,7 +49,7 @@ class Line(NamedTuple):
     loss: float
 
 
-def measured(processes: int, rows: int, rounds: int, torch_python: str) -> list[Line]:
+def measured(processes: int, examples: int, rounds: int, torch_python: str) -> list[Line]:
     """All programs, step by step in turn.
 
     Raises:
@@ -60,7 +60,7 @@ def measured(processes: int, rows: int, rounds: int, torch_python: str) -> list[
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.npz"
         weights = {name: np.asarray(x) for name, x in flatten_dict(problem.params, sep="/").items()}
-        np.savez(path, batch=problem.batch(processes * rows), **weights)
+        np.savez(path, batch=problem.batch(processes * examples), **weights)
         programs = [("benchmarks.peers_torch", name, torch_python) for name in TORCH]
         programs += [("benchmarks.peers_gshard", name, sys.executable) for name in LEVELS]
         groups: dict[str, Group] = {}
@@ -135,20 +135,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=16, help="of each process")
+    parser.add_argument("--examples", type=int, default=16, help="of each process")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--torch-python", default=sys.executable, help="a Python with PyTorch")
     parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
     torch = torch_version(args.torch_python)
-    lines = measured(args.processes, args.rows, args.rounds, args.torch_python)
+    lines = measured(args.processes, args.examples, args.rounds, args.torch_python)
     title = (
         f"torch {torch}, jax {versions()['jax']}; {args.processes} processes with "
-        f"{args.rows} rows each, {os.cpu_count()} cores"
+        f"{args.examples} examples each, {os.cpu_count()} cores"
     )
     Console(width=110).print(table(lines, title))
     if args.json:
-        about = {"cores": os.cpu_count(), "processes": args.processes, "rows": args.rows}
+        about = {"cores": os.cpu_count(), "processes": args.processes, "examples": args.examples}
         write_cells(args.json, lines, about | {"torch": torch})
 
 

@@ -33,7 +33,7 @@ def make(level: str, problem: str, heads: int) -> tuple[Callable[[], Any], Calla
     before = memory()
     model = GPT(width, layers, heads=heads, scan=False)
     loss_fn = partial(next_byte_loss, model)
-    given = Problem(loss_fn, unflatten_dict(flat, sep="/"), lambda rows: batch[:rows])
+    given = Problem(loss_fn, unflatten_dict(flat, sep="/"), lambda examples: batch[:examples])
     if level in PARTITIONS:
         return _by_optimizer(given, batch, PARTITIONS[level]), lambda: memory() - before
     made = by_gshard(given, len(batch), level, gshard.make_mesh())
@@ -51,12 +51,12 @@ def _by_optimizer(problem: Problem, batch: np.ndarray, partition: str) -> Callab
     )
     run = gshard.value_and_grad(problem.loss_fn, opt.plan, sync=False, accumulate="local")
     gradient, mean = jax.jit(run), jax.jit(jax.numpy.mean)
-    rows = gshard.shard_batch(np.array_split(batch, size())[jax.process_index()], opt.plan)
+    own_batch = gshard.shard_batch(np.array_split(batch, size())[jax.process_index()], opt.plan)
     params = problem.params
 
     def step() -> float:
         nonlocal params
-        losses, grads = gradient(params, rows)
+        losses, grads = gradient(params, own_batch)
         params = jax.block_until_ready(opt.step(grads))
         return float(mean(losses))
 

@@ -22,8 +22,8 @@ class Program(NamedTuple):
     temporary: int
 
 
-def on_one_device(problem: Problem, rows: int) -> Program:
-    """Plain `jit`, the whole batch on one device."""
+def on_one_device(problem: Problem, examples: int) -> Program:
+    """Plain `jit`, the entire batch on one device."""
     tx = optax.adamw(1e-3)
 
     def step(params, opt_state, batch):
@@ -32,12 +32,14 @@ def on_one_device(problem: Problem, rows: int) -> Program:
         return optax.apply_updates(params, updates), opt_state, loss
 
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params, batch = jax.device_put((_copy(problem.params), problem.batch(rows)), place)
+    params, batch = jax.device_put((_copy(problem.params), problem.batch(examples)), place)
     opt_state = jax.jit(tx.init)(params)
     return _program(jax.jit(step, donate_argnums=(0, 1)), params, opt_state, batch)
 
 
-def by_gspmd(problem: Problem, rows: int, level: str, mesh: Any, whole_weights: bool) -> Program:
+def by_gspmd(
+    problem: Problem, examples: int, level: str, mesh: Any, gather_weights: bool
+) -> Program:
     """The frozen baseline."""
     made = baseline(
         problem.loss_fn,
@@ -46,24 +48,24 @@ def by_gspmd(problem: Problem, rows: int, level: str, mesh: Any, whole_weights: 
         mesh,
         level,
         stacks=problem.stacks,
-        whole_weights=whole_weights,
+        gather_weights=gather_weights,
     )
     of_params, _, of_batch = made.shardings
     params = jax.tree.map(jax.device_put, _copy(problem.params), of_params)
-    batch = jax.device_put(problem.batch(rows), of_batch)
+    batch = jax.device_put(problem.batch(examples), of_batch)
     return _program(made.step, params, made.init(params), batch)
 
 
-def by_gshard(problem: Problem, rows: int, level: str, mesh: Any) -> Program:
+def by_gshard(problem: Problem, examples: int, level: str, mesh: Any) -> Program:
     """`make_train_step`, with all that it does by default."""
     params, tx = problem.params, optax.adamw(1e-3)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
     state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes)
     step = gshard.make_train_step(problem.loss_fn, plan)
-    own = rows // jax.process_count()  # every process gives its own rows
+    own = examples // jax.process_count()  # every process gives its own examples
     first = jax.process_index() * own
-    batch = gshard.shard_batch(problem.batch(rows)[first : first + own], plan)
+    batch = gshard.shard_batch(problem.batch(examples)[first : first + own], plan)
     temporary = step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
 
     def run() -> float:

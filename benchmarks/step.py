@@ -1,6 +1,6 @@
 """Step time and temporary memory of every level, against GSPMD and against one device.
 
-    python -m benchmarks.step [--models mlp gpt gpt-scan] [--devices 4 8] [--rows 1 16]
+    python -m benchmarks.step [--models mlp gpt gpt-scan] [--devices 4 8] [--examples 1 16]
         [--processes 1 2 4] [--json FILE]
 
 Machines are noisy, so nothing is timed alone: the programs of a cell run in turn in one process,
@@ -44,7 +44,7 @@ class Line(NamedTuple):
     model: str
     processes: int
     devices: int
-    rows: int
+    examples: int
     level: str
     seconds: float
     to_gspmd: Ratio
@@ -55,48 +55,48 @@ class Line(NamedTuple):
 
 
 def cell(
-    name: str, devices: int, rows: int, rounds: int, levels: tuple[str, ...] = LEVELS
+    name: str, devices: int, examples: int, rounds: int, levels: tuple[str, ...] = LEVELS
 ) -> Iterator[Line]:
     """All levels of one model on one mesh with one batch size."""
-    problem, total = PROBLEMS[name](), devices * rows
+    problem, total = PROBLEMS[name](), devices * examples
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     programs = {ONE: on_one_device(problem, total)}
     for level in dict.fromkeys(("dp", *levels)):
         programs[level] = by_gshard(problem, total, level, mesh)
     for level in levels:
-        for whole in _variants(level):
-            programs[f"gspmd {level} {whole}"] = by_gspmd(problem, total, level, mesh, whole)
+        for gathered in _variants(level):
+            programs[f"gspmd {level} {gathered}"] = by_gspmd(problem, total, level, mesh, gathered)
     seconds = in_turn({name: program.run for name, program in programs.items()}, rounds)
     temporary = {name: program.temporary for name, program in programs.items()}
     for level in levels:
-        yield _line((name, 1, devices, rows, level), seconds, temporary)
+        yield _line((name, 1, devices, examples, level), seconds, temporary)
 
 
 def cell_over_processes(
-    name: str, processes: int, devices: int, rows: int, rounds: int, levels: tuple[str, ...]
+    name: str, processes: int, devices: int, examples: int, rounds: int, levels: tuple[str, ...]
 ) -> Iterator[Line]:
     """The same cell, every program in processes of its own; level by level, for memory's sake."""
     for level in levels:
         wanted = {level: ("gshard", level, processes), ONE: ("gshard", level, 1)}
         wanted.setdefault("dp", ("gshard", "dp", processes))
-        for whole in _variants(level):
-            program = "gspmd, whole" if whole else "gspmd"
-            wanted[f"gspmd {level} {whole}"] = (program, level, processes)
+        for gathered in _variants(level):
+            program = "gspmd, gathered" if gathered else "gspmd"
+            wanted[f"gspmd {level} {gathered}"] = (program, level, processes)
         groups = {}
         try:
             for key, (program, at, size) in wanted.items():
-                args = [program, name, at, str(devices), str(rows)]
+                args = [program, name, at, str(devices), str(examples)]
                 groups[key] = Group("benchmarks.step_process", args, size)
             seconds = in_turn({key: group.step for key, group in groups.items()}, rounds)
             temporary = {key: max(group.end()) for key, group in groups.items()}
         finally:
             for group in groups.values():
                 group.stop()
-        yield _line((name, processes, devices, rows, level), seconds, temporary)
+        yield _line((name, processes, devices, examples, level), seconds, temporary)
 
 
 def _variants(level: str) -> tuple[bool, ...]:
-    """Of the baseline: whether weights are also constrained to be whole where they are used."""
+    """Of the baseline: whether weights are also constrained to be replicated at their use."""
     return (False, True) if level == "p_g_os" else (False,)
 
 
@@ -123,14 +123,14 @@ def table(lines: list[Line]) -> Table:
     one = "one device" if processes == 1 else "one process"
     place = f"{processes} process{'es' if processes > 1 else ''}, {os.cpu_count()} cores"
     found = Table(title=f"jax {jax.__version__}, virtual CPU devices, {place}")
-    heads = ("model", "devices", "rows", "level", "ms", "to GSPMD", "to dp", f"to {one}")
+    heads = ("model", "devices", "examples", "level", "ms", "to GSPMD", "to dp", f"to {one}")
     for head in (*heads, "temp MiB", "GSPMD's"):
         found.add_column(head, justify="left" if head in ("model", "level") else "right")
     for line in lines:
         found.add_row(
             line.model,
             str(line.devices),
-            str(line.rows),
+            str(line.examples),
             line.level,
             f"{1000 * line.seconds:.1f}",
             *(str(r) for r in (line.to_gspmd, line.to_dp, line.to_one)),
@@ -160,7 +160,9 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], help="virtual devices")
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 16], help="rows per device")
+    parser.add_argument(
+        "--examples", nargs="+", type=int, default=[1, 16], help="examples per device"
+    )
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--processes", nargs="+", type=int, default=[1], help="1, 2, 4")
     parser.add_argument("--rounds", type=int, default=30)
@@ -171,14 +173,14 @@ def main() -> None:
             raise SystemExit(f"{devices} devices do not divide over {processes} processes.")
     gshard.virtual_devices(max(args.devices))
     console, lines, levels = Console(width=150), [], tuple(args.levels)
-    cells = itertools.product(args.processes, args.models, args.devices, args.rows)
-    for processes, model, devices, rows in cells:
+    cells = itertools.product(args.processes, args.models, args.devices, args.examples)
+    for processes, model, devices, examples in cells:
         many = f"{processes} processes, " if processes > 1 else ""
-        with console.status(f"{model}, {many}{devices} devices, {rows} rows each"):
+        with console.status(f"{model}, {many}{devices} devices, {examples} examples each"):
             if processes == 1:
-                found = list(cell(model, devices, rows, args.rounds, levels))
+                found = list(cell(model, devices, examples, args.rounds, levels))
             else:
-                given = (model, processes, devices, rows, args.rounds, levels)
+                given = (model, processes, devices, examples, args.rounds, levels)
                 found = list(cell_over_processes(*given))
         console.print(table(found))
         lines += found

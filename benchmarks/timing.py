@@ -44,7 +44,7 @@ def in_turn(programs: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 def ratio(times: list[float], base: list[float]) -> Ratio:
     """Of `times` to `base`, round by round.
 
-    The bounds are order statistics: of n ratios fewer than k lie below the true median with the
+    The bounds are order statistics: of n ratios fewer than k are below the true median with the
     probability that fewer than k of n fair coins fall on heads.
     """
     ratios = sorted(a / b for a, b in zip(times, base, strict=True))

@@ -5,8 +5,8 @@
 Everything is compiled ahead of time, each program in a process of its own, on no accelerator; what
 is reported is read off the compiled programs: bytes that one device sends in one step by the ring
 algorithms, how much of that overlaps with computation, and the compiler's own account of memory.
-`theory` is what gshard promises, each leaf gathered no more often than this model needs. GB are
-1e9 bytes. XLA_FLAGS are passed on, and noted in the JSON.
+`theory` is the budget of gshard, with each leaf gathered no more often than this model needs. GB
+are 1e9 bytes. XLA_FLAGS are passed on, and noted in the JSON.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from gshard.analysis.aot.target import Target, parse_target
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KINDS = ("all-gather", "reduce-scatter", "all-reduce")
-BASELINES = ("gspmd", "gspmd, whole weights")
-_SAME = ("mesh", "parameters", "versions", "promise_bytes", "theory_bytes")  # whatever the program
+BASELINES = ("gspmd", "gspmd, gathered weights")
+_SAME = ("mesh", "parameters", "versions", "budget_bytes", "theory_bytes")  # whatever the program
 _SAID = Console(stderr=True)
 
 
@@ -107,7 +107,7 @@ def results(
 
 
 def table(found: dict[str, Any]) -> Table:
-    """One row for the promise, for theory and for every program."""
+    """One row for the budget, for theory and for every program."""
     model = found["model"]
     shown = Table(
         title=f"{found['target']}, {found['level']}: {model['parameters'] / 1e9:.3f} B parameters, "
@@ -120,9 +120,9 @@ def table(found: dict[str, Any]) -> Table:
     for name in names:
         shown.add_column(name, justify="right")
     theory = sum(found["theory_bytes"].values())
-    for name in ("promise", "theory"):
+    for name in ("budget", "theory"):
         wire = found[f"{name}_bytes"]
-        mark = "<= " if name == "promise" and found["level"] == "p_g_os" else ""
+        mark = "<= " if name == "budget" and found["level"] == "p_g_os" else ""
         shown.add_row(name, *_wire_cells(wire, theory, mark))
     notes = ["* the baseline that counts"] if found["best_baseline"] else []
     for program in found["programs"]:
@@ -147,10 +147,10 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def _wire_cells(wire: dict[str, int], theory: int, mark: str = "") -> list[str]:
-    whole = sum(wire.values())
+    all_kinds = sum(wire.values())
     parts = [wire.get(kind, 0) for kind in KINDS]
-    cells = [_gigabytes(amount) for amount in (*parts, whole - sum(parts))]
-    return [*cells, mark + _gigabytes(whole), f"{whole / theory:.3f}"]
+    cells = [_gigabytes(amount) for amount in (*parts, all_kinds - sum(parts))]
+    return [*cells, mark + _gigabytes(all_kinds), f"{all_kinds / theory:.3f}"]
 
 
 def _gigabytes(amount: int | None) -> str:

@@ -30,13 +30,13 @@ STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")
 
 
-def divided(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
+def sharded_state(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
     """An abstract AdamW state and its plan.
 
-    At `p_g_os` parameters rest in float32 and are cast where they are used: gshard casts the part
-    and gathers the cast, so that 2 bytes travel, and no copy in bfloat16 lies beside the master (12
-    bytes at rest for each parameter and not 14). At the other levels parameters are whole, and what
-    is published is what rests: with `precision=` that is bfloat16, 2 bytes and not 4.
+    At `p_g_os` parameters are stored in float32 and cast where they are used: gshard casts the
+    shard and gathers the cast, so 2 bytes are communicated and no bfloat16 copy is stored next to
+    the master (12 bytes per parameter and not 14). At the other levels parameters are replicated,
+    and the stored dtype is all-gathered: with `precision=` bfloat16, 2 bytes and not 4.
     """
     state = jax.eval_shape(
         lambda: TrainState.create(
@@ -55,12 +55,12 @@ def divided(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
 
 
 def budgeted(plan: gshard.Plan) -> dict[str, dict[str, int]]:
-    """Wire bytes of one device and step by kind: what is promised, and theory.
+    """Wire bytes of one device and step by kind: the budget, and theory.
 
-    `promise` counts elements at every hop over the shard axes; whatever the hops are, a device
-    sends (N-1)/N of the whole. What is divided moves in bfloat16. In theory a leaf outside the
-    stack of layers is gathered once, since the backward pass of the head follows its forward pass,
-    and that of an embedding does not need its table.
+    `budget` counts elements at every hop over the shard axes; whatever the hops are, a device
+    sends (N-1)/N of the full array. Sharded arrays are communicated in bfloat16. In theory a leaf
+    outside the stack of layers is gathered once, since the backward pass of the head follows its
+    forward pass, and that of an embedding does not need its table.
     """
     n = plan.group.size
     hops = sum(1 / math.prod(plan.group.sizes[:i]) for i in range(len(plan.group.sizes)))
@@ -77,14 +77,14 @@ def budgeted(plan: gshard.Plan) -> dict[str, dict[str, int]]:
             theory["all-gather"] -= leaf.stored_size * 2
     return {
         f"{name}_bytes": {kind: round(x * (n - 1) / n) for kind, x in amounts.items()}
-        for name, amounts in (("promise", bytes_of), ("theory", theory))
+        for name, amounts in (("budget", bytes_of), ("theory", theory))
     }
 
 
 def abstract_batch(sizes: Sizes, mesh: Mesh, spec: jax.P) -> dict[str, jax.ShapeDtypeStruct]:
     """One sequence for each device."""
-    shape, rows = (mesh.size, sizes.sequence), NamedSharding(mesh, spec)
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
+    shape, batch_sharding = (mesh.size, sizes.sequence), NamedSharding(mesh, spec)
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding)
     return {"tokens": tokens, "next": tokens}
 
 
@@ -92,21 +92,21 @@ def lowered(program: str, mesh: Mesh, level: str, sizes: Sizes) -> jax.stages.Lo
     """One of the programs that are compared: gshard's, or a baseline's."""
     params, tx = abstract_params(sizes), optax.adamw(3e-4)
     if program == "gshard":
-        state, plan = divided(params, mesh, level)
+        state, plan = sharded_state(params, mesh, level)
         step = gshard.make_train_step(partial(loss_of, sizes=sizes), plan)
         return step.lower(state, abstract_batch(sizes, mesh, plan.batch_spec))
-    by_rows = jax.P(mesh.axis_names)
+    batch_spec = jax.P(mesh.axis_names)
     by_hand = baseline(
-        partial(loss_of, sizes=sizes, rows=NamedSharding(mesh, by_rows)),
+        partial(loss_of, sizes=sizes, batch_sharding=NamedSharding(mesh, batch_spec)),
         tx,
         params,
         mesh,
         level,
         stacks=(STACK,),
-        whole_weights=program == "gspmd, whole weights",
+        gather_weights=program == "gspmd, gathered weights",
         compute_dtype=jnp.bfloat16,
     )
-    batch = abstract_batch(sizes, mesh, by_rows)
+    batch = abstract_batch(sizes, mesh, batch_spec)
     return by_hand.step.lower(params, jax.eval_shape(tx.init, params), batch)
 
 
@@ -130,7 +130,7 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
         **traffic(text),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
-        **budgeted(divided(params, mesh, level)[1]),
+        **budgeted(sharded_state(params, mesh, level)[1]),
         "versions": versions(),
     }
 

@@ -2,13 +2,13 @@
 
     python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--model.width 128] ...
 
-As one of several processes, which share the devices, it prints on the first alone. With
-`--checkpoints FOLDER` it saves as it goes, also after SIGTERM (all processes the same step, exit
-code 75), and the same command goes on from there, at the level where it was.
+With several processes, which share the devices, only the first prints. With `--checkpoints FOLDER`
+it saves while it trains, also after SIGTERM (all processes at the same step, exit code 75), and the
+same command resumes from there, at the level where it was.
 
-Every run starts from the same parameters and sees the same batches, so that all of them should
-give the numbers of one device. What they differ in is what a device holds and moves: the table at
-the end shows the measured figures and the plan's budget.
+Every run starts from the same parameters and sees the same batches, so all of them should match
+single-device training. They differ in what a device stores and communicates: the table at the end
+shows the measured figures and the plan's budget.
 """
 
 from __future__ import annotations

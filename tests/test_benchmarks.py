@@ -60,7 +60,9 @@ def test_a_cell_compares_every_level_with_gspmd_and_one_device():
 @pytest.mark.slow
 def test_the_same_over_two_processes(tmp_path):
     out = tmp_path / "step.json"
-    given = "--models mlp --devices 4 --rows 2 --processes 2 --levels os p_g_os --rounds 6".split()
+    given = (
+        "--models mlp --devices 4 --examples 2 --processes 2 --levels os p_g_os --rounds 6".split()
+    )
     code, said = run("benchmarks.step", *given, "--json", str(out))
     assert code == 0, said
     found = json.loads(out.read_text())
@@ -100,7 +102,15 @@ def test_pytorch_trains_what_gshard_trains(tmp_path):
         pytest.skip("PyTorch is not installed; GSHARD_TORCH_PYTHON= names a Python that has it")
     out = tmp_path / "peers.json"
     code, said = run(
-        "benchmarks.peers", "--rounds", "6", "--rows", "4", "--torch-python", python, "--json", out
+        "benchmarks.peers",
+        "--rounds",
+        "6",
+        "--examples",
+        "4",
+        "--torch-python",
+        python,
+        "--json",
+        out,
     )
     assert code == 0, said
     cells = json.loads(out.read_text())["cells"]

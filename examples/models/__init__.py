@@ -1,4 +1,4 @@
 """Models to plan with and to train: ordinary Flax Linen, each as a `gshard.TrainSetup`.
 
-The sizes that are published lie in `configs/`, one file each.
+The usual sizes are in `configs/`, one file each.
 """

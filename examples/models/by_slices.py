@@ -14,7 +14,7 @@ SLICE = 128  # tokens; a shorter sequence is one slice
 
 
 def slices(x_BxTx, size: int):
-    """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence walks."""
+    """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence iterates over."""
     x_BxNxCx = x_BxTx.reshape(x_BxTx.shape[0], -1, size, *x_BxTx.shape[2:])
     return jnp.moveaxis(x_BxNxCx, 1, 0)
 

@@ -105,11 +105,11 @@ def setup(
     learning_rate: float = 6e-4,
     seed: int = 0,
 ) -> gshard.TrainSetup:
-    """GPT-2 of any size; the defaults are the smallest that was published, 124M.
+    """GPT-2 of any size; the defaults are the smallest, 124M.
 
     Args:
       layers, width, heads, vocabulary, positions: see `GPT2`.
-      sequence: tokens of one row; by default one for each position.
+      sequence: tokens of one example; by default one for each position.
       dtype: `"bfloat16"` or `"float32"`, what is computed in.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.

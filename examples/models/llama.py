@@ -1,7 +1,7 @@
 """Llama in Flax Linen, at any size, written to need little memory.
 
 Attention and the cross-entropy go over slices of the sequence. Nothing of the model knows about
-gshard; with `rows` given, activations are constrained to lie by rows, as GSPMD likes to be told.
+gshard; with `batch_sharding`, activations are constrained to be sharded by examples, for GSPMD.
 
 Letters in names: B sequences, T tokens of each, D width, H heads, K heads of keys and values, E
 features of a head, P pairs of them, F width of the MLP, V vocabulary.
@@ -56,9 +56,9 @@ class Sizes:
         )
 
 
-def hold(x, rows: NamedSharding | None):
-    """Constrains an array to lie by rows, where that is wanted."""
-    return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
+def hold(x, batch_sharding: NamedSharding | None):
+    """Constrains an array to be sharded by examples, if a sharding is given."""
+    return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
 
 
 def rotate(x_BxTxHxE, theta: float):
@@ -115,16 +115,16 @@ class Block(nn.Module):
 
     sizes: Sizes
     dtype: Any
-    rows: NamedSharding | None
+    batch_sharding: NamedSharding | None
 
     @nn.compact
     def __call__(self, x_BxTxD, _):
         h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x_BxTxD)
         y_BxTxD = Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
-        x_BxTxD = hold(x_BxTxD + y_BxTxD, self.rows)
+        x_BxTxD = hold(x_BxTxD + y_BxTxD, self.batch_sharding)
         h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x_BxTxD)
         y_BxTxD = MLP(self.sizes, self.dtype, name="mlp")(h_BxTxD)
-        return hold(x_BxTxD + y_BxTxD, self.rows), None
+        return hold(x_BxTxD + y_BxTxD, self.batch_sharding), None
 
 
 class Llama(nn.Module):
@@ -134,22 +134,22 @@ class Llama(nn.Module):
       sizes: of the model.
       dtype: what is computed in; parameters are cast to it where they are used.
       remat: what the backward pass finds of a layer, a value of `REMAT`.
-      rows: how activations lie, (rows, ...), for a compiler that chooses layouts; None where each
-        device sees its own rows alone.
+      batch_sharding: of activations (examples, ...), for a compiler that chooses layouts; None if
+        each device sees only its own examples.
     """
 
     sizes: Sizes = Sizes()
     dtype: Any = jnp.bfloat16
     remat: Any = REMAT["full"]
-    rows: NamedSharding | None = None
+    batch_sharding: NamedSharding | None = None
 
     @nn.compact
     def __call__(self, tokens_BxT, next_BxT):
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
-        x_BxTxD = hold(embed(tokens_BxT), self.rows)
+        x_BxTxD = hold(embed(tokens_BxT), self.batch_sharding)
         layers = stack_of(Block, self.sizes.layers, self.remat)
-        x_BxTxD, _ = layers(self.sizes, self.dtype, self.rows, name=STACK)(x_BxTxD, None)
+        x_BxTxD, _ = layers(self.sizes, self.dtype, self.batch_sharding, name=STACK)(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(dtype=self.dtype, name="norm")(x_BxTxD)
 
         if self.sizes.tied:
@@ -157,8 +157,8 @@ class Llama(nn.Module):
         else:
             head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V))
             head_DxV = head_DxV.astype(self.dtype)
-        if self.rows is not None:  # once, and not again for every slice
-            head_DxV = hold(head_DxV, NamedSharding(self.rows.mesh, jax.P()))
+        if self.batch_sharding is not None:  # once, and not again for every slice
+            head_DxV = hold(head_DxV, NamedSharding(self.batch_sharding.mesh, jax.P()))
         return cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
 
 
@@ -184,7 +184,7 @@ def setup(
 
     Args:
       layers, width, heads, kv_heads, mlp, vocabulary, tied, theta: see `Sizes`.
-      sequence: tokens of one row, a multiple of 128 or fewer.
+      sequence: tokens of one example, a multiple of 128 or fewer.
       dtype: `"bfloat16"` or `"float32"`, what is computed in.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.

@@ -3,7 +3,7 @@
 Tokens go to their experts by one-hot products, which every compiler makes fast (Lepikhin et al.,
 2020, section 3.2). An expert takes a limited number of tokens of each group of neighbours, so no
 token depends on other sequences, nor on how many devices share them; a token that finds its expert
-full goes past it. Experts are divided like all other parameters: no token leaves its device.
+full goes past it. Experts are sharded like all other parameters: no token leaves its device.
 
 Letters in names: B sequences, T tokens of each, G groups of S tokens, D width, X experts, C tokens
 that one takes of a group, F width of its MLP, V vocabulary.
@@ -171,7 +171,7 @@ def setup(
     Args:
       layers, width, heads, kv_heads, mlp, vocabulary, theta: see `llama.Sizes`.
       experts, chosen, capacity, group: see `Routing`.
-      sequence: tokens of one row, a multiple of 128 and of `group`, or fewer.
+      sequence: tokens of one example, a multiple of 128 and of `group`, or fewer.
       dtype: `"bfloat16"` or `"float32"`, what is computed in, but for the router.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights of attention, `"full"` keeps a layer's input alone.

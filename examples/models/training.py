@@ -60,11 +60,12 @@ def setup_of(
 
     Args:
       model: `model.apply({"params": ...}, tokens, next)` is the mean loss over the sequences.
-      sequence: tokens of one row; a batch is `tokens` and `next`, each (rows, `sequence`) integers.
+      sequence: tokens of one example; a batch is `tokens` and `next`, each (examples, `sequence`)
+        integers.
       optimizer: a name of `OPTIMIZERS`.
       learning_rate: constant.
       precision: of `gshard.shard_train_state`: with `"bfloat16"` parameters rest and move in 2
-        bytes, and a float32 master copy lies divided beside the moments.
+        bytes, and a float32 master copy is sharded like the moments.
       seed: of the parameters.
     """
     tx = named("optimizer", optimizer, OPTIMIZERS)(learning_rate)

@@ -283,7 +283,9 @@ def test_collectives_are_those_of_the_compiled_program(level):
 
 @pytest.mark.parametrize("devices", [256, 16384])
 def test_no_device_is_needed(devices):
-    traced, plan = traced_case(mlp(rows=2, width=512, layers=2), "p_g_os", abstract_mesh(devices))
+    traced, plan = traced_case(
+        mlp(examples=2, width=512, layers=2), "p_g_os", abstract_mesh(devices)
+    )
     found = footprint(traced, plan, "gpu")
     at_rest = sum(plan.bytes_per_device.values())
     batch = 2 * 512 * 4

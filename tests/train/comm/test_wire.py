@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks import wire
 from benchmarks.llama import Sizes, abstract_params
-from benchmarks.wire_compile import budgeted, divided
+from benchmarks.wire_compile import budgeted, sharded_state
 from examples.models.by_slices import cross_entropy
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import parse_target
@@ -54,7 +54,7 @@ def test_the_model_is_llama_2_7b():
 
 def plan_of(axes, level):
     mesh = AbstractMesh(axes, tuple("xyz"[: len(axes)]), axis_types=(AxisType.Auto,) * len(axes))
-    return divided(abstract_params(Sizes()), mesh, level)[1]
+    return sharded_state(abstract_params(Sizes()), mesh, level)[1]
 
 
 @pytest.mark.parametrize("axes", [(256,), (16, 16), (4, 8, 8)])
@@ -77,7 +77,7 @@ def test_theory_is_what_a_hand_counts(level, axes):
     found = budgeted(plan)
     assert found["theory_bytes"] == {kind: round(x * share) for kind, x in wanted.items()}
     bound = wanted | ({"all-gather": 2 * once} if level == "p_g_os" else {})
-    assert found["promise_bytes"] == {kind: round(x * share) for kind, x in bound.items()}
+    assert found["budget_bytes"] == {kind: round(x * share) for kind, x in bound.items()}
 
 
 def test_at_rest_a_parameter_takes_12_bytes_over_the_devices():
@@ -142,7 +142,7 @@ def test_json_and_dump_of_a_run_on_the_cpu(tmp_path):
     target = ("--target", "cpu:4", "--level", "os", "--gshard-only")
     shown, found = measured(sys.executable, tmp_path, *target, *TINY)
     assert "XLA on CPU moves bfloat16 as float32" in shown
-    assert (tmp_path / "gshard.analysis.hlo.txt").read_text().startswith("HloModule")
+    assert (tmp_path / "gshard.hlo.txt").read_text().startswith("HloModule")
     assert found["model"] == {
         "layers": 2,
         "width": 128,
@@ -173,7 +173,7 @@ def test_on_a_tpu_torus_nothing_is_reduced_whole(tmp_path):
     )
     assert found["gshard_to_baseline"] < 1
     assert [p["program"] for p in baselines] == list(wire.BASELINES)
-    assert {p.name for p in tmp_path.glob("*.txt")} == {"gshard.analysis.hlo.txt", "gspmd.hlo.txt"}
+    assert {p.name for p in tmp_path.glob("*.txt")} == {"gshard.hlo.txt", "gspmd.hlo.txt"}
 
 
 @pytest.mark.slow
