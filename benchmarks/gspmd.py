@@ -5,8 +5,8 @@ changed since. Nothing of gshard is used here.
 
 Shardings are given for all inputs and outputs, gradients are constrained to the shardings of the
 optimizer state, and the state is donated; the compiler chooses the collectives. Whether it does
-better when weights are also constrained to be replicated where they are used depends on the machine,
-so `p_g_os` comes in both variants, and a benchmark compares with the better one.
+better when weights are also constrained to be replicated where they are used depends on the
+machine, so `p_g_os` comes in both variants, and a benchmark compares with the better one.
 """
 
 from __future__ import annotations

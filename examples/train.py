@@ -70,7 +70,7 @@ def main() -> None:
     if EXAMPLES % jax.device_count():
         raise SystemExit(f"{EXAMPLES} examples do not divide over {jax.device_count()} devices")
     model, optimizer, _ = gshard.paddle.group_sharded_parallel(
-        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", min_shard_size=2**14
+        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
     )
     with gshard.Checkpointer(args.output, keep_last=3) as checkpointer:
         if checkpointer.latest_step() is not None:
