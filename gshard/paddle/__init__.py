@@ -1,9 +1,8 @@
-"""Paddle's names for what gshard does: a thin face over the core, with no collective of its own.
+"""The API of Paddle's group sharding, on top of the core. It calls no collective itself.
 
-`group_sharded`: the one call; `data_parallel`: the same without division. `wrapped`: what a model
-can do then; `backward`, `accumulation`: its gradients from one call to the next; `phases`,
-`on_model`: what is compiled. `wrapped_optimizer`, `scaling`: what steps. `checkpoint`: a directory.
-`models`, `groups`, `excluded`, `named`, `reached`: arguments and values in gshard's terms.
+`group_sharded` has `group_sharded_parallel`, `grad_scaler` the loss scaler that it returns, and
+`checkpoint` saves and loads the pair that it wraps. `DataParallel` and state dicts, which
+`gshard.pytorch` offers too, are in `gshard.wrapped`.
 
 May import: everything but `pytorch` and `cli`.
 Start reading: `group_sharded`.
@@ -16,10 +15,10 @@ from gshard.distributed import initialize as init_parallel_env
 from gshard.distributed import process_count as get_world_size
 from gshard.distributed import process_index as get_rank
 from gshard.paddle.checkpoint import load_group_sharded_model, save_group_sharded_model
-from gshard.paddle.data_parallel import DataParallel, fused_allreduce_gradients
 from gshard.paddle.group_sharded import group_sharded_parallel
-from gshard.paddle.state_dict import load, save, set_state_dict, state_dict
 from gshard.train_state.loss_scale import GradScaler
+from gshard.wrapped.data_parallel import DataParallel, fused_allreduce_gradients
+from gshard.wrapped.state_dict import load, save, set_state_dict, state_dict
 
 __all__ = [
     "DataParallel",

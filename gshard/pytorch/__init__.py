@@ -1,20 +1,25 @@
-"""The face of PyTorch's `ZeroRedundancyOptimizer`, on the core. It holds no collective.
+"""The API of PyTorch's `ZeroRedundancyOptimizer` and `Join`, on top of the core.
 
-`parameters` says what is optimized, `param_group` with which live hyperparameters, `grouped` makes
-one optax transformation of it; `even` and `greedy` say where its state lies and step it.
+`param_groups` has the parameters and hyperparameters that `zero_redundancy_optimizer` trains.
+`even` and `greedy` are its two partitions: each shards the optimizer state and runs the update.
+`coupling` refuses optimizers that `greedy` cannot split, `state_dict` matches saved states with
+new ones, and `join` trains on uneven inputs. It calls no collective itself.
 
-May import: everything but `cli`.
+May import: everything but `paddle` and `cli`.
 Start reading: `zero_redundancy_optimizer`.
 """
 
 from __future__ import annotations
 
-from gshard.paddle.data_parallel import DataParallel
 from gshard.pytorch.join import Join
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+from gshard.wrapped.data_parallel import DataParallel
+from gshard.wrapped.state_dict import load, save
 
 __all__ = [
     "DataParallel",
     "Join",
     "ZeroRedundancyOptimizer",
+    "load",
+    "save",
 ]

@@ -1,8 +1,8 @@
-"""`partition="greedy"`: whole tensors, each with its state on one device, as PyTorch divides them.
+"""`partition="greedy"`: full tensors are assigned to devices, largest first, as PyTorch does.
 
-Gradients are reduced whole. Then one program for each owner updates its tensors on its device, and
-they are all-gathered: one all-reduce per tensor, or with buckets one gather per dtype, padded to
-the owner that has most.
+Gradients are averaged in full. Then one program for each owner updates its tensors on its device,
+and the updated parameters are all-gathered: one all-reduce per tensor, or with buckets one
+all-gather per dtype, padded to the owner with most elements.
 """
 
 from __future__ import annotations

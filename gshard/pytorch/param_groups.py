@@ -15,11 +15,11 @@ from flax import nnx, traverse_util
 
 from gshard._util.errors import ArgumentTypeError, GShardError, some
 from gshard._util.validation import shown
-from gshard.paddle.data_parallel import DataParallel
 from gshard.pytorch.coupling import dependence
 from gshard.pytorch.optax_names import in_optax
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.data_parallel import DataParallel
 from gshard.wrapped.wrapped_model import Wrapped, follow, keepers, kept
 
 _HINT = (

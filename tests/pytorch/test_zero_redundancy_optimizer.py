@@ -405,8 +405,8 @@ def test_state_dicts_go_from_any_number_of_devices_to_any(partition, path, tmp_p
             jax.tree.map(np.testing.assert_array_equal, before, saved["state"])
         for g in grads[2 * i : 2 * i + 2]:
             params = opt.step(g)
-        gshard.paddle.save(opt.state_dict(), tmp_path / str(n))
-        saved = gshard.paddle.load(tmp_path / str(n))
+        gshard.pytorch.save(opt.state_dict(), tmp_path / str(n))
+        saved = gshard.pytorch.load(tmp_path / str(n))
     assert_equal(params, wanted, close=0 if partition == "even" else 2.4e-7)
 
 
@@ -820,10 +820,10 @@ def test_this_processs_part_and_a_consolidated_state(partition, tmp_path):
     part, whole = opt.state_dict(whole=False), opt.state_dict()["state"]
     opt.consolidate_state_dict(to=0)
     assert_equal(opt.state_dict()["state"], whole)
-    gshard.paddle.save({"parts": part["parts"]}, tmp_path)
+    gshard.pytorch.save({"parts": part["parts"]}, tmp_path)
     opt.step(tree(2))
     assert int(opt.state_dict()["state"][0][0].count) == 2
-    opt.load_state_dict(gshard.paddle.load(tmp_path))
+    opt.load_state_dict(gshard.pytorch.load(tmp_path))
     assert_equal(opt.state_dict()["state"], whole)
     other = ZRO(tree(), optax.adamw, devices(2), partition=partition, lr=0.01)
     with pytest.raises(gshard.GShardError, match="divided otherwise"):
@@ -865,9 +865,9 @@ def test_states_of_several_groups_are_plain_and_load_again(partition, tmp_path):
             optax.adam(lr).init(params[i])
         )
         optax.adam(lr).update(params[i], saved["state"][i], params[i])
-    gshard.paddle.save(saved, tmp_path)
+    gshard.pytorch.save(saved, tmp_path)
     opt.step(grads_of_two(3))
-    opt.load_state_dict(gshard.paddle.load(tmp_path))
+    opt.load_state_dict(gshard.pytorch.load(tmp_path))
     assert_equal(opt.state_dict()["state"], saved["state"])
     other = two_groups(partition, 2)
     other.load_state_dict(saved)
@@ -995,9 +995,9 @@ def test_a_closure_may_call_backward(overlap):
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_an_optimizer_without_state_is_saved_too(partition, tmp_path):
     opt = ZRO(tree(), optax.sgd, devices(2), partition=partition, lr=0.1)
-    gshard.paddle.save(opt.state_dict(), tmp_path)
+    gshard.pytorch.save(opt.state_dict(), tmp_path)
     other = ZRO(tree(), optax.sgd, devices(3), partition=partition, lr=0.2)
-    other.load_state_dict(gshard.paddle.load(tmp_path))
+    other.load_state_dict(gshard.pytorch.load(tmp_path))
     assert other.param_groups[0]["lr"] == 0.1
 
 

@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers that are not wrapped: the same names and values."""
+"""State dicts of models and optimizers, and the directories that they are saved in."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _stored(target: Any, call: str) -> Named:
     else:
         raise GShardError(
             f"{call}: {shown(target)} is neither a model nor an optimizer of NNX. The variables of "
-            "a Linen module are a tree already: gshard.paddle.save(variables, path)."
+            "a Linen module are a tree already: save(variables, path)."
         )
     alone = data_group(make_mesh(devices=jax.devices()[:1]))
     return named((tree, all_replicated(tree, alone)))
@@ -133,7 +133,7 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
         fsync(folder)
         shutil.rmtree(old, ignore_errors=True)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"gshard.paddle.save {folder}")
+        multihost_utils.sync_global_devices(f"gshard save {folder}")
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -146,10 +146,8 @@ def load(path: str | Path) -> dict[str, Any]:
     folder = _path(path)
     found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
     if not found:
-        what = (
-            "holds nothing that gshard.paddle.save wrote" if folder.exists() else "does not exist"
-        )
-        raise GShardError(f"load: {folder} {what}.")
+        what = "contains no saved state dict" if folder.exists() else "does not exist"
+        raise GShardError(f"load: {folder} {what}. Pass the path that save() was given.")
     if bad := damages(found[0]):
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
