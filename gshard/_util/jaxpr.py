@@ -54,7 +54,7 @@ def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         return bind(eqn, values)
 
 
-class Environment:
+class Bindings:
     """The values of a jaxpr's variables while its equations are evaluated."""
 
     def __init__(self, variables: Sequence[Any], values: Sequence[Any]):
@@ -84,7 +84,7 @@ def evaluate(
       args: values of its inputs: arrays, or anything else that `handler` understands.
       handler: `handler(eqn, values)` gives the results of an equation; `bind_in_scope` by default.
     """
-    env = Environment([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
+    env = Bindings([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:
         env.run(eqn, handler)
     return env.read(jaxpr.outvars)

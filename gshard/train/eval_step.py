@@ -17,8 +17,8 @@ from gshard.sharding.validate import Fit
 from gshard.train.aux_metrics import as_sums, reduce_sums
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
-from gshard.train.fsdp.gather_bucket import Scope
-from gshard.train.fsdp.gather_spec import uses_of
+from gshard.train.fsdp.gather_bucket import GatherScope
+from gshard.train.fsdp.gather_spec import gather_specs
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.loss import check_reductions, has_reduction, is_numeric
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
@@ -95,7 +95,7 @@ def evaluate_on_devices(
         to_storage(parts.non_trainable, layouts, plan)
     )
     places = [*stored, *jax.tree.leaves(layouts)]
-    uses = [*uses_of(stored, stored), *non_trainable_uses(layouts)]
+    uses = [*gather_specs(stored, stored), *non_trainable_uses(layouts)]
 
     def with_leaves(leaves: list[jax.Array], examples: Any) -> Any:
         params = jax.tree.unflatten(structure, leaves[: len(stored)])
@@ -103,7 +103,7 @@ def evaluate_on_devices(
         return fun(params, non_trainable, examples)
 
     def run(leaves: list[jax.Array], batch: Any) -> Any:
-        taps = [x if u is None else u.tap() for x, u in zip(leaves, uses, strict=True)]
+        grad_sinks = [x if u is None else u.grad_sink() for x, u in zip(leaves, uses, strict=True)]
 
         def evaluate(examples: Any, per_call: bool = False) -> Any:
             now = leaves
@@ -116,9 +116,9 @@ def evaluate_on_devices(
                 )
                 rest = iter(local)
                 now = [x if u is None else next(rest) for x, u in zip(leaves, uses, strict=True)]
-            with Scope(sync=False, bucket_size=BUCKET_SIZE) as scope:
+            with GatherScope(sync=False, bucket_size=BUCKET_SIZE) as scope:
                 return with_sharded_params(
-                    with_leaves, uses, plan.group.axes, now, taps, examples, scope=scope
+                    with_leaves, uses, plan.group.axes, now, grad_sinks, examples, scope=scope
                 )
 
         return on_device(evaluate, batch)

@@ -17,8 +17,8 @@ from gshard.sharding.plan import Plan, all_replicated
 from gshard.train.aux_metrics import add_sums, as_sums, neutral_sums
 from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index
-from gshard.train.fsdp.gather_bucket import Scope
-from gshard.train.fsdp.gather_spec import uses_of
+from gshard.train.fsdp.gather_bucket import GatherScope
+from gshard.train.fsdp.gather_spec import gather_specs
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.regather import gathered
 from gshard.train.loss import NormalizedLoss, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
@@ -74,7 +74,7 @@ class MicroBatchLoss:
         self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
         self.order = list(range(len(targets)))
-        self.uses = uses_of(stored, targets, converts=converts, reshard=self.reshard)
+        self.uses = gather_specs(stored, targets, converts=converts, reshard=self.reshard)
 
     def __call__(
         self,
@@ -110,8 +110,8 @@ class MicroBatchLoss:
             at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
             return at(points, overwritten)[1][1]
 
-    def _scope(self) -> Scope:
-        return Scope(not self.options.prefetch, self.options.bucket_size)
+    def _scope(self) -> GatherScope:
+        return GatherScope(not self.options.prefetch, self.options.bucket_size)
 
     def _at(
         self,
@@ -121,7 +121,7 @@ class MicroBatchLoss:
         batch: Any,
         rng: Any,
         i: Any,
-        scope: Scope,
+        scope: GatherScope,
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """The loss as a function of where gradients are taken, and these places."""
         rng, non_trainable = fold_keys((rng, non_trainable), self.device, i)
@@ -129,16 +129,17 @@ class MicroBatchLoss:
         more, structure = jax.tree.flatten(non_trainable)
         of_non_trainable = non_trainable_uses(layouts, self.reshard)
         uses = [*self.uses, *of_non_trainable]
-        more_taps = [
-            x if u is None else u.tap() for x, u in zip(more, of_non_trainable, strict=True)
+        more_sinks = [
+            x if u is None else u.grad_sink() for x, u in zip(more, of_non_trainable, strict=True)
         ]
 
         def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
             non_trainable = jax.tree.unflatten(structure, leaves[len(self.uses) :])
             return self.form(leaves[: len(self.uses)], non_trainable, batch, rng)
 
-        points = [  # where the gradient is taken: at the tap, or at a leaf that is used as it is
-            leaf if use is None else use.tap() for leaf, use in zip(leaves, self.uses, strict=True)
+        points = [  # where the gradient is taken: at the sink, or at a replicated leaf
+            leaf if use is None else use.grad_sink()
+            for leaf, use in zip(leaves, self.uses, strict=True)
         ]
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
@@ -159,7 +160,7 @@ class MicroBatchLoss:
                 uses,
                 self.axes,
                 given,
-                [*points, *more_taps],
+                [*points, *more_sinks],
                 batch,
                 rng,
                 scope=scope,

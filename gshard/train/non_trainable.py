@@ -14,8 +14,8 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.plan import Plan, all_replicated
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
-from gshard.train.fsdp.gather_spec import Use, uses_of
-from gshard.train.optim.offload import fetched
+from gshard.train.fsdp.gather_spec import GatherSpec, gather_specs
+from gshard.train.optim.offload import to_device
 from gshard.train_state import FROZEN
 
 PURPOSE = "non_trainable"  # what their gathers are counted as
@@ -50,7 +50,7 @@ def to_storage(
             dtype = plan.precision.compute(path) if is_floating(x.dtype) else x.dtype
             if x.dtype != dtype:
                 place = layouts[FROZEN][path]
-                stored[FROZEN][path] = fetched(x, place).astype(dtype)
+                stored[FROZEN][path] = to_device(x, place).astype(dtype)
     return stored
 
 
@@ -62,10 +62,12 @@ def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def non_trainable_uses(layouts: dict[str, Any], reshard: bool | int = True) -> list[Use | None]:
-    """One per leaf; None for a whole one. `reshard` as in `Use`."""
+def non_trainable_uses(
+    layouts: dict[str, Any], reshard: bool | int = True
+) -> list[GatherSpec | None]:
+    """One per leaf; None for a whole one. `reshard` as in `GatherSpec`."""
     found = jax.tree.leaves(layouts)
-    return uses_of(found, found, PURPOSE, reshard=reshard)
+    return gather_specs(found, found, PURPOSE, reshard=reshard)
 
 
 def split_sharded(

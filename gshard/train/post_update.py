@@ -15,7 +15,7 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.train.optim.offload import at_rest, fetched
+from gshard.train.optim.offload import to_device, to_host
 from gshard.train.optim.optimizer import keep_unless
 from gshard.train_state import Components
 
@@ -43,7 +43,7 @@ def apply_post_update(
     wanted = plan.layouts
     layouts = jax.tree.leaves(Components(places, plan.opt_state, wanted.step, wanted.non_trainable))
     paths, leaves, structure = flatten(stored)
-    given = [layout.unpad(x) for x, layout in zip(fetched(leaves, layouts), layouts, strict=True)]
+    given = [layout.unpad(x) for x, layout in zip(to_device(leaves, layouts), layouts, strict=True)]
     state = plan.kind.merge(
         jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
     )
@@ -75,7 +75,7 @@ def apply_post_update(
 
 def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -> Any:
     """The new value where a step updates, else the old one; both where the leaf rests."""
-    return at_rest(keep_unless(updates, new, fetched(old, layout)), layout, plan)
+    return to_host(keep_unless(updates, new, to_device(old, layout)), layout, plan)
 
 
 def _computed(parts: Components, new: Components, plan: Plan) -> Any:
@@ -87,7 +87,7 @@ def _computed(parts: Components, new: Components, plan: Plan) -> Any:
         if layout.path not in plan.master
         else old
         if copy is before[layout.path]
-        else at_rest(_rounded(copy, plan.master[layout.path], layout, plan), layout, plan)
+        else to_host(_rounded(copy, plan.master[layout.path], layout, plan), layout, plan)
         for old, copy, layout in zip(
             leaves, jax.tree.leaves(new.params), jax.tree.leaves(plan.params), strict=True
         )
@@ -96,7 +96,7 @@ def _computed(parts: Components, new: Components, plan: Plan) -> Any:
 
 
 def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
-    return plan.pin(master.unpad(fetched(copy, master)).astype(layout.dtype), layout)
+    return plan.pin(master.unpad(to_device(copy, master)).astype(layout.dtype), layout)
 
 
 def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:

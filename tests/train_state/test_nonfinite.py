@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.train.optim.optimizer import guarded
+from gshard.train.optim.optimizer import skip_state_where
 from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
@@ -266,7 +266,7 @@ def test_an_equation_of_an_optimizer_keeps_its_context():
     with jax.threefry_partitionable(False):
         expected = draws(*given)[0]
     assert not np.array_equal(expected, jax.random.normal(jax.random.key(0), (8,)))
-    found = jax.jit(guarded(draws, jnp.bool_(True)))(*given)[0]
+    found = jax.jit(skip_state_where(draws, jnp.bool_(True)))(*given)[0]
     np.testing.assert_array_equal(found, expected)
 
 
@@ -409,7 +409,7 @@ def test_state_is_chosen_where_it_arises_as_at_the_end(update, nested):
     state = {"mean": mean, "count": count}
     inner = jax.jit(jax.jit(update)) if nested else update
     changes, new = update(g, state, p)
-    kept = jax.jit(lambda on, *args: guarded(inner, on)(*args))
+    kept = jax.jit(lambda on, *args: skip_state_where(inner, on)(*args))
     for on, expected in ((True, new), (False, state)):
         found_changes, found = kept(jnp.bool_(on), g, state, p)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

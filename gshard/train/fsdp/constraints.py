@@ -1,7 +1,7 @@
-"""A sharding constraint on a data axis inside the loss: found, and refused in words.
+"""Refuses sharding constraints over a data axis inside the loss, with a readable message.
 
-Inside the loss every device has its own rows and whole parameters. JAX refuses some such
-constraints while tracing and others only when lowering, each time without saying where.
+Inside the loss every device has its own examples and full parameters. JAX refuses some such
+constraints while tracing and others only when lowering, and never says where they are.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gshard.sharding.mesh import entry_axes
 _LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 
 
-def explain(error: ValueError, axes: Sequence[str]) -> None:
-    """Puts JAX's refusal while tracing in gshard's words; returns for any other error.
+def raise_readable(error: ValueError, axes: Sequence[str]) -> None:
+    """Raises a readable error for JAX's refusal of a constraint; returns for any other error.
 
     Raises:
-      GShardError: names the spec, the line of the user's code and the mend.
+      GShardError: names the spec, the line of the user's code and the fix.
     """
     said = str(error)
     missing = re.search(r"axis: (\S+) of (P\(.*?\)) is not found in mesh", said)
     if missing:
         raise GShardError(
-            f"the model lays something out as {missing[2]}, and the mesh has no axis {missing[1]}. "
-            f"Make one, gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or take the names out of "
-            "the model."
+            f"the model constrains an array to {missing[2]}, and the mesh has no axis "
+            f"{missing[1]}. Make one, gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or remove the "
+            "axis names from the model."
         ) from error
     spec = re.search(r"P\(.*?\)", said)
     if "with_sharding_constraint" not in said or not spec:
@@ -49,11 +49,11 @@ def explain(error: ValueError, axes: Sequence[str]) -> None:
     ) from error
 
 
-def refuse(jaxpr: Any, axes: Sequence[str]) -> None:
+def check_constraints(jaxpr: Any, axes: Sequence[str]) -> None:
     """Refuses constraints over `axes` in a traced loss that JAX would refuse when lowering.
 
     Raises:
-      GShardError: as `explain`.
+      GShardError: names the spec and the line of the user's code.
     """
     for eqn in all_equations(jaxpr):
         sharding = eqn.params.get("sharding")
@@ -70,6 +70,6 @@ def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError
     where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
     return GShardError(
         f"the loss constrains a sharding to {spec}{where}. Inside the loss every device has its "
-        "own rows and whole parameters: there is nothing to constrain over a data axis. Remove the "
-        "constraint, or name only axes that carry no data."
+        "own examples and full parameters: there is nothing to constrain over a data axis. Remove "
+        "the constraint, or name only axes that carry no data."
     )

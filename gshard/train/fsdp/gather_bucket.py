@@ -1,4 +1,7 @@
-"""Leaves that are made whole together: most are alone, small ones of a layer share a collective."""
+"""Buckets of parameters that share an all-gather, and the order of all-gathers in one scope.
+
+Most parameters are alone in their bucket; small ones of one layer share it.
+"""
 
 from __future__ import annotations
 
@@ -18,228 +21,246 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
-from gshard.train.fsdp.gather_spec import Use
-from gshard.train.optim.offload import fetched
+from gshard.train.fsdp.gather_spec import GatherSpec
+from gshard.train.optim.offload import to_device
 
 
-class LeafBucket:
-    """Leaves made whole at the first use of one of them, and again at its first use backward.
+class GatherBucket:
+    """Parameters that are all-gathered at the first use of one of them.
 
-    Their gradients leave together too, when the last of them has arisen.
+    The backward pass re-gathers them together, and reduce-scatters their gradients together once
+    the last gradient is computed.
 
     Attributes:
-      uses: one per leaf. Several differ in nothing but layouts, which are of one group.
-      stored: this device's parts, or wholes, at rest.
-      taps: what receives the gradients.
-      scope: that they are made whole in.
+      specs: one for each parameter. Several differ in their layouts only, which are of one group.
+      stored: this device's shards, or the full arrays of parameters that are stored replicated.
+      grad_sinks: the inputs that receive the gradients.
+      scope: the scope that they are gathered in.
     """
 
     def __init__(
         self,
-        uses: Sequence[Use],
+        specs: Sequence[GatherSpec],
         stored: Sequence[jax.Array],
-        taps: Sequence[jax.Array],
-        scope: Scope,
+        grad_sinks: Sequence[jax.Array],
+        scope: GatherScope,
     ):
-        self.uses, self.stored, self.taps = tuple(uses), list(stored), list(taps)
-        self.scope = scope
-        if scope.saved:
-            scope.holds(self)
+        self.specs, self.stored = tuple(specs), list(stored)
+        self.grad_sinks, self.scope = list(grad_sinks), scope
+        if scope.saves:
+            scope.add(self)
         self._kept: list[jax.Array] | None = None
-        self._wholes: list[jax.Array] | None = None
-        self._to_come_back: set[int] = set()
-        self._again: dict[int, jax.Array] = {}
+        self._gathered: list[jax.Array] | None = None
+        self._to_regather: set[int] = set()
+        self._regathered: dict[int, jax.Array] = {}
 
     @property
     def kept(self) -> list[jax.Array]:
-        """What is kept of the leaves for the backward pass: parts, or what neighbours hold."""
+        """What is kept for the backward pass: this device's shards, or those of a sub-group."""
         result = self._kept
         if result is None:
-            result = [_held(use, x) for use, x in zip(self.uses, self.stored, strict=True)]
+            result = [_kept_shard(s, x) for s, x in zip(self.specs, self.stored, strict=True)]
             self._kept = result
         return result
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the forward pass has made them whole."""
-        return self._wholes is not None
+    def is_gathered(self) -> bool:
+        """Whether the forward pass has gathered the parameters."""
+        return self._gathered is not None
 
-    def wholes(self) -> list[jax.Array]:
-        """The leaves, made whole at the first call."""
-        result = self._wholes
+    def all_gather(self) -> list[jax.Array]:
+        """The full parameters, gathered at the first call."""
+        result = self._gathered
         if result is None:
-            result = self._wholes = _wholes(self.uses, self.scope, self.kept, self.taps)
+            result = self._gathered = _all_gather(
+                self.specs, self.scope, self.kept, self.grad_sinks
+            )
         return result
 
     def wait(self, after: Sequence[jax.Array]) -> None:
-        """Not to be gathered before `after` is known."""
-        if after and self._kept is None and self.uses[0].stored.dim is not None:
+        """Delays the all-gather until `after` is available."""
+        if after and self._kept is None and self.specs[0].stored.dim is not None:
             self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
 
-    def comes_back(self, i: int) -> None:
-        """The backward pass will need leaf `i` whole."""
-        self._to_come_back.add(i)
+    def request_regather(self, i: int) -> None:
+        """Records that the backward pass needs the full parameter `i`."""
+        self._to_regather.add(i)
 
     @property
-    def is_back(self) -> bool:
-        """Whether the backward pass has made whole again what it needs."""
-        return self._to_come_back == self._again.keys()
+    def is_regathered(self) -> bool:
+        """Whether the backward pass has gathered all that it needs of this bucket."""
+        return self._to_regather == self._regathered.keys()
 
-    def again(self, i: int, after: Sequence[jax.Array]) -> jax.Array:
-        """Leaf `i`, made whole anew with all that come back, once `after` is known."""
-        if not self.is_back:
-            places = sorted(self._to_come_back)
-            uses = [self.uses[j] for j in places]
-            held = bool(uses[0].neighbours)
-            saved = [(self.kept if held else self.stored)[j] for j in places]
-            # Without an order XLA would find the first gather, and keep what it made.
+    def regather(self, i: int, after: Sequence[jax.Array]) -> jax.Array:
+        """Re-gathers leaf `i` and its bucket for the backward pass, after `after` is available.
+
+        Later calls return what the first one has gathered.
+        """
+        if not self.is_regathered:
+            indices = sorted(self._to_regather)
+            specs = [self.specs[j] for j in indices]
+            by_subgroup = bool(specs[0].subgroup_size)
+            saved = [(self.kept if by_subgroup else self.stored)[j] for j in indices]
+            # Without an order XLA would find the first gather, and keep its result.
             saved, _ = jax.lax.optimization_barrier((saved, list(after)))
-            if not held:
-                saved = fetched(saved, [use.stored for use in uses])
-            self._again = dict(zip(places, _gathered(uses, saved), strict=True))
-        return self._again[i]
+            if not by_subgroup:
+                saved = to_device(saved, [spec.stored for spec in specs])
+            self._regathered = dict(zip(indices, _gather_kept(specs, saved), strict=True))
+        return self._regathered[i]
 
     def end_forward(self) -> None:
-        """Lets go of what only the forward pass needs."""
-        self.taps, self._wholes = [], None
+        """Releases what only the forward pass needs."""
+        self.grad_sinks, self._gathered = [], None
 
 
-def _held(use: Use, stored: jax.Array) -> jax.Array:
-    part = fetched(stored, use.stored)
-    if use.neighbours and not use.held:
-        return gather_across(_turned_here(part, use), use.stored, use.neighbours, use.purpose)
-    return part
+def _kept_shard(spec: GatherSpec, stored: jax.Array) -> jax.Array:
+    shard = to_device(stored, spec.stored)
+    if spec.subgroup_size and not spec.from_subgroup:
+        shard = _in_dimension_order(shard, spec)
+        return gather_across(shard, spec.stored, spec.subgroup_size, spec.purpose)
+    return shard
 
 
-def _turned_here(part: jax.Array, use: Use) -> jax.Array:
-    """A collective wants the dimension that it joins first: of a stack, layer by layer."""
-    return keep_dimension_order(part, use.stored.group) if use.of_stack and use.stored.dim else part
+def _in_dimension_order(shard: jax.Array, spec: GatherSpec) -> jax.Array:
+    """Transposes a layer of a stack now: a collective wants its sharded dimension first."""
+    transposes = spec.of_stack and spec.stored.dim
+    return keep_dimension_order(shard, spec.stored.group) if transposes else shard
 
 
-def _gathered(uses: Sequence[Use], kept: Sequence[jax.Array]) -> list[jax.Array]:
-    """Whole leaves, from what is kept of them."""
-    first = uses[0]
+def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list[jax.Array]:
+    """The full parameters, gathered from what is kept of them."""
+    first = specs[0]
     if first.stored.dim is None:
         return list(kept)
-    if len(uses) > 1:
-        return gather_bucket(kept, [use.stored for use in uses], first.purpose)
-    if first.neighbours:
-        return [gather_within(kept[0], first.stored, first.neighbours, first.purpose)]
-    return [gather(_turned_here(kept[0], first), first.stored, first.purpose)]
+    if len(specs) > 1:
+        return gather_bucket(kept, [spec.stored for spec in specs], first.purpose)
+    if first.subgroup_size:
+        return [gather_within(kept[0], first.stored, first.subgroup_size, first.purpose)]
+    return [gather(_in_dimension_order(kept[0], first), first.stored, first.purpose)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _wholes(
-    uses: tuple[Use, ...], scope: Scope, kept: list[jax.Array], taps: list[jax.Array]
+def _all_gather(
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: list[jax.Array],
 ) -> list[jax.Array]:
-    del scope, taps
-    return _gathered(uses, kept)
+    del scope, grad_sinks
+    return _gather_kept(specs, kept)
 
 
 def _forward(
-    uses: tuple[Use, ...], scope: Scope, kept: list[jax.Array], taps: list[jax.Array]
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: list[jax.Array],
 ) -> tuple[list[jax.Array], None]:
-    return _wholes(uses, scope, kept, taps), None
+    return _all_gather(specs, scope, kept, grad_sinks), None
 
 
 def _backward(
-    uses: tuple[Use, ...], scope: Scope, _: None, cotangents: list[jax.Array]
+    specs: tuple[GatherSpec, ...], scope: GatherScope, _: None, cotangents: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    # The stored leaves are never differentiated; their cotangents are dead code.
-    nothing = [jnp.zeros(u.kept_shape, c.dtype) for u, c in zip(uses, cotangents, strict=True)]
-    summed = [
-        c.astype(u.reduced.dtype) if u.converts else c
-        for u, c in zip(uses, cotangents, strict=True)
+    # The stored shards are never differentiated; their cotangents are dead code.
+    nothing = [jnp.zeros(s.kept_shape, c.dtype) for s, c in zip(specs, cotangents, strict=True)]
+    grads = [
+        c.astype(s.reduced.dtype) if s.converts else c
+        for s, c in zip(specs, cotangents, strict=True)
     ]
-    layouts = [use.reduced for use in uses]
+    layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
-        return nothing, summed
-    several = len(uses) > 1
-    parts = scatter_bucket(summed, layouts) if several else [scatter(summed[0], layouts[0])]
-    if scope.saved:
-        scope.scattered(parts[0])
-    else:  # or XLA on GPU moves it into the next turn of a scan, and holds two layers' gradients
-        parts = jax.lax.optimization_barrier(parts)
-    return nothing, parts
+        return nothing, grads
+    several = len(specs) > 1
+    shards = scatter_bucket(grads, layouts) if several else [scatter(grads[0], layouts[0])]
+    if scope.saves:
+        scope.add_scattered(shards[0])
+    else:
+        # Else XLA on GPU moves it into the next iteration of a scan, and two layers' gradients are
+        # alive at a time.
+        shards = jax.lax.optimization_barrier(shards)
+    return nothing, shards
 
 
-_wholes.defvjp(_forward, _backward)
+_all_gather.defvjp(_forward, _backward)
 
 
-class Scope:
-    """When the leaves of one scope may be gathered: hardly before they are used.
+class GatherScope:
+    """Orders the all-gathers of one scope, so that each starts shortly before its first use.
 
-    Else a compiler that looks far ahead gathers many of them first (GPU: all of an unrolled model).
-    A context, left when all derivatives have been taken: rules of JAX keep it beyond its trace.
+    A compiler that looks far ahead (XLA on GPU) would gather many parameters first, in an unrolled
+    model all of them. This is a context manager: on exit, when all derivatives have been taken, it
+    drops its arrays, since rules of JAX keep it alive beyond its trace.
 
     Attributes:
-      sync: gathered when what a leaf is used with is known; else one gather earlier, beside that
-        computation.
-      bucket_size: elements of one bucket.
-      saved: what its backward pass needs is saved by the forward pass, and not computed again.
-      order: inputs of the loss, by their first uses; once it is evaluated.
+      sync: an all-gather starts when the other operands of its use are available; else it starts
+        one use earlier, so that it overlaps with computation.
+      bucket_size: elements of a bucket.
+      saves: the forward pass saves what the backward pass needs; else it is rematerialized.
+      order: inputs of the loss in the order of their first uses; set once the loss is traced.
     """
 
-    def __init__(self, sync: bool, bucket_size: int, saved: bool = True):
-        self.sync, self.bucket_size, self.saved = sync, bucket_size, saved
+    def __init__(self, sync: bool, bucket_size: int, saves: bool = True):
+        self.sync, self.bucket_size, self.saves = sync, bucket_size, saves
         self.order: list[int] = []
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
         self._backward: Sequence[jax.Array] = ()
         self._scattered: list[jax.Array] = []
-        self._turned: LeafBucket | None = None
-        self._held: list[LeafBucket] = []
+        self._last: GatherBucket | None = None
+        self._buckets: list[GatherBucket] = []
 
-    def computed_again(self) -> Scope:
-        """A scope within, whose backward pass computes again what it needs."""
-        return Scope(self.sync, self.bucket_size, saved=False)
+    def rematerialized(self) -> GatherScope:
+        """A scope inside this one whose backward pass computes again what it needs."""
+        return GatherScope(self.sync, self.bucket_size, saves=False)
 
-    def used_with(self, operands: Sequence[Any]) -> None:
-        """The latest use of leaves, and what they are used with; a mere broadcast has nothing."""
+    def record_use(self, operands: Sequence[Any]) -> None:
+        """Records the other operands of the latest use; a broadcast of a scalar has none."""
         now = [jax.lax.stop_gradient(x) for x in operands if jnp.ndim(x) and _is_inexact(x)]
         self._latest = now or self._latest
 
-    def forward(self) -> Sequence[jax.Array]:
-        """What must be known before leaves are gathered for the latest use."""
+    def forward_dependencies(self) -> Sequence[jax.Array]:
+        """What must be available before the parameters of the latest use are gathered."""
         before, self._forward = self._forward, self._latest
         return self._latest if self.sync else before
 
-    def turns(self, bucket: LeafBucket) -> bool:
-        """Whether its last use was the last of a forward pass, and so is the first to come back."""
-        self._turned = self._turned or bucket
-        return self._turned is bucket
+    def is_last_of_forward(self, bucket: GatherBucket) -> bool:
+        """True for the bucket used last in the forward; its backward needs no re-gather."""
+        self._last = self._last or bucket
+        return self._last is bucket
 
-    def backward(self, cotangents: Sequence[Any]) -> Sequence[jax.Array]:
-        """What must be known before leaves are gathered again for these cotangents."""
+    def backward_dependencies(self, cotangents: Sequence[Any]) -> Sequence[jax.Array]:
+        """What must be available before parameters are re-gathered for these cotangents."""
         now = [x for x in cotangents if _is_inexact(x)]
         before, self._backward = self._backward, now
-        # Gradients that wait to be scattered are whole too: all have left, or all but the latest.
+        # Full gradients take memory until they are reduce-scattered: wait for all of them, or for
+        # all but the latest.
         if self.sync:
             return [*now, *self._scattered[-1:]]
         return [*before, *self._scattered[-2:-1]]
 
-    def scattered(self, part: jax.Array) -> None:
-        """Gradients have left; `part` is one of them."""
-        self._scattered.append(part)
+    def add_scattered(self, shard: jax.Array) -> None:
+        """Records a shard of gradients that have been reduce-scattered."""
+        self._scattered.append(shard)
 
-    def holds(self, bucket: LeafBucket) -> None:
-        """Leaves of this scope."""
-        self._held.append(bucket)
+    def add(self, bucket: GatherBucket) -> None:
+        """Adds a bucket to this scope."""
+        self._buckets.append(bucket)
 
     def end_forward(self) -> None:
-        """Lets go of what only the forward pass needs, and belongs to its trace."""
+        """Releases what only the forward pass needs; it belongs to the trace of that pass."""
         self._latest = self._forward = ()
-        for bucket in self._held:
+        for bucket in self._buckets:
             bucket.end_forward()
 
-    def __enter__(self) -> Scope:
+    def __enter__(self) -> GatherScope:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._backward, self._scattered = (), []
-        for bucket in self._held:
+        for bucket in self._buckets:
             vars(bucket).clear()
-        self._held = []
+        self._buckets = []
 
 
 def _is_inexact(x: Any) -> bool:

@@ -1,12 +1,10 @@
-"""Gather at first use: a loss on whole parameters, evaluated with divided ones.
+"""Evaluates a traced loss with sharded parameters, and all-gathers each at its first use.
 
-The loss is traced to a jaxpr and evaluated equation by equation. A divided leaf stays divided
-through casts (so that the compute dtype travels), into `jit`, `checkpoint` and the scanned inputs
-of `scan`, and is gathered where something first needs it whole. Hence a scanned model holds one
-layer at a time, and a `checkpoint` gathers again in the backward pass. The model is not changed.
-
-What a leaf is here: `divided_leaf`; how its gradient leaves: `use`; which leaves move together:
-`layer_buckets`; how the backward pass gathers again: `whole_again`.
+The loss is traced to a jaxpr and evaluated equation by equation. A parameter stays sharded through
+casts (so that it is gathered in the compute dtype), into `jit`, `checkpoint` and the scanned inputs
+of `scan`, and is all-gathered where an equation first needs the full array. Hence a scanned model
+has one gathered layer at a time, and a `checkpoint` gathers again in the backward pass. The model
+is not changed.
 """
 
 from __future__ import annotations
@@ -30,52 +28,52 @@ from gshard._util.jaxpr import (
     scan_sizes,
 )
 from gshard.train.fsdp import constraints
-from gshard.train.fsdp.gather_bucket import Scope
-from gshard.train.fsdp.gather_spec import Use
+from gshard.train.fsdp.gather_bucket import GatherScope
+from gshard.train.fsdp.gather_spec import GatherSpec
 from gshard.train.fsdp.lazy_param import LazyParam
-from gshard.train.fsdp.regather import gathered, hold_back, on_gathered, saves_operands
-from gshard.train.fsdp.use_analysis import Places, by_first_use, move_layers_together
+from gshard.train.fsdp.regather import apply_gathered, gathered, order_gathers, saves_operands
+from gshard.train.fsdp.use_analysis import ParamUses, by_first_use, share_buckets_of_layers
 
 
 def with_sharded_params(
     fun: Callable[..., Any],
-    uses: Sequence[Use | None],
+    specs: Sequence[GatherSpec | None],
     axes: Sequence[str],
     leaves: Sequence[jax.Array],
-    taps: Sequence[jax.Array],
+    grad_sinks: Sequence[jax.Array],
     *args: Any,
-    scope: Scope,
+    scope: GatherScope,
     prepare: Callable[[Any, list[Any], Callable[..., Any]], list[Any]] | None = None,
 ) -> Any:
-    """`fun(whole leaves, *args)`, its leaves made whole at their first use.
+    """`fun(params, *args)` with sharded parameters, all-gathered at their first use.
 
     Runs inside a `shard_map` over the data axes.
 
     Args:
-      fun: takes a list of whole leaves, then `args`; returns a pytree of arrays.
-      uses: one per leaf; None for a leaf that is given whole and differentiated as it is.
+      fun: takes a list of full parameters, then `args`; returns a pytree of arrays.
+      specs: one per parameter; None for one that is replicated and differentiated as it is.
       axes: the data axes, which `fun` may not constrain.
-      leaves: this device's parts (or wholes).
-      taps: one per leaf, `use.tap()`; ignored where the use is None.
+      leaves: this device's shards, or the full arrays of replicated parameters.
+      grad_sinks: one per parameter, `spec.grad_sink()`; ignored where the spec is None.
       *args: further pytrees of arrays, for `fun`.
-      scope: when leaves are gathered; a context that is open.
+      scope: orders the all-gathers; a context that is open.
       prepare: `prepare(jaxpr, inputs, trace)` gives the inputs that the traced `fun` is evaluated
         with; `trace(*args)` is its jaxpr for other arguments.
     """
     values = [
-        leaf if use is None else LazyParam.alone(use, leaf, tap, scope)
-        for use, leaf, tap in zip(uses, leaves, taps, strict=True)
+        leaf if spec is None else LazyParam.alone(spec, leaf, grad_sink, scope)
+        for spec, leaf, grad_sink in zip(specs, leaves, grad_sinks, strict=True)
     ]
     abstract = [
-        jax.ShapeDtypeStruct(leaf.shape if use is None else use.stored.shape, leaf.dtype)
-        for use, leaf in zip(uses, leaves, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape if spec is None else spec.stored.shape, leaf.dtype)
+        for spec, leaf in zip(specs, leaves, strict=True)
     ]
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
     except ValueError as error:
-        constraints.explain(error, axes)
+        constraints.raise_readable(error, axes)
         raise
-    constraints.refuse(closed.jaxpr, axes)
+    constraints.check_constraints(closed.jaxpr, axes)
     scope.order = by_first_use(closed.jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
     if prepare is not None:
@@ -84,75 +82,77 @@ def with_sharded_params(
             return jax.make_jaxpr(fun)(abstract, *args).jaxpr
 
         inputs = prepare(closed.jaxpr, inputs, trace)
-    out = _evaluate_scope(Places(closed.jaxpr), closed.consts, inputs, scope)
+    out = _evaluate_scope(ParamUses(closed.jaxpr), closed.consts, inputs, scope)
     scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
 
 def _evaluate_scope(
-    places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
+    uses: ParamUses, consts: Sequence[Any], args: Sequence[Any], scope: GatherScope
 ) -> list[Any]:
-    """Evaluates one scope; the results are whole."""
+    """Evaluates one scope; the results are full arrays."""
     often = Counter(id(x) for x in args if isinstance(x, LazyParam))
-    # Given twice, it is used by more than the scope can see of either.
+    # A parameter that is given twice has more uses than the scope sees of either input.
     args = [gathered(x) if often[id(x)] > 1 else x for x in args]
-    move_layers_together(places, args, scope.bucket_size)
-    return _evaluate(places, consts, args, scope)
+    share_buckets_of_layers(uses, args, scope.bucket_size)
+    return _evaluate(uses, consts, args, scope)
 
 
 def _evaluate(
-    places: Places, consts: Sequence[Any], args: Sequence[Any], scope: Scope
+    uses: ParamUses, consts: Sequence[Any], args: Sequence[Any], scope: GatherScope
 ) -> list[Any]:
-    """Evaluates a scope, or what a `jit` within it calls; the results are whole."""
+    """Evaluates a scope, or what a `jit` inside it calls; the results are full arrays."""
 
     def settle(variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Values of variables; a leaf that would be gathered more than once is gathered now."""
+        """The values; a parameter that would be gathered more than once is gathered now."""
         settled = []
         for v, value in zip(variables, values, strict=True):
             if isinstance(value, LazyParam):
-                value.used_once &= places.uses(v) <= 1
-                value = value.whole() if places.several(v) else value
+                value.used_once &= uses.count(v) <= 1
+                value = value.all_gather() if uses.gathered_repeatedly(v) else value
             settled.append(value)
         return settled
 
     def run(eqn: Any, values: list[Any]) -> list[Any]:
         with in_scope(eqn, "loss"):
-            results = _evaluate_equation(eqn, values, scope, places)
+            results = _evaluate_equation(eqn, values, scope, uses)
         return settle(eqn.outvars, results)
 
-    jaxpr = places.jaxpr
+    jaxpr = uses.jaxpr
     results = evaluate(jaxpr, consts, settle(jaxpr.invars, args), run)
     return [gathered(x) for x in results]
 
 
-def _evaluate_equation(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:
+def _evaluate_equation(
+    eqn: Any, values: list[Any], scope: GatherScope, uses: ParamUses
+) -> Sequence[Any]:
     if not any(isinstance(v, LazyParam) for v in values):
         return bind(eqn, values)
     name = eqn.primitive.name
-    if name == "convert_element_type" and values[0].of is None:
+    if name == "convert_element_type" and values[0].base is None:
         return [values[0].cast(eqn.params["new_dtype"])]
     if name in (*VIEWS, "convert_element_type") and len(values) == 1:
-        return [values[0].seen(eqn)]
+        return [values[0].with_view(eqn)]
     if name == JIT:
-        return _evaluate(places.within(eqn), body_of(eqn)[1], values, scope)
+        return _evaluate(uses.inside(eqn), body_of(eqn)[1], values, scope)
     if name in CHECKPOINTS:
-        return _evaluate_checkpoint(eqn, values, scope, places.within(eqn))
+        return _evaluate_checkpoint(eqn, values, scope, uses.inside(eqn))
     if name == "scan":
-        return _evaluate_scan(eqn, values, scope, places.within(eqn))
-    return on_gathered(partial(bind, eqn), values, scope, saves_operands(eqn))
+        return _evaluate_scan(eqn, values, scope, uses.inside(eqn))
+    return apply_gathered(partial(bind, eqn), values, scope, saves_operands(eqn))
 
 
 def _evaluate_checkpoint(
-    eqn: Any, values: list[Any], scope: Scope, places: Places
+    eqn: Any, values: list[Any], scope: GatherScope, uses: ParamUses
 ) -> Sequence[Any]:
-    """Rebuilt, so that the gather is inside and happens again in the backward pass."""
+    """Rebuilds it with the all-gather inside, which happens again in the backward pass."""
     _, consts = body_of(eqn)
-    hold_back(values, scope)
-    flat, restore = _open([_kept(v) for v in values])
+    order_gathers(values, scope)
+    flat, restore = _pass_to_scope([_gather_if_kept(v) for v in values])
 
     def evaluate(*flat: Any) -> Sequence[Any]:
-        within = scope.computed_again()
-        return _evaluate_scope(places, consts, restore(flat, within), within)
+        within = scope.rematerialized()
+        return _evaluate_scope(uses, consts, restore(flat, within), within)
 
     again = jax.checkpoint(
         evaluate,
@@ -162,28 +162,32 @@ def _evaluate_checkpoint(
     return again(*flat)
 
 
-def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) -> Sequence[Any]:
-    """Rebuilt with the gather of scanned leaves in its body; other leaves are gathered before."""
+def _evaluate_scan(
+    eqn: Any, values: list[Any], scope: GatherScope, uses: ParamUses
+) -> Sequence[Any]:
+    """Rebuilds it with scanned parameters all-gathered in its body, and others before it."""
     body, consts = body_of(eqn)
     fixed, carried, _ = scan_sizes(eqn)
-    _warn_of_divided_stacks(values[fixed + carried :])
+    _warn_of_sharded_stacks(values[fixed + carried :])
     layers = [
-        v if not isinstance(v, LazyParam) or (v.use.scannable and v.of is None) else v.whole()
+        v
+        if not isinstance(v, LazyParam) or (v.spec.scannable and v.base is None)
+        else v.all_gather()
         for v in values[fixed + carried :]
     ]
     # The stack of gradients that a scan makes stays in the dtype of its layers.
     layers = [
-        x.with_gradient_in(places.moves_in(v)) if isinstance(x, LazyParam) else x
+        x.with_gradient_in(uses.only_cast(v)) if isinstance(x, LazyParam) else x
         for x, v in zip(layers, body.invars[fixed + carried :], strict=True)
     ]
-    flat, restore = _open(layers, layer=True)
-    again = [v for v in layers if isinstance(v, LazyParam) and v.use.reshard]
+    flat, restore = _pass_to_scope(layers, layer=True)
+    again = [v for v in layers if isinstance(v, LazyParam) and v.spec.reshard]
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            within = scope.computed_again()
+            within = scope.rematerialized()
             args = [*values[:fixed], *carry, *restore(x, within)]
-            out = _evaluate_scope(places, consts, args, within)
+            out = _evaluate_scope(uses, consts, args, within)
             return out[:carried], out[carried:]
 
         if again and not _has_checkpoint(body):
@@ -198,53 +202,57 @@ def _evaluate_scan(eqn: Any, values: list[Any], scope: Scope, places: Places) ->
         )
         return [*carry, *stacked]
 
-    return on_gathered(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
+    return apply_gathered(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
 
 
-def _warn_of_divided_stacks(values: Sequence[Any]) -> None:
-    """Not of those that a rule of the user divides there, knowing that a scan walks it."""
-    uses = [v.use for v in values if isinstance(v, LazyParam) and not v.use.scannable]
-    others = [use.stored.path for use in uses if use.stored.model_axes and use.stored.model_axes[0]]
+def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
+    """Warns of stacks that are sharded on the scanned dimension, unless a rule asked for that."""
+    specs = [v.spec for v in values if isinstance(v, LazyParam) and not v.spec.scannable]
+    others = [
+        spec.stored.path for spec in specs if spec.stored.model_axes and spec.stored.model_axes[0]
+    ]
     if others:
         warn(
-            f"a scan walks dimension 0 of {some(others)}, which lies over your own mesh axis: the "
-            "stack is made whole over the data axes before the scan, and not a layer at a time."
+            f"a scan iterates over dimension 0 of {some(others)}, which is sharded over your own "
+            "mesh axis: the full stack is all-gathered over the data axes before the scan, and "
+            "not a layer at a time. Shard another dimension over that axis."
         )
-    uses = [use for use in uses if use.stored.path not in others]
-    paths = [use.reduced.path for use in uses if use.reduced.scan_dim != 0]
+    specs = [spec for spec in specs if spec.stored.path not in others]
+    paths = [spec.reduced.path for spec in specs if spec.reduced.scan_dim != 0]
     if paths:
         warn(
-            f"a scan walks dimension 0 of {some(paths)}, which is the divided one: the stack is "
-            "made whole before the scan, and not a layer at a time. Name that dimension: "
+            f"a scan iterates over dimension 0 of {some(paths)}, which is the sharded one: the "
+            "full stack is all-gathered before the scan, and not a layer at a time. Name that "
+            "dimension: "
             f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
 
 
 def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
-    """A `jax.checkpoint` policy: a layer made whole, and mere views of it, are made again.
+    """A `jax.checkpoint` policy that saves all but the gathered layers and their views.
 
-    Else a scan would stack every layer that it made whole for its backward pass. A policy sees a
-    primitive and the shapes it is given, so leaves made whole are known by those of part and tap.
+    Else a scan would stack every gathered layer for its backward pass. A policy sees a primitive
+    and the shapes of its operands, so all-gathers are known by those of the shard and its sink.
     """
-    uses = [v.use.of_one_layer() for v in layers]
-    known = {(use.kept_shape, use.reduced.shard_shape) for use in uses}
+    specs = [v.spec.of_one_layer() for v in layers]
+    known = {(spec.kept_shape, spec.reduced.shard_shape) for spec in specs}
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
             shapes, half = [aval.shape for aval in avals], len(avals) // 2
             pairs = set(zip(shapes[:half], shapes[half : 2 * half], strict=True))
             return not pairs or len(shapes) != 2 * half or not known.issuperset(pairs)
-        if primitive.name == "device_put":  # a part that is fetched
-            return avals[0].shape not in {use.stored.shard_shape for use in uses}
+        if primitive.name == "device_put":  # a shard that is copied from the host
+            return avals[0].shape not in {spec.stored.shard_shape for spec in specs}
         if primitive.name == "convert_element_type":  # of a layer, and not of an activation
-            return avals[0].size not in {use.stored.size for use in uses}
+            return avals[0].size not in {spec.stored.size for spec in specs}
         return primitive.name not in (*VIEWS, "optimization_barrier")
 
     return policy
 
 
 def _has_checkpoint(jaxpr: Any) -> bool:
-    """Whether the user rematerialises in this scope; then what is kept is the user's choice."""
+    """Whether the user rematerializes in this scope, and so chooses what is saved."""
     return any(
         eqn.primitive.name in CHECKPOINTS
         or (eqn.primitive.name == JIT and _has_checkpoint(body_of(eqn)[0]))
@@ -252,28 +260,28 @@ def _has_checkpoint(jaxpr: Any) -> bool:
     )
 
 
-def _open(
+def _pass_to_scope(
     values: Sequence[Any], layer: bool = False
-) -> tuple[list[Any], Callable[[Sequence[Any], Scope], list[Any]]]:
-    """Flat arrays that may cross into another scope, and what makes them leaves again there.
+) -> tuple[list[Any], Callable[[Sequence[Any], GatherScope], list[Any]]]:
+    """Arrays to pass into another scope, and a function that restores the values there.
 
-    A leaf that is given twice crosses once, and is one leaf there.
+    A parameter that is given twice is passed once, and is one parameter there.
     """
     leaves = {id(v): v for v in values if isinstance(v, LazyParam)}
     others = [v for v in values if not isinstance(v, LazyParam)]
-    flat = [*others, *(x for v in leaves.values() for x in v.given(layer))]
+    flat = [*others, *(x for v in leaves.values() for x in v.scope_inputs(layer))]
 
-    def restore(arrays: Sequence[Any], scope: Scope) -> list[Any]:
+    def restore(arrays: Sequence[Any], scope: GatherScope) -> list[Any]:
         rest = iter(arrays)
         first = [next(rest) for _ in others]
-        there = {k: v.elsewhere(layer, next(rest), next(rest), scope) for k, v in leaves.items()}
+        there = {k: v.in_scope(layer, next(rest), next(rest), scope) for k, v in leaves.items()}
         rest = iter(first)
         return [there[id(v)] if isinstance(v, LazyParam) else next(rest) for v in values]
 
     return flat, restore
 
 
-def _kept(value: Any) -> Any:
-    """Made whole where that is kept for the backward pass, or a mere view; else as it is."""
-    kept = isinstance(value, LazyParam) and (value.of is not None or not value.use.reshard)
-    return value.whole() if kept else value
+def _gather_if_kept(value: Any) -> Any:
+    """A parameter that is kept gathered, or is a view, gathered now; else the value as it is."""
+    kept = isinstance(value, LazyParam) and (value.base is not None or not value.spec.reshard)
+    return value.all_gather() if kept else value

@@ -1,4 +1,4 @@
-"""A leaf that a loss needs whole, and that is not whole yet."""
+"""A sharded parameter inside the traced loss, all-gathered lazily at its first use."""
 
 from __future__ import annotations
 
@@ -10,112 +10,128 @@ import jax
 
 from gshard._util.jaxpr import bind
 from gshard.sharding.layout import DEVICE
-from gshard.train.fsdp.gather_bucket import LeafBucket, Scope
-from gshard.train.fsdp.gather_spec import Use
-from gshard.train.optim.offload import fetched
+from gshard.train.fsdp.gather_bucket import GatherBucket, GatherScope
+from gshard.train.fsdp.gather_spec import GatherSpec
+from gshard.train.optim.offload import to_device
 
 
 class LazyParam:
-    """A leaf that is not whole yet. Made whole once per scope, however often it is used there.
+    """A sharded parameter, all-gathered once per scope however often it is used there.
 
     Attributes:
-      bucket: the leaves that are made whole with it; its own number there is `place`.
-      of: another leaf, of which this is what `view`, an equation of `VIEWS`, makes; or None.
-      used_once: by one equation; where several use it, it stays whole between them, and for their
-        derivatives.
+      bucket: the parameters that are all-gathered with it.
+      index: its position in the bucket.
+      base: another parameter, of which this one is a view; or None.
+      view: the equation of `VIEWS` that makes it from `base`.
+      used_once: it has one use. With several uses the gathered parameter is kept between them, and
+        for their derivatives.
     """
 
-    def __init__(self, bucket: LeafBucket, place: int = 0):
-        self.bucket, self.place = bucket, place
-        self.of: LazyParam | None = None
+    def __init__(self, bucket: GatherBucket, index: int = 0):
+        self.bucket, self.index = bucket, index
+        self.base: LazyParam | None = None
         self.view: Any = None
         self.used_once = True
         self._in_dtype: LazyParam | None = None
 
     @classmethod
-    def alone(cls, use: Use, stored: jax.Array, tap: jax.Array, scope: Scope) -> LazyParam:
-        """A leaf of `scope` that is gathered by itself."""
-        return cls(LeafBucket([use], [stored], [tap], scope))
+    def alone(
+        cls, spec: GatherSpec, stored: jax.Array, grad_sink: jax.Array, scope: GatherScope
+    ) -> LazyParam:
+        """A parameter in a bucket of its own."""
+        return cls(GatherBucket([spec], [stored], [grad_sink], scope))
 
     @property
-    def use(self) -> Use:
-        """How it becomes whole, and how its gradient leaves."""
-        return self.bucket.uses[self.place]
+    def spec(self) -> GatherSpec:
+        """How it is all-gathered, and how its gradient is reduce-scattered."""
+        return self.bucket.specs[self.index]
+
+    @property
+    def stored(self) -> jax.Array:
+        """This device's shard."""
+        return self.bucket.stored[self.index]
 
     @property
     def dtype(self) -> Any:
-        """The one in which it moves."""
-        return self.bucket.stored[self.place].dtype
+        """The dtype in which it is all-gathered."""
+        return self.stored.dtype
 
     @property
-    def tap(self) -> jax.Array:
-        """Receives its gradient."""
-        return self.bucket.taps[self.place]
+    def grad_sink(self) -> jax.Array:
+        """The input that receives its gradient."""
+        return self.bucket.grad_sinks[self.index]
 
     @property
-    def gathers_again(self) -> bool:
-        """Whether the backward pass of its use gathers it anew."""
-        return self.used_once and bool(self.use.reshard) and self.use.stored.dim is not None
+    def regathers(self) -> bool:
+        """Whether the backward pass of its use gathers it again."""
+        return self.used_once and bool(self.spec.reshard) and self.spec.stored.dim is not None
 
     @property
-    def waits(self) -> bool:
-        """Whether its gather is ordered; alone and used by several equations it is not."""
-        return not self.bucket.is_whole and (self.used_once or len(self.bucket.uses) > 1)
+    def is_ordered(self) -> bool:
+        """Whether its all-gather waits for earlier values.
 
-    def whole(self) -> jax.Array:
-        """The leaf, made whole."""
-        if self.of is None:
-            return self.bucket.wholes()[self.place]
-        return bind(self.view, [self.of.whole()])[0]
+        It does not when it is gathered already, or alone in its bucket and used several times.
+        """
+        return not self.bucket.is_gathered and (self.used_once or len(self.bucket.specs) > 1)
 
-    def regathered(self, after: Sequence[jax.Array]) -> jax.Array:
-        """Made whole anew in the backward pass, once `after` is known."""
-        if self.of is None:
-            return self.bucket.again(self.place, after)
-        return bind(self.view, [self.of.regathered(after)])[0]
+    def all_gather(self) -> jax.Array:
+        """The full parameter."""
+        if self.base is None:
+            return self.bucket.all_gather()[self.index]
+        return bind(self.view, [self.base.all_gather()])[0]
+
+    def regather(self, after: Sequence[jax.Array]) -> jax.Array:
+        """Gathers it again for the backward pass, after `after` is available."""
+        if self.base is None:
+            return self.bucket.regather(self.index, after)
+        return bind(self.view, [self.base.regather(after)])[0]
 
     def cast(self, dtype: Any) -> LazyParam:
-        """The leaf in another dtype, in which it then moves."""
+        """The parameter in another dtype, in which it is then all-gathered."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
-            use = dataclasses.replace(self.use, stored=self.use.stored.in_memory(DEVICE))
-            stored = fetched(self.bucket.stored[self.place], self.use.stored).astype(dtype)
-            tap = self.tap if use.converts else self.tap.astype(dtype)
-            self._in_dtype = LazyParam.alone(use, stored, tap, self.bucket.scope)
+            spec = dataclasses.replace(self.spec, stored=self.spec.stored.in_memory(DEVICE))
+            stored = to_device(self.stored, self.spec.stored).astype(dtype)
+            sink = self.grad_sink if spec.converts else self.grad_sink.astype(dtype)
+            self._in_dtype = LazyParam.alone(spec, stored, sink, self.bucket.scope)
         return self._in_dtype
 
     def with_gradient_in(self, dtype: Any) -> LazyParam:
-        """The same, whose gradient arrives in `dtype`, the one it moves in, where that is less."""
-        if self.use.converts or dtype is None or dtype.itemsize >= self.tap.dtype.itemsize:
+        """The same parameter with its gradient in `dtype`, if that is the smaller one."""
+        sink = self.grad_sink
+        if self.spec.converts or dtype is None or dtype.itemsize >= sink.dtype.itemsize:
             return self
-        stored, tap = self.bucket.stored[self.place], self.tap.astype(dtype)
-        return LazyParam.alone(self.use, stored, tap, self.bucket.scope)
+        return LazyParam.alone(self.spec, self.stored, sink.astype(dtype), self.bucket.scope)
 
-    def seen(self, view: Any) -> LazyParam:
-        """What one equation of `VIEWS` makes of it."""
-        leaf = LazyParam(self.bucket, self.place)
-        leaf.of, leaf.view, leaf.used_once = self, view, self.used_once
-        return leaf
+    def with_view(self, view: Any) -> LazyParam:
+        """The view of it that one equation of `VIEWS` makes."""
+        param = LazyParam(self.bucket, self.index)
+        param.base, param.view, param.used_once = self, view, self.used_once
+        return param
 
-    def given(self, layer: bool) -> tuple[jax.Array, jax.Array]:
-        """The arrays that another scope takes; a scan over its layers takes parts."""
-        held = self.use.neighbours and not layer
-        return (self.bucket.kept if held else self.bucket.stored)[self.place], self.tap
+    def scope_inputs(self, layer: bool) -> tuple[jax.Array, jax.Array]:
+        """The arrays that another scope is given: `layer` is true for a scan over its layers."""
+        kept = self.spec.subgroup_size and not layer
+        return (self.bucket.kept if kept else self.bucket.stored)[self.index], self.grad_sink
 
-    def elsewhere(self, layer: bool, stored: jax.Array, tap: jax.Array, scope: Scope) -> LazyParam:
-        """The same, or one layer of it, in another scope that was given its arrays."""
-        use = self.use
+    def in_scope(
+        self, layer: bool, stored: jax.Array, grad_sink: jax.Array, scope: GatherScope
+    ) -> LazyParam:
+        """The same parameter, or one layer of it, in a scope that was given its arrays."""
+        spec = self.spec
         if layer:
-            use = use.of_one_layer()
-        elif use.neighbours and not use.held:
-            use = dataclasses.replace(use, stored=use.stored.in_memory(DEVICE), held=True)
-        return LazyParam.alone(use, stored, tap, scope)
+            spec = spec.of_one_layer()
+        elif spec.subgroup_size and not spec.from_subgroup:
+            spec = dataclasses.replace(
+                spec, stored=spec.stored.in_memory(DEVICE), from_subgroup=True
+            )
+        return LazyParam.alone(spec, stored, grad_sink, scope)
 
 
-def move_together(leaves: Sequence[LazyParam]) -> None:
-    """From now on these are made whole by one collective; none is whole yet."""
-    uses = [leaf.use for leaf in leaves]
-    stored = [leaf.bucket.stored[leaf.place] for leaf in leaves]
-    taps = [leaf.tap for leaf in leaves]
-    bucket = LeafBucket(uses, stored, taps, leaves[0].bucket.scope)
-    for place, leaf in enumerate(leaves):
-        leaf.bucket, leaf.place = bucket, place
+def share_bucket(params: Sequence[LazyParam]) -> None:
+    """Moves parameters that are not gathered yet into one bucket, and so into one all-gather."""
+    specs = [param.spec for param in params]
+    stored = [param.stored for param in params]
+    sinks = [param.grad_sink for param in params]
+    bucket = GatherBucket(specs, stored, sinks, params[0].bucket.scope)
+    for index, param in enumerate(params):
+        param.bucket, param.index = bucket, index

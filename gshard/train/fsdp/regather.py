@@ -1,8 +1,8 @@
-"""One use of divided leaves: made whole for it, and made whole again in its backward pass.
+"""One use of sharded parameters: all-gathered for it, and re-gathered in its backward pass.
 
-Where nothing is rematerialised by the user, what is saved for the backward pass would hold the
-leaves that were made whole. With `reshard_after_forward` (ZeRO, section 7.2.2) it holds the parts,
-and the backward pass gathers again.
+Without rematerialization by the user, JAX would save the gathered parameters for the backward pass.
+With `reshard_after_forward` (ZeRO, section 7.2.2) the shards are saved instead, and the backward
+pass gathers them again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from gshard._util.jaxpr import with_inner
-from gshard.train.fsdp.gather_bucket import Scope
+from gshard.train.fsdp.gather_bucket import GatherScope
 from gshard.train.fsdp.lazy_param import LazyParam
 
 # Their backward pass uses operands as they are.
@@ -28,88 +28,92 @@ _SAVING = (
 
 
 def saves_operands(eqn: Any) -> bool:
-    """Whether a backward pass of this equation uses operands as they are, and there is one."""
+    """Whether an equation has a backward pass that uses its operands as they are."""
     return eqn.primitive.name in _SAVING and not any(
         inner.primitive.name == "while" or "callback" in inner.primitive.name
         for inner in with_inner(eqn)
     )
 
 
-def on_gathered(
+def apply_gathered(
     fun: Callable[[Sequence[Any]], Sequence[Any]],
     values: Sequence[Any],
-    scope: Scope,
+    scope: GatherScope,
     saves: bool,
 ) -> Sequence[Any]:
-    """`fun(values)`, made whole; of what it saves, leaves that reshard are given back as parts.
+    """`fun(values)` with gathered parameters, of which the backward pass saves shards only.
 
-    `saves`: whether a backward pass of `fun` uses its operands as they are.
+    Args:
+      fun: takes and returns arrays.
+      values: arrays and `LazyParam`s.
+      scope: orders the all-gathers.
+      saves: whether a backward pass of `fun` uses its operands as they are.
     """
-    hold_back(values, scope)
-    reshard = [isinstance(v, LazyParam) and v.gathers_again for v in values]
-    if not (saves and scope.saved and any(reshard)):
+    order_gathers(values, scope)
+    reshards = [isinstance(v, LazyParam) and v.regathers for v in values]
+    if not (saves and scope.saves and any(reshards)):
         return fun([gathered(v) for v in values])
-    again = [v for v, one in zip(values, reshard, strict=True) if one]
-    others = [gathered(v) for v, one in zip(values, reshard, strict=True) if not one]
+    params = [v for v, one in zip(values, reshards, strict=True) if one]
+    others = [gathered(v) for v, one in zip(values, reshards, strict=True) if not one]
 
-    def call(others: Sequence[Any], wholes: Sequence[Any]) -> Sequence[Any]:
-        rest, leaves = iter(others), iter(wholes)
-        return fun([next(leaves if one else rest) for one in reshard])
+    def call(others: Sequence[Any], full: Sequence[Any]) -> Sequence[Any]:
+        rest, leaves = iter(others), iter(full)
+        return fun([next(leaves if one else rest) for one in reshards])
 
-    def forward(others: Sequence[Any], wholes: Sequence[Any]) -> tuple[Any, Any]:
-        out, pullback = jax.vjp(call, others, wholes)
-        held, structure = jax.tree.flatten(pullback)
-        which = [next((i for i, w in enumerate(wholes) if w is x), None) for x in held]
-        rest = [x for x, i in zip(held, which, strict=True) if i is None]
+    def forward(others: Sequence[Any], full: Sequence[Any]) -> tuple[Any, Any]:
+        out, pullback = jax.vjp(call, others, full)
+        saved, structure = jax.tree.flatten(pullback)
+        which = [next((i for i, w in enumerate(full) if w is x), None) for x in saved]
+        rest = [x for x, i in zip(saved, which, strict=True) if i is None]
         for i in which:
             if i is not None:
-                again[i].bucket.comes_back(again[i].place)
-        backward = partial(_backward, again, scope, which, structure)
-        return out, jax.tree_util.Partial(backward, rest, list(wholes))
+                params[i].bucket.request_regather(params[i].index)
+        backward = partial(_backward, params, scope, which, structure)
+        return out, jax.tree_util.Partial(backward, rest, list(full))
 
     run = jax.custom_vjp(call)
     run.defvjp(forward, lambda backward, cotangents: backward(cotangents))
-    return run(others, [v.whole() for v in again])
+    return run(others, [v.all_gather() for v in params])
 
 
-def hold_back(values: Sequence[Any], scope: Scope) -> None:
-    """Holds back the leaves among the operands of one use."""
-    scope.used_with([v for v in values if not isinstance(v, LazyParam)])
-    buckets = {v.bucket: None for v in values if isinstance(v, LazyParam) and v.waits}
+def order_gathers(values: Sequence[Any], scope: GatherScope) -> None:
+    """Lets the all-gathers of one use wait for what must be available before."""
+    scope.record_use([v for v in values if not isinstance(v, LazyParam)])
+    buckets = {v.bucket: None for v in values if isinstance(v, LazyParam) and v.is_ordered}
     if buckets:
-        after = scope.forward()
+        after = scope.forward_dependencies()
         for bucket in buckets:
             bucket.wait(after)
 
 
 def _backward(
-    leaves: Sequence[LazyParam],
-    scope: Scope,
+    params: Sequence[LazyParam],
+    scope: GatherScope,
     which: Sequence[int | None],
     structure: Any,
     rest: Sequence[Any],
-    wholes: Sequence[Any],
+    full: Sequence[Any],
     cotangents: Sequence[Any],
 ) -> Any:
-    """What `jax.vjp` gave, once those of its saved arrays that are whole leaves are made again.
+    """Runs what `jax.vjp` returned, after re-gathering the parameters among its saved arrays.
 
-    Leaves of the last use of a forward pass come back first, and are kept. `which` says of each
-    saved array which leaf it is; None: one of `rest`.
+    Those of the last use of the forward pass are still gathered, and are used as they are. `which`
+    says for each saved array which parameter it is; None for one of `rest`.
     """
-    buckets = {leaves[i].bucket for i in which if i is not None}
-    turning = len(buckets) == 1 and scope.turns(next(iter(buckets)))
-    # What is back already does not count as a gather; nor does a use of no leaf.
-    there = not turning and all(bucket.is_back for bucket in buckets)
-    after = () if there else scope.backward(cotangents)
-    saved = iter(rest)
+    buckets = {params[i].bucket for i in which if i is not None}
+    is_last = len(buckets) == 1 and scope.is_last_of_forward(next(iter(buckets)))
+    # A use of parameters that are all re-gathered already is no gather, nor is one of none.
+    there = not is_last and all(bucket.is_regathered for bucket in buckets)
+    after = () if there else scope.backward_dependencies(cotangents)
+    others = iter(rest)
 
-    def leaf(i: int) -> Any:
-        return wholes[i] if turning else leaves[i].regathered(after)
+    def full_param(i: int) -> Any:
+        return full[i] if is_last else params[i].regather(after)
 
-    held = [next(saved) if i is None else leaf(i) for i in which]
-    return jax.tree.unflatten(structure, held)(cotangents)
+    saved = [next(others) if i is None else full_param(i) for i in which]
+    return jax.tree.unflatten(structure, saved)(cotangents)
 
 
 def gathered(value: Any) -> Any:
-    """A leaf made whole; anything else as it is."""
-    return value.whole() if isinstance(value, LazyParam) else value
+    """The full array of a parameter; anything else as it is."""
+    return value.all_gather() if isinstance(value, LazyParam) else value

@@ -1,4 +1,8 @@
-"""Where a traced loss needs a leaf: whether it moves once for all, and what moves with it."""
+"""Where a traced loss uses each parameter: first uses, repeated gathers and shared buckets.
+
+`ParamUses` counts the uses in one scope. `share_buckets_of_layers` groups the small sharded
+parameters of one layer into one all-gather.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from jax.extend import core
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
 from gshard._util.jaxpr_dataflow import flow
 from gshard.train.comm.buckets import assign_buckets
-from gshard.train.fsdp.lazy_param import LazyParam, move_together
+from gshard.train.fsdp.lazy_param import LazyParam, share_bucket
 
 
 def by_first_use(jaxpr: Any) -> list[int]:
@@ -38,11 +42,11 @@ def by_first_use(jaxpr: Any) -> list[int]:
 _Seen = tuple[Any, tuple[Any, ...], bool]
 
 
-class Places:
-    """The uses of every value of one scope, found in one walk over its equations.
+class ParamUses:
+    """The uses of every value in one scope.
 
     Attributes:
-      jaxpr: of the scope.
+      jaxpr: the jaxpr of the scope.
     """
 
     def __init__(self, jaxpr: Any):
@@ -53,45 +57,46 @@ class Places:
                 if isinstance(v, core.Var):
                     self._users.setdefault(v, []).append((eqn, position))
         self._returned = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-        self._inner: dict[int, Places] = {}
+        self._inner: dict[int, ParamUses] = {}
 
-    def several(self, var: Any) -> bool:
-        """Whether a leaf would move more than once: whole here, and again inside another scope.
+    def gathered_repeatedly(self, var: Any) -> bool:
+        """Whether a parameter would be gathered more than once: here, and again in another scope.
 
-        Then it is made whole at once, for all of them. Scans alone keep it divided, layer by layer.
+        Then it is gathered once for all uses. Used by scans alone it stays sharded, and is gathered
+        layer by layer.
         """
-        here, others, scans = self._count(var)
-        places = here + others
-        return places > 1 or (places == 1 and scans > 0)
+        here, others, scans = self._gathers(var)
+        gathers = here + others
+        return gathers > 1 or (gathers == 1 and scans > 0)
 
-    def uses(self, var: Any) -> int:
-        """How many operands of this scope's equations a value is, itself or as a mere view."""
+    def count(self, var: Any) -> int:
+        """How many operands of this scope's equations are the value or a view of it."""
         found = int(var in self._returned)
         for eqn, position in self._users.get(var, ()):
             if eqn.primitive.name == JIT:
-                found += self.within(eqn).uses(body_of(eqn)[0].invars[position])
+                found += self.inside(eqn).count(body_of(eqn)[0].invars[position])
             elif eqn.primitive.name in (*VIEWS, "convert_element_type"):
-                found += self.uses(eqn.outvars[0])
+                found += self.count(eqn.outvars[0])
             else:
                 found += 1
         return found
 
-    def moves_in(self, var: Any) -> Any:
+    def only_cast(self, var: Any) -> Any:
         """The dtype that a value is cast to before its only use, in whatever scope; else None."""
         users = self._users.get(var, ())
         if len(users) != 1 or var in self._returned:
             return None
         ((eqn, position),) = users
         if eqn.primitive.name in (JIT, *CHECKPOINTS):
-            return self.within(eqn).moves_in(body_of(eqn)[0].invars[position])
+            return self.inside(eqn).only_cast(body_of(eqn)[0].invars[position])
         cast = eqn.primitive.name == "convert_element_type"
         return eqn.params["new_dtype"] if cast else None
 
-    def whole_here(self) -> dict[Any, list[Any]]:
-        """Inputs that this scope itself makes whole, in the order of their first uses.
+    def gathered_here(self) -> dict[Any, list[Any]]:
+        """Inputs that this scope gathers itself, in the order of their first uses.
 
-        For each the dtypes that it is cast to before: none, or one after the other. Left out is
-        what `several` or a return makes whole before its first use, itself or as a cast or a view.
+        For each the dtypes that it is cast to before, in order. Inputs that are gathered before
+        their first use are left out: they are returned, or `gathered_repeatedly`.
         """
         found: dict[Any, list[Any] | None] = {}
         self._follow([(v, (), False) for v in self.jaxpr.invars], found)
@@ -101,7 +106,7 @@ class Places:
         """Adds to `found`; `given` says which inputs of this scope are parameters."""
 
         def meet(v: Any, seen: _Seen | None) -> _Seen | None:
-            if seen and (v in self._returned or self.several(v)):
+            if seen and (v in self._returned or self.gathered_repeatedly(v)):
                 found[seen[0]] = None
             return seen
 
@@ -109,7 +114,7 @@ class Places:
             name = eqn.primitive.name
             nothing: list[_Seen | None] = [None] * len(eqn.outvars)
             if name == JIT and any(values):
-                self.within(eqn)._follow(values, found)
+                self.inside(eqn)._follow(values, found)
             if name == JIT or name in CHECKPOINTS:
                 return nothing
             if name == "scan":
@@ -126,20 +131,20 @@ class Places:
         inputs = [meet(v, seen) for v, seen in zip(self.jaxpr.invars, given, strict=True)]
         flow(self.jaxpr, inputs, transfer)
 
-    def within(self, eqn: Any) -> Places:
-        """Those of the scope that an equation opens."""
+    def inside(self, eqn: Any) -> ParamUses:
+        """The uses in the scope that an equation opens."""
         if id(eqn) not in self._inner:
-            self._inner[id(eqn)] = Places(body_of(eqn)[0])
+            self._inner[id(eqn)] = ParamUses(body_of(eqn)[0])
         return self._inner[id(eqn)]
 
-    def _count(self, var: Any) -> tuple[bool, int, int]:
-        """Whether this scope needs a value, other scopes and casts that do, scans that walk it."""
+    def _gathers(self, var: Any) -> tuple[bool, int, int]:
+        """Whether this scope gathers a value, how many other scopes do, how many scans slice it."""
         here, others, scans = var in self._returned, 0, 0
         scopes: set[int] = set()
         for eqn, position in self._users.get(var, ()):
             name = eqn.primitive.name
             if name == JIT:
-                more = self.within(eqn)._count(body_of(eqn)[0].invars[position])
+                more = self.inside(eqn)._gathers(body_of(eqn)[0].invars[position])
                 here, others, scans = here or more[0], others + more[1], scans + more[2]
             elif name in CHECKPOINTS or name == "convert_element_type":
                 others += id(eqn) not in scopes
@@ -151,31 +156,31 @@ class Places:
         return here, others, scans
 
 
-def move_layers_together(places: Places, args: Sequence[Any], bucket_size: int) -> None:
-    """Puts leaves among the inputs of a scope into common buckets.
+def share_buckets_of_layers(uses: ParamUses, args: Sequence[Any], bucket_size: int) -> None:
+    """Groups the small sharded parameters of one layer into one all-gather.
 
     Args:
-      places: of the scope; nothing of it is evaluated yet.
-      args: its inputs.
+      uses: uses in a scope that is not evaluated yet.
+      args: inputs of the scope.
       bucket_size: elements of one bucket.
     """
-    given = zip(places.jaxpr.invars, args, strict=True)
+    given = zip(uses.jaxpr.invars, args, strict=True)
     leaves = {v: x for v, x in given if isinstance(x, LazyParam)}
     if len(leaves) < 2 or not bucket_size:
         return
     found = [
         (leaves[v], casts)
-        for v, casts in places.whole_here().items()
-        if v in leaves and len(casts) < 2 and not leaves[v].use.neighbours
+        for v, casts in uses.gathered_here().items()
+        if v in leaves and len(casts) < 2 and not leaves[v].spec.subgroup_size
     ]
-    sizes = [leaf.use.moved.local().stored_size for leaf, _ in found]
-    runs = [list(run) for _, run in groupby(found, key=lambda one: one[0].use.layer)]
+    sizes = [leaf.spec.sharded_layout.local().stored_size for leaf, _ in found]
+    runs = [list(run) for _, run in groupby(found, key=lambda one: one[0].spec.layer)]
     kinds = [
-        (i, leaf.use.kind, casts[0] if casts else leaf.dtype)
+        (i, leaf.spec.bucket_key, casts[0] if casts else leaf.dtype)
         for i, run in enumerate(runs)
         for leaf, casts in run
     ]
     for bucket in assign_buckets(sizes, kinds, bucket_size):
         if len(bucket) > 1:
             members = [found[i] for i in bucket]
-            move_together([leaf.cast(casts[0]) if casts else leaf for leaf, casts in members])
+            share_bucket([leaf.cast(casts[0]) if casts else leaf for leaf, casts in members])

@@ -1,8 +1,8 @@
-"""The plan-aware optimizer: an optax transformation around the user's own.
+"""The sharded optimizer: an optax transformation around the user's own.
 
-It takes each device's own part of the parameters, runs the user's transformation in the global view
-on logical shapes (so that norms, factored moments and matrix products are those of one device),
-pins every layout, and publishes the update where parameters are whole.
+It takes each device's shard of the parameters, runs the user's transformation in the global view on
+logical shapes (so that norms, factored moments and matrix products match single-device training),
+constrains every layout, and all-gathers the updated parameters that are stored replicated.
 """
 
 from __future__ import annotations
@@ -24,25 +24,32 @@ from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.local_gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
-from gshard.train.optim.offload import at_rest, fetched, sizes_at_once, streamed
-from gshard.train.optim.param_shards import all_gather_params, cut, held, local_shards
+from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
+from gshard.train.optim.param_shards import (
+    all_gather_params,
+    constrain_logical,
+    cut_padding,
+    local_shards,
+)
 from gshard.train_state.opt_state import ShardedOptState
 
 
 def shard_optimizer(plan: Plan) -> ShardedTransformation:
     """Wraps the plan's `tx` so that it follows the plan in the user's own loop.
 
-    The updates come back as the parameters lie (whole at `dp`, `os` and `os_g`), so that
+    The updates have the layouts of the parameters (replicated at `dp`, `os` and `os_g`), so that
     `optax.apply_updates` keeps every layout.
     """
     tx = plan.tx
 
     def init(params: Any) -> ShardedOptState:
-        params = fetched(plan.kind.trained(params), plan.params)
+        params = to_device(plan.kind.trained(params), plan.params)
         own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        state = ShardedOptState.new(plan.pin(tx.init(own), plan.opt_state), _master(own, plan))
-        return at_rest(state, plan.layouts.opt_state, plan)
+        state = ShardedOptState.new(
+            plan.pin(tx.init(own), plan.opt_state), _master_copies(own, plan)
+        )
+        return to_host(state, plan.layouts.opt_state, plan)
 
     def update(
         updates: Any, state: ShardedOptState, params: Any = None, **extra: Any
@@ -51,24 +58,24 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
-        # With a master copy the new value is what must be published: their sum would be rounded.
+        # With a master copy the new value must be all-gathered: the sum of both would be rounded.
         copied = [layout.path in plan.master for layout in jax.tree.leaves(plan.grads)]
-        whole = [layout.dim is None for layout in jax.tree.leaves(plan.params)]
-        late = [c and w for c, w in zip(copied, whole, strict=True)]
+        replicated = [layout.dim is None for layout in jax.tree.leaves(plan.params)]
+        late = [c and w for c, w in zip(copied, replicated, strict=True)]
 
         def on_device(state: ShardedOptState, trained: Any) -> tuple[Any, ShardedOptState]:
-            changes, state, own = _update_own(tx, plan, grads, state, trained, extra)
-            new, state = _computed(optax.apply_updates(own, changes), state, plan)
-            moved = plan.pin(_choose(copied, new, changes), plan.grads)
-            early = [c and not w for c, w in zip(copied, whole, strict=True)]
+            changes, state, own = _update_shards(tx, plan, grads, state, trained, extra)
+            new, state = _in_compute_dtype(optax.apply_updates(own, changes), state, plan)
+            moved = plan.pin(_select_leaves(copied, new, changes), plan.grads)
+            early = [c and not w for c, w in zip(copied, replicated, strict=True)]
             return _differences(early, moved, trained), state
 
-        moved, state = streamed(on_device, state, trained, plan)
+        moved, state = update_through_device(on_device, state, trained, plan)
         moved = all_gather_params(moved, plan, BUCKET_SIZE)
         return plan.kind.full_update(_differences(late, moved, trained), params), state
 
     made = ShardedTransformation(init, update)  # pyright: ignore[reportArgumentType]
-    made.plan, made.fetch_sizes = plan, partial(_fetch_sizes, plan)
+    made.plan, made.fetch_sizes = plan, partial(_transfer_sizes, plan)
     return made
 
 
@@ -81,42 +88,42 @@ def update_and_all_gather(
     updates: jax.Array | None,
     bucket_size: int,
 ) -> tuple[Any, ShardedOptState]:
-    """The update and publish stages: new parameters and optimizer state.
+    """Updates the shards and all-gathers the new parameters; returns them and the new state.
 
     Where `updates` is false both stay what they were.
 
     `extra` is handed to transformations that want it, such as the loss (`value=`), as
-    `reduce_on_plateau` does. Publishes the new parameters and not the update, which would be whole
-    on every device for a while, beside them.
+    `reduce_on_plateau` does. All-gathers the new parameters and not the update, whose full
+    array would be on every device at the same time.
     """
-    update = _update(plan, grads, extra, updates)
-    new, after = streamed(update, state, params, plan)
+    update = _shard_update(plan, grads, extra, updates)
+    new, after = update_through_device(update, state, params, plan)
     return all_gather_params(new, plan, bucket_size, into=params), after
 
 
-def _update(
+def _shard_update(
     plan: Plan, grads: Any, extra: dict[str, Any], updates: jax.Array | None
 ) -> Callable[..., Any]:
-    """A function of the state and the parameters on the device: new own parts, new state."""
+    """A function of state and parameters on the device: new parameter shards, new state."""
 
     def on_device(state: ShardedOptState, params: Any) -> tuple[Any, ShardedOptState]:
-        changes, after, own = _update_own(plan.tx, plan, grads, state, params, extra, updates)
+        changes, after, own = _update_shards(plan.tx, plan, grads, state, params, extra, updates)
         new = optax.apply_updates(own, changes)
         if updates is not None:
             new = keep_unless(updates, new, own)
-        new, after = _computed(new, after, plan)
+        new, after = _in_compute_dtype(new, after, plan)
         return plan.pin(new, plan.grads), after
 
     return on_device
 
 
-def _fetch_sizes(plan: Plan) -> tuple[int, ...]:
-    """What an update of a train step fetches from the host: bytes on one device, by group."""
+def _transfer_sizes(plan: Plan) -> tuple[int, ...]:
+    """Bytes on one device that an update of a train step copies from the host, by group."""
     found: list[int] = []
 
     def trace(grads: Any, loss: Any, updates: Any, state: ShardedOptState, params: Any) -> None:
-        update = _update(plan, grads, {"value": loss}, updates)
-        found.extend(sizes_at_once(update, state, params, plan))
+        update = _shard_update(plan, grads, {"value": loss}, updates)
+        found.extend(transfer_sizes(update, state, params, plan))
 
     parts = plan.abstract_components()
     grads = jax.tree.map(plan.abstract, plan.grads)
@@ -125,30 +132,30 @@ def _fetch_sizes(plan: Plan) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _computed(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
-    """New own parts in the dtypes that are computed with, and the state with new master copies."""
-    state = state._replace(master=_master(new, plan))
+def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
+    """New parameter shards in their compute dtypes, and the state with new master copies."""
+    state = state._replace(master=_master_copies(new, plan))
     dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
     leaves, structure = jax.tree.flatten(new)
     leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
     return jax.tree.unflatten(structure, leaves), state
 
 
-def _master(own: Any, plan: Plan) -> dict[str, jax.Array]:
-    """Those own parts that are master copies, in storage."""
+def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
+    """The shards of parameters that have master copies, as stored."""
     leaves = dict(zip(*flatten(own)[:2], strict=True))
     return plan.pin({path: leaves[path] for path in plan.master}, plan.master)
 
 
-def _choose(first: Sequence[bool], xs: Any, ys: Any) -> Any:
-    """A tree like `ys`, with the leaves of `xs` where `first` says so."""
+def _select_leaves(first: Sequence[bool], xs: Any, ys: Any) -> Any:
+    """A tree like `ys`, with the leaves of `xs` where `first` is true."""
     leaves, structure = jax.tree.flatten(ys)
     pairs = zip(first, jax.tree.leaves(xs), leaves, strict=True)
     return jax.tree.unflatten(structure, [x if one else y for one, x, y in pairs])
 
 
 def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
-    """`new`, or what makes `old` into it, in a dtype in which their sum is that again."""
+    """`new` where `chosen` is true replaced by `new - old`, wide enough that their sum is `new`."""
 
     def difference(x: jax.Array, y: jax.Array) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -159,7 +166,7 @@ def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
     return jax.tree.unflatten(structure, [difference(x, y) if c else x for c, x, y in triples])
 
 
-def _update_own(
+def _update_shards(
     tx: optax.GradientTransformation,
     plan: Plan,
     grads: Any,
@@ -168,12 +175,12 @@ def _update_own(
     extra: dict[str, Any],
     updates: jax.Array | None = None,
 ) -> tuple[Any, ShardedOptState, Any]:
-    """Runs `tx` on every device's own part, in the global view and on logical shapes.
+    """Runs `tx` on every device's shards, in the global view and on logical shapes.
 
-    Where `updates` is false the state stays what it was.
+    Where `updates` is false the state does not change.
 
     Returns:
-      Updates, the new state (in storage) and the parameters' own parts.
+      Updates, the new stored state, and the shards of the parameters.
     """
     reduced = jax.tree.leaves(plan.grads)
     structure = same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
@@ -187,15 +194,15 @@ def _update_own(
     own = jax.tree.unflatten(params_structure, own)
     results = [*reduced, *jax.tree.leaves(plan.opt_state)]
     with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
-        inner = held(cut(state.inner, plan.opt_state), plan.opt_state, plan)
+        inner = constrain_logical(cut_padding(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
         update = user_update(tx, plan, extra)
         if updates is not None:
-            update = guarded(update, updates)
+            update = skip_state_where(update, updates)
         changes, inner = with_gathered_operands(
             update, plan, arguments, [*results, *reduced], results
         )
-        changes = held(changes, plan.grads, plan)
+        changes = constrain_logical(changes, plan.grads, plan)
         inner = plan.pin(inner, plan.opt_state)
     return changes, state._replace(inner=inner), own
 
@@ -203,14 +210,14 @@ def _update_own(
 def user_update(
     tx: optax.GradientTransformation, plan: Plan, extra: dict[str, Any]
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`tx.update` of gradients, state and parameters, with those of `extra` that it takes."""
+    """`tx.update(grads, state, params)`, with the arguments of `extra` that it accepts."""
     accepted = _accepted(tx, extra)
 
     def update(grads: Any, inner: Any, own: Any) -> tuple[Any, Any]:
         try:
             updates, inner = tx.update(grads, inner, own, **accepted)
         except (TypeError, ValueError) as error:
-            _explain(error)
+            _raise_readable(error)
             raise
         _check_results(updates, inner, plan)
         return updates, inner
@@ -219,7 +226,7 @@ def user_update(
 
 
 def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
-    """Those extra arguments that the update takes; optax's own mostly take any."""
+    """The extra arguments that the update accepts; most of optax accept any."""
     parameters = inspect.signature(tx.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return extra
@@ -227,23 +234,23 @@ def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[s
 
 
 def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
-    """Refuses an optimizer's results that are not the trees, or not of the shapes, of the plan."""
+    """Refuses results of an optimizer that have not the plan's trees and shapes."""
     for tree, layouts, name in (
         (updates, plan.grads, "the updates that the optimizer returns are"),
         (inner, plan.opt_state, "the state that the optimizer returns is"),
     ):
-        places = jax.tree.leaves(layouts)
-        same_leaves(tree, (place.path for place in places), name)
-        for x, place in zip(jax.tree.leaves(tree), places, strict=True):
-            if jnp.shape(x) != place.shape:
+        planned = jax.tree.leaves(layouts)
+        same_leaves(tree, (layout.path for layout in planned), name)
+        for x, layout in zip(jax.tree.leaves(tree), planned, strict=True):
+            if jnp.shape(x) != layout.shape:
                 raise GShardError(
-                    f"{name} not of the plan's shapes: {place.path} has {jnp.shape(x)}, not "
-                    f"{place.shape}. Return an array of its shape for every leaf."
+                    f"{name} not of the plan's shapes: {layout.path} has {jnp.shape(x)}, not "
+                    f"{layout.shape}. Return an array of its shape for every leaf."
                 )
 
 
-def _explain(error: Exception) -> None:
-    """Puts an optimizer's demand for more than a train step has in gshard's words."""
+def _raise_readable(error: Exception) -> None:
+    """Raises a readable error when an optimizer needs more than a train step gives it."""
     said = str(error)
     if "batch dimension" in said:
         raise GShardError(
@@ -263,14 +270,14 @@ def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda x, y: jnp.where(updates, x, y), new, old)
 
 
-def guarded(
+def skip_state_where(
     update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`update(grads, state, params)` of an optimizer whose state stays where `updates` is false.
+    """`update(grads, state, params)` of an optimizer that keeps its state where `updates` is false.
 
-    What it makes of the parameters is to be kept by the caller. Every new leaf of the state is
-    chosen where it arises, so that what follows from it reads the one that is kept. Chosen at the
-    end, both would be alive with the old one, and the state could not be changed in place.
+    The caller keeps the parameters. Every new leaf of the state is selected where it is computed,
+    so that later equations read the selected one. Selected at the end, the old and the new state
+    would both be alive, and the state could not be updated in place.
     """
 
     def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

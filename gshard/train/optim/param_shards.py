@@ -1,6 +1,7 @@
-"""Each device's own part of the parameters: taken before an update, published after it.
+"""Each device's shards of the parameters: taken before an update, all-gathered after it.
 
-Global arrays in the layouts of `plan.grads`; the publish stage makes whole again what rests whole.
+The shards are global arrays in the layouts of `plan.grads`. Parameters that are stored replicated
+are all-gathered from them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 def local_shards(
     params: Any, master: dict[str, jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Any]:
-    """What a device updates of every parameter: a global array of logical shape.
+    """The shards that the devices update, as one global array of logical shape per parameter.
 
-    Its part of the master copy; where there is none, or it is not what the parameter was rounded
-    from, its part of the parameter, in the master's dtype.
+    That is the master copy. Where there is none, or the parameter was replaced since it was rounded
+    from the copy, it is the parameter in the master's dtype.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
@@ -34,8 +35,8 @@ def local_shards(
         for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
     ]
 
-    def take(xs: list[jax.Array], places: list[Layout]) -> list[jax.Array]:
-        return [local_shard(x, place) for x, place in zip(xs, places, strict=True)]
+    def take(xs: list[jax.Array], layouts: list[Layout]) -> list[jax.Array]:
+        return [local_shard(x, layout) for x, layout in zip(xs, layouts, strict=True)]
 
     leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
@@ -49,11 +50,11 @@ def local_shards(
 
 
 def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None) -> Any:
-    """Own parts, in storage, as the parameters lie: gathered where these are whole.
+    """All-gathers updated shards of parameters that are stored replicated.
 
     Args:
-      tree: like the parameters, divided as their gradients.
-      plan: how all lie.
+      tree: updated parameters, stored in the layouts of the gradients.
+      plan: has the layouts.
       bucket_size: elements of a bucket.
       into: the parameters that these replace, whose memory may be used.
     """
@@ -61,9 +62,9 @@ def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None)
     leaves, structure = jax.tree.flatten(tree)
 
     def gather(
-        xs: list[jax.Array], places: list[Layout], old: Sequence[jax.Array] = ()
+        xs: list[jax.Array], layouts: list[Layout], old: Sequence[jax.Array] = ()
     ) -> list[jax.Array]:
-        return all_gather_updated(xs, places, bucket_size, into=old)
+        return all_gather_updated(xs, layouts, bucket_size, into=old)
 
     old = () if into is None else (jax.tree.leaves(into),)
     leaves = _where_layouts_differ(gather, leaves, reduced, stored, reduced, plan, *old)
@@ -75,19 +76,19 @@ def _where_layouts_differ(
     leaves: list[jax.Array],
     before: Sequence[Layout],
     after: Sequence[Layout],
-    places: Sequence[Layout],
+    sharded: Sequence[Layout],
     plan: Plan,
     *others: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Runs `fun` on every device's parts of the leaves whose layout changes.
+    """Runs `fun` on every device's shards of the leaves whose layout changes.
 
-    `others` are as many leaves again, which lie as after; `fun` is given theirs too.
+    `others` are lists of as many leaves in the layouts `after`, which `fun` is given too.
     """
     moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
     if moved:
         specs = [after[i].spec for i in moved]
         results = jax.shard_map(
-            lambda xs, *more: fun(xs, [places[i].local() for i in moved], *more),
+            lambda xs, *more: fun(xs, [sharded[i].local() for i in moved], *more),
             mesh=plan.mesh,
             in_specs=([before[i].spec for i in moved], *(specs for _ in others)),
             out_specs=specs,
@@ -98,15 +99,15 @@ def _where_layouts_differ(
     return leaves
 
 
-def held(tree: Any, layouts: Any, plan: Plan) -> Any:
-    """Logical values, held to their layout; what moves for that is counted here."""
-    return cut(plan.pin(tree, layouts), layouts)
+def constrain_logical(tree: Any, layouts: Any, plan: Plan) -> Any:
+    """Constrains logical values to their layouts; resharding counts as the optimizer's."""
+    return cut_padding(plan.pin(tree, layouts), layouts)
 
 
-def cut(tree: Any, layouts: Any) -> Any:
-    """Stored values of logical shape."""
+def cut_padding(tree: Any, layouts: Any) -> Any:
+    """Stored arrays without their padding."""
     leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
+    flat = jax.tree.leaves(layouts)
     return jax.tree.unflatten(
-        structure, [place.unpad(x) for x, place in zip(leaves, places, strict=True)]
+        structure, [layout.unpad(x) for x, layout in zip(leaves, flat, strict=True)]
     )

@@ -208,7 +208,9 @@ def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
         (params(), optax.sgd(0.1)), mesh, level, min_shard_size=16, rules={"stack": 0}
     )
     assert plan.grads["stack"].dim == 0
-    with pytest.warns(gshard.GShardWarning, match=r"scan walks dimension 0 of stack.*scan_axes"):
+    with pytest.warns(
+        gshard.GShardWarning, match=r"scan iterates over dimension 0 of stack.*scan_axes"
+    ):
         _, grads = jax.jit(gshard.value_and_grad(LOSSES["scan"], plan))(state.params, rows())
     _, expected = one_device(LOSSES["scan"], params(), rows())
     np.testing.assert_allclose(grads["stack"], expected["stack"], atol=2e-6)

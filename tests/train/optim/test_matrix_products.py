@@ -16,7 +16,7 @@ from gshard._util import jaxpr_dataflow
 from gshard._util.jaxpr import all_equations
 from gshard._util.jaxpr_dataflow import UNKNOWN, sharded_dims
 from gshard.train.optim import matrix_products
-from gshard.train.optim.offload import variables
+from gshard.train.optim.offload import variables_of
 
 N = 4
 AG = "all-gather"
@@ -205,7 +205,7 @@ def test_what_follows_the_last_product_is_divided(monkeypatch):
     program = jax.make_jaxpr(state.tx.update)(state.params, state.opt_state, state.params)
     wholes, placed = set(), []
     for eqn in all_equations(program.jaxpr):
-        reads = wholes.intersection(variables(eqn.invars))
+        reads = wholes.intersection(variables_of(eqn.invars))
         if eqn.primitive.name == "shard_map":
             assert not reads
             wholes.update(v for v in eqn.outvars if v.aval.size > 1)
