@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoints [FOLDER] [--megabytes 400] [--rounds 5]
 
-Prints medians, and the largest extra memory of this process beside its part of the state.
+Prints medians, and the largest memory of this process in addition to its local shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The analytic footprint of a train step beside what the compiler says of it, model by model.
+"""The analytic footprint of a train step and what the compiler reports, model by model.
 
     python -m benchmarks.footprint --target h100:1x8 --models gpt llama --levels p_g_os
 

@@ -1,4 +1,4 @@
-"""A training that was killed, or told to stop, goes on where it was, with its losses so far."""
+"""Saves and resumes a training, with its losses so far, after a kill or an order to stop."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from examples.measure import Run
 
 
 class Checkpoints:
-    """The checkpoints of one run: the train state, and beside it the losses of every step so far.
+    """The checkpoints of one run: the train state and the losses of all steps so far.
 
-    So a run that has ended is one more that goes on, with no step left. Without a folder in the
+    A run that has ended can therefore be resumed too, with no steps left. Without a folder in the
     settings nothing is read or written.
     """
 
@@ -41,7 +41,7 @@ class Checkpoints:
         self.run.losses = restored.metadata["losses"]
         self.run.tokens_per_second = restored.metadata["tokens_per_second"]
         self.saved = restored.data_state["step"]  # a batch is a function of the step
-        self.say(f"goes on from step {self.saved}")
+        self.say(f"resumes from step {self.saved}")
         return restored.state
 
     def steps_left(self) -> Iterable[int]:
@@ -52,7 +52,7 @@ class Checkpoints:
         return gshard.distributed.until_preempted(steps, last=self.save_and_wait)
 
     def after_step(self, state) -> None:
-        """Begins to save every so many steps, and after the last; training goes on meanwhile."""
+        """Starts to save every `save_every` steps and after the last; training continues."""
         self.state, done = state, len(self.run.losses)
         if done % self.config.save_every == 0 or done == self.config.steps:
             self.save()

@@ -95,7 +95,7 @@ def build(values: dict[str, object], cls=Config, prefix: str = ""):
 
 
 def what_decides_the_numbers(config: Config) -> dict[str, object]:
-    """The settings that a run which goes on must share: not its level, devices and folders."""
+    """The settings that a resumed run must share: all but its level, devices and folders."""
     values = flat_values(dataclasses.asdict(config))
     sections = ("model.", "optimizer.")
     alone = ("steps", "batch_size", "seed")

@@ -4,7 +4,7 @@
 
 The one that never stopped is what `python -m examples.train_gpt` of the same settings left in its
 output folder. The same program runs here in processes of its own, at the last of its levels. What
-the kill left on the disk also goes on at another level, on half of the devices.
+the kill left on disk is also resumed at another level, on half of the devices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Training:
 
     def went_on_from(self) -> int:
         """The step, in its own words."""
-        found = re.search(r"goes on from step (\d+)", self.said.read_text())
+        found = re.search(r"resumes from step (\d+)", self.said.read_text())
         if found is None:
             raise TrainingError(f"it started from the beginning:\n{self.said.read_text()}")
         return int(found[1])
@@ -112,7 +112,7 @@ def main(config: Config, folder: Path) -> bool:
     there = sorted((x.name for x in killed.folder.glob("[0-9]*")), key=lambda x: (len(x), x))
     print(f" kill -9  on the disk: {', '.join(there)}; the newest complete step is {start}")
 
-    # ---- the same command once more; and beside it another level, on half of the devices ---------
+    # ---- the same command once more, and also at another level, on half of the devices -----------
 
     shutil.copytree(folder / "first", folder / "second")
     (folder / "second" / level).rename(folder / "second" / other)  # checkpoints are of no level

@@ -85,7 +85,7 @@ def main() -> None:
             checkpointer.wait()
             step = int(optimizer.step)
             if step not in checkpointer.all_steps():  # told to stop right after it was saved
-                checkpointer.save(step, (model, optimizer))  # is written while training goes on
+                checkpointer.save(step, (model, optimizer))  # is written while training continues
 
         def save_and_wait() -> None:
             save()

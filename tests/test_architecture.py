@@ -50,3 +50,12 @@ def test_files_and_folders_that_are_named_exist(page):
     there = [path for path in paths if (ROOT / path).exists()]
     inside = [path for path in paths if any((ROOT / "gshard").rglob(path))]
     assert not sorted(paths.difference(there, inside))
+
+
+def test_upstream_cases_name_tests_that_exist():
+    page = (ROOT / "docs" / "development" / "upstream-tests.md").read_text()
+    tests = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    defined = set(re.findall(r"^def (test_\w+)", "\n".join(tests.values()), re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert len(named) > 20
+    assert not sorted(named - defined - tests.keys())

@@ -25,9 +25,9 @@ OPTIMIZERS = {
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
-# What the backward pass finds of a layer, beside its input; it computes the rest again.
+# What is saved of a layer for the backward pass, besides its input; the rest is recomputed.
 REMAT = {
-    "none": None,  # nothing is computed again
+    "none": None,  # nothing is recomputed
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -64,8 +64,8 @@ def setup_of(
         integers.
       optimizer: a name of `OPTIMIZERS`.
       learning_rate: constant.
-      precision: of `gshard.shard_train_state`: with `"bfloat16"` parameters rest and move in 2
-        bytes, and a float32 master copy is sharded like the moments.
+      precision: of `gshard.shard_train_state`: with `"bfloat16"` parameters are stored and
+        communicated in 2 bytes, and a float32 master copy is sharded like the moments.
       seed: of the parameters.
     """
     tx = named("optimizer", optimizer, OPTIMIZERS)(learning_rate)
