@@ -1,4 +1,4 @@
-"""The GPUs of this machine, counted without starting JAX, and given to processes."""
+"""Counts the GPUs of this machine without starting JAX, and assigns them to processes."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def device_shares(
 
     Args:
       processes: how many.
-      devices: GPUs to divide, as `chosen` gives them; None for all that are visible.
+      devices: GPUs to split between the processes, from `chosen_gpus`; None for all visible ones.
       virtual_devices: virtual CPU devices of each process, instead of GPUs.
       prefix: of the two arguments in messages, such as `--`.
 
     Raises:
-      GShardError: the GPUs do not divide over the processes, or no number of virtual devices.
+      GShardError: the GPUs cannot be split evenly, or the number of virtual devices is wrong.
       TooFewDevicesError: this machine has GPUs, but fewer than processes.
     """
     if virtual_devices is not None:
@@ -89,8 +89,8 @@ def _gpus(argument: str, devices: list[str] | None, processes: int) -> list[dict
     each, rest = divmod(len(devices), processes)
     if rest or not each:
         raise GShardError(
-            f"{argument}={','.join(devices)} names {len(devices)} devices, which do not divide "
-            f"over {processes} processes. Name a multiple of {processes}."
+            f"{argument}={','.join(devices)} names {len(devices)} devices, which cannot be split "
+            f"evenly between {processes} processes. Name a multiple of {processes}."
         )
     variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
     return [{variable: ",".join(devices[i * each : (i + 1) * each])} for i in range(processes)]

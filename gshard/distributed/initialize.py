@@ -1,4 +1,4 @@
-"""Joining the processes of a job. `jax.distributed` is the engine."""
+"""Joins this process to the others of its job, by `jax.distributed`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def initialize(
     Args:
       coordinator_address: `host:port` of process 0, which listens there and nowhere else. A
         loopback address serves processes of one machine.
-      num_processes: of the whole job.
+      num_processes: number of processes in the job.
       process_id: this process's rank, from 0.
-      heartbeat_timeout_seconds: seconds after which a silent process counts as dead; 10.
-      initialization_timeout: seconds to wait for all processes to arrive; 300.
+      heartbeat_timeout_seconds: seconds without a heartbeat after which a process counts as dead;
+        10 by default.
+      initialization_timeout: seconds to wait for all processes to start; 300 by default.
       coordinator_bind_address: `host:port` at which process 0 listens, where that differs from the
         address the others use. With a detected cluster JAX listens on every interface unless
         this is given.
@@ -58,9 +59,14 @@ def initialize(
         both sides between the processes and the coordinator.
 
     Raises:
-      NotArrivedError: some processes did not come in time; says which came.
-      GShardError: for ranks that cannot be, an address that cannot be listened at, or when JAX has
+      NotArrivedError: some processes did not start in time; the message lists them.
+      GShardError: a rank is out of range, process 0 cannot listen at the address, or JAX has
         already started.
+
+    Example:
+      >>> gshard.distributed.initialize()  # before anything else uses JAX
+      >>> gshard.distributed.process_count()
+      1
     """
     asked = JobPosition(coordinator_address, num_processes, process_id)
     if _joined:
@@ -92,11 +98,11 @@ def initialize(
             _join(place, *timeouts, coordinator_bind_address, secure)
     _joined.append((asked, place))
     if not jax.distributed.is_initialized():
-        joined(1, 0)
+        note_joined(1, 0)
         return
     leave_when_it_fails()
     if place.num_processes is not None and not by_the_user:
-        joined(int(place.num_processes), int(place.process_id or 0))
+        note_joined(int(place.num_processes), int(place.process_id or 0))
 
 
 # ---- who this process is -------------------------------------------------------------------------
@@ -115,7 +121,7 @@ def resolve_position(asked: JobPosition) -> JobPosition:
         if value is None:
             given = {source[n]: v for n, v in place._asdict().items() if v is not None}
             raise GShardError(
-                f"initialize: {name} is missing beside {given}. Give "
+                f"initialize: {name} is missing, and the others are {given}. Give "
                 "coordinator_address, num_processes and process_id together, or none of them."
             )
     count = check_integer(source["num_processes"], place.num_processes, 1)
@@ -243,38 +249,57 @@ def _initialize(**arguments: Any) -> None:
     try:
         jax.distributed.initialize(**arguments)
     except RuntimeError as error:
-        mend = f" {_NEED}" if "must be called before" in str(error) else ""
-        raise CallOrderError(f"initialize could not start: {error}{mend}") from error
+        fix = f" {_NEED}" if "must be called before" in str(error) else ""
+        raise CallOrderError(f"initialize could not start: {error}{fix}") from error
 
 
 _told: list[tuple[int, int]] = []  # number of processes and rank, once this process has joined
 
 
-def joined(processes: int, rank: int) -> None:
+def note_joined(processes: int, rank: int) -> None:
     """Notes what JAX was told, so that asking does not start it."""
     _told[:] = [(processes, rank)]
 
 
 def process_index() -> int:
-    """This process's rank, from 0. Does not start JAX where `get_world_size` does not."""
+    """The rank of this process; like `process_count`, it avoids starting JAX.
+
+    Returns:
+      An integer from 0 to `process_count() - 1`.
+
+    Example:
+      >>> gshard.distributed.process_index()
+      0
+    """
     known = _known()
     return jax.process_index() if known is None else known[1]
 
 
 def process_count() -> int:
-    """The number of processes.
+    """The number of processes in the job.
 
-    After an `initialize` that was told it, by arguments or by gshard's variables, and on
-    CPUs alone, this does not start JAX: `virtual_devices` may still come.
+    When `initialize` got this number from its arguments or from gshard's environment variables,
+    and JAX uses CPUs only, this does not start JAX: `virtual_devices` can still be called after it.
+
+    Returns:
+      The number of processes, 1 for a process on its own.
+
+    Example:
+      >>> batch_size = 64 // gshard.distributed.process_count()  # examples of this process
+      >>> batch_size
+      64
     """
     known = _known()
     return jax.process_count() if known is None else known[0]
 
 
 def barrier() -> None:
-    """Waits until every process has called it, and until their devices have done what was asked.
+    """Waits until every process has called it and their devices have finished their work.
 
-    Alone in its job, a process goes on at once.
+    In a job of one process it returns at once.
+
+    Example:
+      >>> gshard.distributed.barrier()
     """
     if process_count() > 1:
         multihost_utils.sync_global_devices("gshard.distributed.barrier")

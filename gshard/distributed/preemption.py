@@ -27,15 +27,26 @@ _listening = False
 
 
 def preempted() -> bool:
-    """Whether to stop now: the same answer on every process that has called it as often.
+    """Whether the job was told to stop: the same answer on every process in the same step.
 
-    Call it once a step, on every process. From the first call on, SIGTERM does not end this process
-    any more: it is to save, and to leave by `sys.exit(PREEMPTED_EXIT_CODE)`, before whoever sent
-    the signal loses patience (30 s with `gshard launch`).
+    Call it once a step, on every process. After the first call, SIGTERM no longer ends this
+    process: save, and call `sys.exit(PREEMPTED_EXIT_CODE)`, before the sender of the signal kills
+    the process (30 s with `gshard launch`).
+
+    Returns:
+      True once any process of the job has received SIGTERM.
 
     Raises:
       GShardError: with several processes, where JAX's preemption service is turned off; alone, for
         a first call from another thread than the main one.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     for batch in batches:
+      ...         state, metrics = step(state, batch)
+      ...         if gshard.distributed.preempted():
+      ...             save(state)
+      ...             raise SystemExit(gshard.distributed.PREEMPTED_EXIT_CODE)
     """
     global _calls
     _calls += 1
@@ -54,17 +65,25 @@ def preempted() -> bool:
 def until_preempted(
     batches: Iterable[Batch], last: Callable[[], object] | None = None
 ) -> Iterator[Batch]:
-    """The batches, until the job is told to stop; then `last()`, and the process exits.
+    """Yields the batches until the job is told to stop; then calls `last` and exits the process.
 
-    Every process stops before the same batch. The exit code is `PREEMPTED_EXIT_CODE`, 75: "try
-    again later". Where the batches end first, so does the loop, as ever.
+    Every process stops before the same batch. The exit code is `PREEMPTED_EXIT_CODE`, 75, which
+    schedulers read as "try again later".
 
     Args:
-      batches: any iterable; all processes have equally many.
-      last: runs once, on every process, such as `lambda: save(state)`.
+      batches: any iterable, of the same length on every process.
+      last: called once on every process before it exits, such as `lambda: save(state)`.
+
+    Returns:
+      An iterator over the batches.
 
     Raises:
       SystemExit: with the code 75, after `last`.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     for batch in gshard.distributed.until_preempted(batches, last=lambda: save(state)):
+      ...         state, metrics = step(state, batch)
     """
     if last is not None and not callable(last):
         raise GShardError(f"until_preempted(last={shown(last)}) is not a function.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 from pathlib import Path
@@ -12,6 +13,12 @@ import pytest
 import gshard
 from benchmarks.groups import free_address
 from tests.processes import assert_all_well, run_together, variables
+
+
+@pytest.fixture(autouse=True)
+def not_joined_yet(monkeypatch):
+    """Another test of this process may have joined a job of one."""
+    monkeypatch.setattr(importlib.import_module("gshard.distributed.initialize"), "_joined", [])
 
 
 def free_port_above(first: int) -> int:
@@ -177,9 +184,12 @@ FIRST_OF_TWO = {"coordinator_address": HERE, "num_processes": 2, "process_id": 0
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"process_id": 1}, "num_processes is missing beside {'process_id': 1}"),
-        ({"num_processes": 2}, "process_id is missing beside {'num_processes': 2}"),
-        ({"coordinator_address": HERE}, "num_processes is missing beside {'coordinator_"),
+        ({"process_id": 1}, "num_processes is missing, and the others are {'process_id': 1}"),
+        ({"num_processes": 2}, "process_id is missing, and the others are {'num_processes': 2}"),
+        (
+            {"coordinator_address": HERE},
+            "is missing, and the others are {'coordinator_",
+        ),
         ({"num_processes": 2, "process_id": 1}, "coordinator_address is missing: with 2 pro"),
         ({"num_processes": 2, "process_id": 2}, "process_id=2 is not a rank of num_processes=2"),
         ({"num_processes": 2, "process_id": -1}, "process_id=-1"),
@@ -215,8 +225,8 @@ def test_bad_arguments(monkeypatch, arguments, said):
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        (("", "2", ""), "process_id is missing beside {'GSHARD_NUM_PROCESSES': 2}"),
-        (("", "", "0"), "num_processes is missing beside {'GSHARD_PROCESS_ID': 0}"),
+        (("", "2", ""), "process_id is missing, and the others are {'GSHARD_NUM_PROCESSES': 2}"),
+        (("", "", "0"), "num_processes is missing, and the others are {'GSHARD_PROCESS_ID': 0}"),
         (("", "two", "0"), "the variable GSHARD_NUM_PROCESSES='two' must be a whole number"),
         (("", "2", "2"), "GSHARD_PROCESS_ID=2 is not a rank of GSHARD_NUM_PROCESSES=2. Ranks"),
         ((HERE, "2", "0.5"), "the variable GSHARD_PROCESS_ID='0.5' must be a whole number"),

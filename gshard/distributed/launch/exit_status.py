@@ -96,7 +96,7 @@ def meaning(end: End, memory_kills: int = 0) -> str:
             return (
                 f"The machine ran out of memory: its kernel killed {memory_kills} process(es) "
                 "meanwhile. Use fewer processes or virtual devices, a smaller batch, or a level "
-                "that divides more."
+                "that shards more."
             )
         return "Somebody killed it (kill -9), or a memory limit of its container did."
     said = end.text.rpartition("Traceback (most recent call last)")[2]
@@ -144,7 +144,7 @@ class Readable:
 _MEANINGS = (
     (
         r"RESOURCE_EXHAUSTED|Out of memory|MemoryError|std::bad_alloc",
-        "It ran out of memory. Use a smaller batch, more micro-batches, or a level that divides "
+        "It ran out of memory. Use a smaller batch, more micro-batches, or a level that shards "
         "more; print(plan) says what the state takes.",
     ),
     (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import selectors
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,20 +15,12 @@ from typing import NamedTuple
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
 from gshard.distributed.launch.exit_status import End
-from gshard.distributed.launch.guardian import (
-    FAILED_GRACE,
-    TICK,
-    Guardian,
-    end,
-    kill_group,
-    kill_rest,
-    send,
-    settle,
-)
 from gshard.distributed.launch.options import Request
-from gshard.distributed.launch.output import Log
-from gshard.distributed.launch.process_group import Worker
+from gshard.distributed.launch.output import Lines, Log, Stream
+from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import LOOPBACK, Address, Kept
+
+_RUN = Path(__file__).with_name("run_script.py")
 
 
 class Outcome(NamedTuple):
@@ -61,16 +54,22 @@ def run(request: Request, restarts: int, told: list[int]) -> Outcome:
     Raises:
       GShardError: the port is taken, a log cannot be written, a process cannot be started.
     """
-    kept = _keep_port(request)
+    kept, kills = _keep_port(request), _memory_kills()
     try:
-        guardian = Guardian()
-        job = _Job(request, restarts, kept, guardian, told)
+        supervisor = Supervisor(None if request.world_size == 1 else request.heartbeat_timeout)
         try:
-            job.start()
-            job.wait()
+            for local in range(request.processes):
+                if not told:
+                    supervisor.add(_start(request, local, restarts, kept))
+            while supervisor.running:
+                supervisor.tick()
+                if told:
+                    _stop_in_order(supervisor, told, request.grace)
+                elif supervisor.failed:
+                    supervisor.settle()
+                    supervisor.end_rest()
         finally:
-            job.close()
-            guardian.close()
+            supervisor.close()
     except OSError as error:
         if isinstance(error, GShardError):
             raise
@@ -78,7 +77,8 @@ def run(request: Request, restarts: int, told: list[int]) -> Outcome:
     finally:
         if kept:
             kept.release()
-    return job.outcome()
+    ends = [supervisor.ends[child.rank] for child in supervisor.children]
+    return Outcome(ends, told[0] if told else None, _memory_kills() - kills)
 
 
 def _keep_port(request: Request) -> Kept | None:
@@ -88,147 +88,72 @@ def _keep_port(request: Request) -> Kept | None:
     return Kept(*(request.master or Address(LOOPBACK, 0)))
 
 
-class _Job:
+def _start(request: Request, local: int, restarts: int, kept: Kept | None) -> Worker:
+    rank = request.rank(local)
+    told = env_vars.process_variables(
+        kept.address if kept else request.master or Address(LOOPBACK, 1),
+        request.world_size,
+        rank,
+        local,
+        heartbeat_timeout_seconds=request.heartbeat_timeout,
+        initialization_timeout=request.start_timeout,
+        restarts=restarts,
+        port_is_kept=kept is not None,
+    )
+    variables = {**os.environ, **request.variables[local], **told, "PYTHONUNBUFFERED": "1"}
+    command = ["module" if request.module else "file", request.target, *request.arguments]
+    tag = f"[rank {rank}] " if request.world_size > 1 else ""
+    return Worker(rank, command, variables, Log(request.log_dir, rank), tag)
+
+
+def _stop_in_order(supervisor: Supervisor, told: list[int], grace: float) -> None:
+    """Passes a signal on, once; a second one, or a process that fails, ends patience."""
+    deadline = time.monotonic() + grace
+    supervisor.send(told[0])
+    while supervisor.running and time.monotonic() < deadline and len(told) == 1:
+        supervisor.tick()
+        if supervisor.failed:
+            supervisor.settle()
+            break
+    supervisor.kill()
+
+
+class Worker(Child):
+    """A process that runs the script, with a log."""
+
     def __init__(
-        self,
-        request: Request,
-        restarts: int,
-        kept: Kept | None,
-        guardian: Guardian,
-        told: list[int],
+        self, rank: int, command: list[str], environment: dict[str, str], log: Log, tag: str
     ):
-        self._request, self._restarts, self._kept = request, restarts, kept
-        self._guardian, self._told = guardian, told
-        self._workers: list[Worker] = []
-        self._ends: dict[int, End] = {}
-        self._selector = selectors.DefaultSelector()
-        self._stopped: set[int] = set()
-        self._still: dict[int, float] = {}  # since when a rank has been stopped
-        self._asked: set[int] = set()
-        self._began, self._kills = time.monotonic(), _memory_kills()
-
-    # ---- start -----------------------------------------------------------------------------------
-
-    def start(self) -> None:
-        for local in range(self._request.processes):
-            if self._told:
-                return
-            self._start(local)
-
-    def _start(self, local: int) -> None:
-        request, rank = self._request, self._request.rank(local)
-        told = env_vars.process_variables(
-            self._kept.address if self._kept else request.master or Address(LOOPBACK, 1),
-            request.world_size,
-            rank,
-            local,
-            heartbeat_timeout_seconds=request.heartbeat_timeout,
-            initialization_timeout=request.start_timeout,
-            restarts=self._restarts,
-            port_is_kept=self._kept is not None,
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, str(_RUN), *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a group of its own, to end what it starts itself too
         )
-        variables = {**os.environ, **request.variables[local], **told, "PYTHONUNBUFFERED": "1"}
-        command = ["module" if request.module else "file", request.target, *request.arguments]
-        tag = f"[rank {rank}] " if request.world_size > 1 else ""
-        worker = Worker(rank, command, variables, Log(request.log_dir, rank), tag)
-        self._guardian.watch(worker.pid)
-        self._workers.append(worker)
-        worker.register(self._selector)
+        lines = Lines()
+        pipes = (self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)
+        outputs = {
+            pipe: Stream(pipe.fileno(), to, tag, lines, log.write)
+            for pipe, to in pipes
+            if pipe is not None
+        }
+        super().__init__(rank, self._process.pid, outputs, lines)
 
-    # ---- until all have ended --------------------------------------------------------------------
+    def exit_code(self) -> int | None:
+        """Asks the system."""
+        return self._process.poll()
 
     def wait(self) -> None:
-        while self._running():
-            self._tick()
-            if self._told:
-                self._stop_in_order()
-            elif self._one_failed():
-                self._end_the_others()
-
-    def _one_failed(self) -> bool:
-        return any(e.failed for e in self._ends.values())
-
-    def _end_the_others(self) -> None:
-        settle(self._running, self._tick)
-        stopped = [w for w in self._left() if w.is_stopped()]
-        self._stopped |= {w.rank for w in stopped}
-        self._asked = {w.rank for w in self._left()}
-        for worker in stopped:  # it hears nothing else
-            kill_group(worker.pid)
-        end(self._running, FAILED_GRACE, self._tick)
-
-    def _stop_in_order(self) -> None:
-        """Passes a signal on, once; a second one, or a process that fails, ends patience."""
-        deadline = time.monotonic() + self._request.grace
-        send(self._running(), self._told[0])
-        while self._running() and time.monotonic() < deadline and len(self._told) == 1:
-            self._tick()
-            if self._one_failed():
-                settle(self._running, self._tick)
-                break
-        self._note()  # who has gone was not killed, also where this program itself had stood
-        self._asked = {w.rank for w in self._left()}
-        for pid in self._running():
-            kill_group(pid)
-        while self._running():
-            self._tick()
-
-    def _tick(self) -> None:
-        """Passes output on for a moment, and notes who has ended."""
-        for key, _ in self._selector.select(TICK):
-            if not key.data.pass_on():
-                self._selector.unregister(key.fileobj)
-        self._note()
-
-    def _note(self) -> None:
-        for worker in self._left():
-            code = worker.code()
-            if code is None:
-                self._note_stopped(worker)
-                continue
-            kill_rest(worker.pid)  # what it started itself
-            worker.drain()
-            self._ends[worker.rank] = End(
-                worker.rank,
-                code,
-                tuple(worker.lines.shown),
-                "\n".join(worker.lines.every),
-                time.monotonic() - self._began,
-                worker.rank in self._stopped,
-                worker.rank in self._asked,
-            )
-            self._guardian.forget(worker.pid)
-
-    def _note_stopped(self, worker: Worker) -> None:
-        """A process that is stopped counts as dead as one that hangs does, also while it starts."""
-        if self._request.world_size == 1 or not worker.is_stopped():
-            self._still.pop(worker.rank, None)
-            return
-        since = self._still.setdefault(worker.rank, time.monotonic())
-        if time.monotonic() - since > self._request.heartbeat_timeout:
-            self._stopped.add(worker.rank)
-            kill_group(worker.pid)
-
-    def _left(self) -> list[Worker]:
-        return [w for w in self._workers if w.rank not in self._ends]
-
-    def _running(self) -> list[int]:
-        return [w.pid for w in self._left()]
-
-    # ---- the end ---------------------------------------------------------------------------------
+        """Returns once it has ended."""
+        self._process.wait()
 
     def close(self) -> None:
-        """Leaves nobody behind, also after an error of this program itself."""
-        for worker in self._left():
-            kill_group(worker.pid)
-            worker.wait()
-        for worker in self._workers:
-            worker.close()
-        self._selector.close()
-
-    def outcome(self) -> Outcome:
-        ends = [self._ends[w.rank] for w in self._workers]
-        return Outcome(ends, self._told[0] if self._told else None, _memory_kills() - self._kills)
+        """Closes its pipes and its log."""
+        super().close()
+        self._log.close()
 
 
 def _memory_kills() -> int:

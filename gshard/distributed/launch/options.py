@@ -74,7 +74,7 @@ def parser(program: str) -> argparse.ArgumentParser:
     add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
         "(default on one machine: loopback and a free port)")  # fmt: skip
     add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
-        "use, divided over its processes (default: all visible)")  # fmt: skip
+        "use, split evenly between its processes (default: all visible)")  # fmt: skip
     add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
         "instead of GPUs")  # fmt: skip
     add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log, "

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -15,10 +21,12 @@ from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, 
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
-from gshard.distributed.launch.child import run
-from gshard.distributed.launch.guardian import Guardian
-from gshard.distributed.launch.process_group import Spawned
+from gshard.distributed.launch.child import Failure, Result, run
+from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
+from gshard.distributed.launch.output import Lines, Stream
+from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import Kept
 
 _ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
@@ -30,6 +38,7 @@ _OPTIONS = {"start_method": "spawn", "devices": None, "virtual_devices": None, *
 # As this process began, whatever another thread spawns meanwhile.
 _IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
+_STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 _NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
 
 
@@ -41,30 +50,35 @@ def spawn(
     daemon: bool = False,
     **options: Any,
 ) -> list[Any] | Spawned:
-    """Runs `func(*args)` in several new processes, which `initialize()` then joins.
+    """Runs `func(*args)` in several new processes of this machine; `initialize()` joins them.
 
-    When one fails the others are ended, SIGTERM first; none outlives this process, also when it is
-    killed. SIGTERM to this process while it waits is passed on to them.
+    When one fails, the others are ended: SIGTERM first, then SIGKILL. None outlives this process,
+    even if it is killed. While this process waits, it passes SIGTERM on to them.
 
     Args:
       func: a function at the top of a module; the program that calls `spawn` does so under
         `if __name__ == "__main__":`. It calls `gshard.distributed.initialize()` before it uses JAX.
-      args: its arguments, the same for every process.
-      nprocs: how many; -1 for one on each visible GPU, and without a GPU one on each CPU core.
-      join: wait for all. False returns at once.
-      daemon: the processes end when this one does.
-      **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, divided over the
-        processes; `virtual_devices=2`: virtual CPU devices of each process;
+      args: the arguments of `func`, the same for every process.
+      nprocs: number of processes; -1 starts one for each visible GPU or, without a GPU, one for
+        each CPU core.
+      join: whether to wait for all processes; False returns at once.
+      daemon: whether the processes end when this one exits.
+      **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, split evenly
+        between the processes; `virtual_devices=2`: virtual CPU devices of each process;
         `heartbeat_timeout_seconds` and `initialization_timeout`, as of `initialize`;
         `start_method="spawn"`, the only one.
 
     Returns:
-      What the function returned, by rank, of any size; arrays of JAX come as NumPy's. With
-      `join=False` a `Spawned`, with `join()`, `results` and `terminate()`.
+      The return values of the function, by rank, with JAX arrays as NumPy arrays. With
+      `join=False` a `Spawned`, which has `join()`, `results` and `terminate()`.
 
     Raises:
-      ProcessFailedError: a process failed; with its traceback and rank.
-      GShardError: for arguments that cannot be, before anything starts.
+      ProcessFailedError: a process failed; it has the rank and the traceback.
+      GShardError: an argument is wrong; nothing was started.
+
+    Example:
+      >>> gshard.distributed.spawn(max, args=(1, 2), nprocs=2, virtual_devices=1)
+      [2, 2]
     """
     if _IS_STARTED:
         raise CallOrderError(
@@ -103,8 +117,7 @@ def _start(
     timeouts: dict[str, int],
     daemon: bool,
 ) -> Spawned:
-    context, kept, guardian = multiprocessing.get_context("spawn"), Kept(), Guardian()
-    started = []
+    context, kept, supervisor = multiprocessing.get_context("spawn"), Kept(), Supervisor()
     try:
         for rank, variables in enumerate(own):
             told = env_vars.process_variables(
@@ -119,14 +132,12 @@ def _start(
                 process.start()
             its.close()
             err.close()
-            guardian.watch(process.pid or 0)
-            started.append((process, mine, heard))
+            supervisor.add(_Child(rank, process, mine, heard))
     except BaseException:
-        guardian.close()  # ends those that have started
+        supervisor.close()  # ends those that have started
         kept.release()
         raise
-    processes, results, errors = (list(each) for each in zip(*started, strict=True))
-    return Spawned(processes, results, errors, guardian, kept, daemon)
+    return Spawned(supervisor, kept, daemon)
 
 
 @contextmanager
@@ -141,6 +152,199 @@ def _variables(told: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+# ---- the processes that have started -------------------------------------------------------------
+
+
+class ProcessFailedError(GShardError, RuntimeError):
+    """A spawned process failed; its own exception is the cause, where it could be sent.
+
+    Attributes:
+      rank: of the first process that failed.
+      exit_code: its exit code; a signal's number, negative, where one ended it.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int):
+        super().__init__(message)
+        self.rank, self.exit_code = rank, exit_code
+
+
+class Spawned:
+    """The running processes that `gshard.distributed.spawn(..., join=False)` returns.
+
+    Attributes:
+      processes: by rank; each has `pid`, `exitcode`, `is_alive()`.
+
+    Example:
+      >>> job = gshard.distributed.spawn(max, (1, 2), nprocs=1, virtual_devices=1, join=False)
+      >>> job.join(), job.results
+      (True, [2])
+    """
+
+    def __init__(self, supervisor: Supervisor, kept: Kept, daemon: bool):
+        self._supervisor, self._kept = supervisor, kept
+        self._children = [c for c in supervisor.children if isinstance(c, _Child)]
+        self.processes = [child.process for child in self._children]
+        self._told = threading.Event()
+        self._wanted, self._broken = False, list[BaseException]()
+        # Results are read as they come, and a failure ends the others, whoever waits or not.
+        self._watch = threading.Thread(
+            target=self._run, name="gshard.distributed.spawn", daemon=True
+        )
+        self._watch.start()
+        if daemon:  # multiprocessing would ask them to end, which JAX does not hear, and wait
+            atexit.register(self.terminate)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for the processes; returns whether all have ended.
+
+        Args:
+          timeout: seconds; None waits as long as it takes.
+
+        Raises:
+          ProcessFailedError: one failed. The others have been ended.
+          SystemExit: with the code 75, when the job was told to stop and did so in order.
+        """
+        seconds = math.inf if timeout is None else timeout
+        deadline = time.monotonic() + seconds
+        with self._passing_on_sigterm():
+            # In turns, since Python handles a signal between them.
+            while self._watch.is_alive() and time.monotonic() < deadline:
+                self._watch.join(min(0.1, seconds))
+        if self._watch.is_alive():
+            return False
+        self._raise()
+        return True
+
+    @property
+    def results(self) -> list[Any]:
+        """Return values of the function, by rank; waits for all processes."""
+        self.join()
+        said = (child.said for child in self._children)
+        return [entry.value if isinstance(entry, Result) else None for entry in said]
+
+    def terminate(self) -> None:
+        """Ends all processes that still run: SIGTERM, and SIGKILL after three seconds."""
+        self._wanted = self._watch.is_alive()
+        self._told.set()
+        self._watch.join()
+
+    def _run(self) -> None:
+        supervisor = self._supervisor
+        try:
+            while supervisor.running:
+                supervisor.tick()
+                if supervisor.failed and not self._told.is_set():
+                    supervisor.settle()
+                if supervisor.failed or self._told.is_set():
+                    supervisor.end_rest()
+        except BaseException as error:  # raised by whoever waits
+            self._broken.append(error)
+        finally:
+            supervisor.close()
+            self._kept.release()
+
+    def _raise(self) -> None:
+        if self._broken:
+            raise self._broken[0]
+        ends = self._supervisor.ends
+        codes = {end.code for end in ends.values()}
+        unread = [child.rank for child in self._children if isinstance(child.said, Failure)]
+        if self._wanted or (codes == {0} and not unread):
+            return
+        if codes <= {0, PREEMPTED_EXIT_CODE} and not unread:
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+        failed = [end for end in ends.values() if end.code]
+        first = first_cause(failed) if failed else ends[unread[0]]
+        said = self._children[first.rank].said
+        of = f"process {first.rank} of {len(self.processes)}"
+        if isinstance(said, Failure):
+            message = f"{of} failed:\n\n{said.text}"
+            raise ProcessFailedError(message, first.rank, first.code) from _unpacked(said.error)
+        message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
+        if first.code == 1 and not first.tail:
+            message += "It failed before the function ran: what it said is above."
+        if first.tail:
+            message += "\nIts last lines on stderr:\n" + "\n".join(first.tail)
+        raise ProcessFailedError(message.strip(), first.rank, first.code)
+
+    @contextmanager
+    def _passing_on_sigterm(self) -> Iterator[None]:
+        """While the main thread waits, SIGTERM is for the processes: they save and stop."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+
+        def hear(number: int, frame: object) -> None:
+            self._supervisor.send(signal.SIGTERM)
+            patience = threading.Timer(_STOP_GRACE, self._told.set)
+            patience.daemon = True
+            patience.start()
+
+        signal.signal(signal.SIGTERM, hear)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class _Child(Child):
+    """A process that runs the function, with a pipe for its result.
+
+    Attributes:
+      process: of `multiprocessing`.
+      said: its result or its failure, once it has come.
+    """
+
+    def __init__(self, rank: int, process: SpawnProcess, result: Connection, err: Connection):
+        self.process, self._result = process, result
+        self.said: Result | Failure | None = None
+        lines = Lines()
+        stream = Stream(err.fileno(), sys.stderr, "", lines, lambda raw: None)
+        super().__init__(rank, process.pid or 0, {err: stream}, lines)
+
+    def exit_code(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self) -> None:
+        self.process.join()
+
+    def readers(self) -> dict[Any, Callable[[], bool]]:
+        # Nothing is read from the sentinel: it only says that the process has ended.
+        own = {self._result: self._receive, self.process.sentinel: lambda: False}
+        return {**super().readers(), **own}
+
+    def _receive(self) -> bool:
+        try:
+            self.said = self._result.recv()
+        except (EOFError, OSError):  # it has ended, with or without a word
+            pass
+        except BaseException as error:  # what unpacking it does is the user's
+            self.said = Failure(f"its result cannot be read: {error!r}", None, False)
+        return False
+
+    def drain(self) -> None:
+        if self.said is None and self._result.poll():
+            self._receive()
+        super().drain()
+
+    def text(self) -> str:
+        return self.said.text if isinstance(self.said, Failure) else super().text()
+
+    def close(self) -> None:
+        super().close()
+        self._result.close()
+
+
+def _unpacked(error: bytes | None) -> BaseException | None:
+    """The child's exception, where its type can be made here."""
+    try:
+        found = None if error is None else ForkingPickler.loads(error)  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception:  # such as one whose arguments are not its message
+        return None
+    return found if isinstance(found, BaseException) else None
 
 
 # ---- arguments -----------------------------------------------------------------------------------
@@ -163,14 +367,14 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         try:
             ForkingPickler.dumps(value)
         except Exception as error:
-            mend = (
+            fix = (
                 "Define the function at the top of a module, not inside another function, and not "
                 "as a lambda."
                 if what == "func"
                 else "Pass what can be pickled, and make the rest inside the function."
             )
             raise ArgumentTypeError(
-                f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {mend}"
+                f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {fix}"
             ) from error
     return func, tuple(args)
 

@@ -26,9 +26,10 @@ from gshard.distributed.launch.exit_status import (
     meaning,
     silent_ranks,
 )
+from gshard.distributed.launch.job import Worker
 from gshard.distributed.launch.options import request
 from gshard.distributed.launch.output import Lines, Log, Stream
-from gshard.distributed.launch.process_group import Worker
+from gshard.distributed.launch.supervisor import is_stopped
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
 WORKER = ROOT / "tests" / "job_worker.py"
@@ -385,8 +386,8 @@ def test_a_process_that_has_just_ended_is_not_stopped(tmp_path):
         worker = Worker(rank, ["file", os.devnull], dict(os.environ), Log(tmp_path, rank), "")
         while Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             time.sleep(0.01)
-        assert worker.is_stopped() is False
-        assert worker.code() == 0
+        assert is_stopped(worker.pid) is False
+        assert worker.exit_code() == 0
         worker.close()
 
 
@@ -443,7 +444,7 @@ def variables_of(monkeypatch, visible, *words):
     return asked.processes, [v.get("CUDA_VISIBLE_DEVICES") for v in asked.variables]
 
 
-def test_gpus_are_divided_over_processes(monkeypatch):
+def test_gpus_are_split_between_processes(monkeypatch):
     found = variables_of(monkeypatch, "4,5,6,7")
     assert found == (4, ["4", "5", "6", "7"])
     found = variables_of(monkeypatch, "4,5,6,7", "--gpus", "4,6,7", "--nproc_per_node", "3")
@@ -459,11 +460,11 @@ def test_gpus_are_divided_over_processes(monkeypatch):
     [
         (["--gpus", "0"], "0 is no visible device. This process sees 4, 5, 6"),
         (["--gpus", "4,4"], "each once"),
-        (["--gpus", "4,5,6", "--nproc_per_node", "2"], "do not divide over 2 processes"),
+        (["--gpus", "4,5,6", "--nproc_per_node", "2"], "split evenly between 2 processes"),
         (["--nproc_per_node", "100"], "100 processes need a GPU each"),
     ],
 )
-def test_gpus_that_cannot_be_divided(monkeypatch, words, said):
+def test_gpus_that_cannot_be_split_evenly(monkeypatch, words, said):
     with pytest.raises(gshard.GShardError, match=said):
         variables_of(monkeypatch, "4,5,6", *words)
 

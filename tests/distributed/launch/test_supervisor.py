@@ -1,0 +1,78 @@
+"""A machine that is busy, and a process that ended in time, but was looked at late."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from gshard.distributed.launch import supervisor
+from gshard.distributed.launch.output import Lines
+from gshard.distributed.launch.supervisor import Child, Supervisor
+
+
+class Shell(Child):
+    """A process that runs a shell script; it has begun when this returns."""
+
+    def __init__(self, script: str):
+        self.process = subprocess.Popen(
+            ["sh", "-c", script], start_new_session=True, stdout=subprocess.PIPE
+        )
+        super().__init__(0, self.process.pid, {}, Lines())
+        self.process.stdout.readline()
+
+    def exit_code(self):
+        return self.process.poll()
+
+    def wait(self):
+        self.process.wait()
+
+    def close(self):
+        self.process.stdout.close()
+
+
+class Busy(Supervisor):
+    """After its first look at the processes this program does not run for a second."""
+
+    pause = 1.0
+
+    def tick(self):
+        super().tick()
+        time.sleep(self.pause)
+        self.pause = 0.0
+
+
+@pytest.fixture
+def busy():
+    made = Busy()
+    yield made
+    made.close()
+
+
+def test_who_failed_by_itself_is_seen_to_have(busy, monkeypatch):
+    monkeypatch.setattr(supervisor, "_SETTLE", 0.1)
+    busy.add(Shell("echo; sleep 0.3; exit 7"))
+    busy.settle()
+    assert busy.ends[0].code == 7
+    assert busy.failed
+    assert not busy.running
+
+
+def test_who_went_when_asked_is_not_killed(busy, monkeypatch):
+    monkeypatch.setattr(supervisor, "_FAILED_GRACE", 0.1)
+    busy.add(Shell("trap 'sleep 0.3; exit 0' TERM; echo; while true; do sleep 0.01; done"))
+    busy.end_rest()
+    assert busy.ends[0].code == 0
+
+
+def test_who_does_not_go_is_killed(busy, monkeypatch):
+    monkeypatch.setattr(supervisor, "_FAILED_GRACE", 0.3)
+    busy.pause = 0.0
+    busy.add(Shell("trap '' TERM; echo; while true; do sleep 0.01; done"))
+    began = time.monotonic()
+    busy.end_rest()
+    assert busy.ends[0].code == -signal.SIGKILL
+    assert busy.ends[0].asked
+    assert time.monotonic() - began >= 0.3
