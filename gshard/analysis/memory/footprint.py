@@ -4,9 +4,9 @@ The peak is that of the compiler's buffers: everything that the step is given, a
 the way. Results take over the memory of the state they replace, where the state is donated.
 `compiled_peak` is the figure of a compiled step that it stands beside.
 
-Further off than 10 % (`benchmarks/footprint.py` prints every figure, `docs/plan.md` has them) are,
-on GPU, models that are mostly tables (0.86 times what is needed); on CPU, with JAX 0.12,
-convolutions whose kernels are gathered (0.86).
+`benchmarks/footprint.py` prints every figure; docs/development/planner-accuracy.md lists them. Off
+by more than 10 % are, on GPU, models that are mostly tables (0.86 times what is needed); on CPU,
+with JAX 0.12, convolutions whose kernels are gathered (0.86).
 """
 
 from __future__ import annotations
