@@ -184,7 +184,7 @@ def _useless(
         if names:
             found.append(
                 f"{', '.join(names)} changes nothing at level {level.name!r}, where parameters are "
-                "replicate"
+                "replicated"
             )
     elif alone and sync_comm:
         found.append("sync_comm changes nothing on one device")

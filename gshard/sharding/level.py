@@ -1,4 +1,4 @@
-"""The levels of ZeRO as data: what each one divides.
+"""The levels of ZeRO as data: what each one shards.
 
 Source: ZeRO (Rajbhandari et al., 2020), sections 5.1 to 5.3; the names are Paddle's.
 """
@@ -7,28 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import shown
 
+# What `level=` accepts: Paddle's names, JAX's and PyTorch's names, and the stages of ZeRO.
+LevelName = Literal[
+    "dp", "os", "os_g", "p_g_os", "ddp", "zero1", "zero2", "zero3", "fsdp", "auto", 0, 1, 2, 3
+]
+Accumulate = Literal["level", "local", "scatter", "sync"]
+
 
 @dataclass(frozen=True)
 class Level:
-    """What a level divides over the shard group, and how it accumulates over micro-batches.
+    """What a level shards over the shard group, and how it accumulates over micro-batches.
 
     Attributes:
       name: `dp`, `os`, `os_g` or `p_g_os`.
-      divides_params: parameters rest divided and are gathered where they are used.
-      divides_state: the optimizer state, and with it the reduced gradient, is divided.
+      shards_params: parameters are stored sharded, and all-gathered where they are used.
+      shards_opt_state: the optimizer state, and with it the reduced gradient, is sharded.
       accumulate: `local` keeps each device's own gradient until the last micro-batch and reduces
         once; `scatter` reduces every micro-batch and keeps 1/N of the gradient.
     """
 
-    name: str
+    name: Literal["dp", "os", "os_g", "p_g_os"]
     shards_params: bool
     shards_opt_state: bool
-    accumulate: str
+    accumulate: Literal["local", "scatter"]
 
 
 LEVELS = {
@@ -41,12 +47,12 @@ LEVELS = {
     )
 }
 
-_ACCUMULATE = ("level", "local", "scatter", "sync")
+_ACCUMULATE = get_args(Accumulate)
 _ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os", "ddp": "dp", "fsdp": "p_g_os"}
 
 
 def parse_level(level: str | int | Level) -> Level:
-    """The level that a name (`os_g`), a ZeRO stage (`2`) or its name (`zero2`) means."""
+    """Returns the level of a name (`os_g`, `fsdp`) or of a ZeRO stage (`2`, `zero2`)."""
     if isinstance(level, Level):
         return level
     if not isinstance(level, bool) and isinstance(level, (str, int)):
@@ -59,13 +65,13 @@ def parse_level(level: str | int | Level) -> Level:
     hint = " Did you mean 'p_g_os'?" if level == "p_g" else did_you_mean(level, LEVELS)
     raise GShardError(
         f"level={shown(level)} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state "
-        "divided), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
-        "(nothing divided); 1, 2, 3, 'zero1' to 'zero3', 'fsdp' and 'ddp' are accepted."
+        "sharded), 'os_g' (ZeRO-2: gradients too), 'p_g_os' (ZeRO-3: parameters too) or 'dp' "
+        "(nothing sharded); 1, 2, 3, 'zero1' to 'zero3', 'fsdp' and 'ddp' are accepted."
     )
 
 
 def parse_levels(levels: Any) -> tuple[str, ...]:
-    """The names of the levels that a list means, or a text (`os,p_g_os`), or a single one."""
+    """Returns the names of several levels: a list, a text (`os,p_g_os`) or a single level."""
     if isinstance(levels, str):
         levels = levels.split(",")
     elif isinstance(levels, (int, Level)) and not isinstance(levels, bool):
@@ -79,7 +85,7 @@ def parse_levels(levels: Any) -> tuple[str, ...]:
 
 
 def check_accumulate(accumulate: Any) -> None:
-    """Refuses what is no way to accumulate gradients over micro-batches."""
+    """Refuses an unknown way to accumulate gradients over micro-batches."""
     if accumulate not in _ACCUMULATE:
         raise GShardError(
             f"accumulate={shown(accumulate)} is unknown.{did_you_mean(accumulate, _ACCUMULATE)} "
@@ -90,5 +96,5 @@ def check_accumulate(accumulate: Any) -> None:
 
 
 def is_auto(level: str | int | Level) -> bool:
-    """Whether the level is to be chosen from what the devices have."""
+    """Whether the level is to be chosen from the memory of the devices."""
     return isinstance(level, str) and level.strip().lower() == "auto"

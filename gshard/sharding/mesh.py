@@ -31,25 +31,31 @@ def make_mesh(
     extra: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
-    """A mesh over which a train state is divided.
+    """Makes the device mesh over which a train state is sharded.
 
     Args:
       shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
-        one axis, `"shard"`, over all devices that `replica` and `extra` leave; on a TPU torus,
-        without these two, one axis for each of its dimensions: `"shard_x"`, `"shard_y"`, ...
-      replica: copies of the divided state (hybrid sharding). A `"replica"` axis of this size comes
-        first: state is divided inside a copy, and gradients are summed over the copies.
-      extra: sizes of axes of your own by name, such as `{"model": 2}` for tensor parallelism,
-        beside one shard axis. They come last, so that their devices are neighbours; gshard divides
-        nothing over them.
-      devices: the devices, in order (of a torus in that of their places). By default all of
-        `jax.devices()`.
+        there is one axis, `"shard"`, over all devices that `replica` and `extra` leave. On a TPU
+        torus without these two there is one axis per dimension: `"shard_x"`, `"shard_y"`, ...
+      replica: number of replicas of the sharded state (hybrid sharding). A `"replica"` axis of this
+        size comes first: state is sharded within a replica, and gradients are summed over replicas.
+      extra: sizes of your own model-parallel axes by name, such as `{"model": 2}` for tensor
+        parallelism, next to one shard axis. They come last, so that their devices are adjacent.
+        gshard shards nothing over them.
+      devices: the devices in mesh order. By default all of `jax.devices()`; the devices of a TPU
+        torus are ordered by their coordinates.
 
     Returns:
       A `jax.sharding.Mesh` whose axes all have the type `Auto`.
 
     Raises:
-      GShardError: when the sizes do not multiply to a number of devices that exist.
+      GShardError: the sizes do not multiply to a number of devices that exist.
+
+    Example:
+      >>> gshard.make_mesh(replica=2).shape
+      OrderedDict({'replica': 2, 'shard': 4})
+      >>> gshard.make_mesh(extra={"model": 2}).axis_names
+      ('shard', 'model')
     """
     given = list(jax.devices()) if devices is None else devices_of("devices", devices)
     replica = check_integer("replica", replica, 1)
@@ -110,10 +116,18 @@ def _axis_sizes(argument: str, given: Any, example: str) -> dict[str, int]:
 
 
 def virtual_devices(count: int) -> None:
-    """Makes JAX start with `count` virtual CPU devices: call it before anything else uses JAX.
+    """Makes JAX start with `count` virtual CPU devices. Call it before anything else uses JAX.
+
+    Args:
+      count: number of CPU devices, 1 or more.
 
     Raises:
-      GShardError: when JAX has already started with fewer.
+      GShardError: JAX has already started with fewer devices.
+
+    Example:
+      >>> gshard.virtual_devices(8)
+      >>> len(jax.devices())
+      8
     """
     count = check_integer("count", count, 1)
     forced = re.search(
@@ -137,7 +151,13 @@ def virtual_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective along one axis, over `size` devices; `groups`: of places, where not all."""
+    """One collective along one mesh axis.
+
+    Attributes:
+      axis: name of the mesh axis.
+      size: number of devices that take part in each collective.
+      groups: indices along the axis of the devices in each sub-group; None for the whole axis.
+    """
 
     axis: str
     size: int
@@ -146,15 +166,15 @@ class Hop:
 
 @dataclass(frozen=True)
 class Group:
-    """The axes of a mesh: state is divided over `shard` and copied over `replica`, the data axes.
+    """The axes of a mesh by role: state is sharded over `shard` and replicated over `replica`.
 
     Attributes:
       shard: names of the shard axes, major to minor.
       replica: names of the replica axes.
       sizes: devices along each shard axis.
-      replicas: number of shard groups.
-      model_axes: axes of the user's own (tensor parallelism), names and sizes.
-      platform: of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty where a mesh has none.
+      replicas: number of shard groups; each holds a full copy of the state.
+      model_axes: names and sizes of the user's model-parallel axes, such as tensor parallelism.
+      platform: platform of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh.
     """
 
     shard: tuple[str, ...]
@@ -171,7 +191,7 @@ class Group:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All data axes; the rows of a batch lie over them in this order."""
+        """All data axes; the examples of a batch are sharded over them in this order."""
         return self.replica + self.shard
 
     @property
@@ -181,15 +201,21 @@ class Group:
 
     @property
     def hops(self) -> list[Hop]:
-        """A gather over the group: minor to major."""
+        """The steps of an all-gather over the group, minor axis first."""
         pairs = zip(reversed(self.shard), reversed(self.sizes), strict=True)
         return [Hop(axis, size) for axis, size in pairs]
 
     def sub_group(self, n: int) -> tuple[list[Hop], list[Hop]]:
-        """A gather over the group as one across sub-groups of `n` neighbours and one within them.
+        """Splits an all-gather over the group into one across and one within sub-groups.
+
+        Args:
+          n: number of adjacent devices in a sub-group.
+
+        Returns:
+          The hops across sub-groups, and the hops within one.
 
         Raises:
-          GShardError: `n` neighbours are not a part of the group.
+          GShardError: the group cannot be split into sub-groups of `n` devices.
         """
         across, within, rest = [], [], n
         for hop in self.hops:
@@ -211,14 +237,14 @@ class Group:
             last = self.sizes[-1]
             more = ", or it times whole axes before" if self.sizes[1:] else ""
             raise GShardError(
-                f"a shard group of {axes} devices does not fall into sub-groups of {n}. Give a "
+                f"a shard group of {axes} devices cannot be split into sub-groups of {n}. Give a "
                 f"divisor of {last}{more}."
             )
         return across, within
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a `PartitionSpec` or of Flax's metadata: none, one or several."""
+    """Returns the mesh axes that one entry of a `PartitionSpec` or of Flax's metadata names."""
     if entry is None:
         return ()
     return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
@@ -229,13 +255,14 @@ def data_group(
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
 ) -> Group:
-    """Checks a mesh and says which of its axes are the shard axes and which the replica axes.
+    """Checks a mesh and assigns a role to each of its axes.
 
-    By default the axis named `"replica"` is a replica axis, and the one named `"shard"` the shard
-    axis; without it all others are shard axes. Axes left over are the user's own.
+    By default the axis named `"replica"` is the replica axis, and the one named `"shard"` the shard
+    axis; without one of that name all other axes are shard axes. The remaining axes are the user's
+    model-parallel axes.
 
     Raises:
-      GShardError: for an axis that is not in the mesh, or for Explicit axes.
+      GShardError: an axis is not in the mesh, or is of type Explicit.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
@@ -279,10 +306,15 @@ def _axes(
 
 
 def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
-    """The devices of an argument; a message ends with what else it may be.
+    """Checks that an argument is a list of distinct devices, and returns it.
+
+    Args:
+      argument: name of the argument, for messages.
+      devices: what the user passed.
+      or_else: what else the argument accepts, for messages.
 
     Raises:
-      GShardError: for anything else, or a device that is named twice.
+      GShardError: it is not a list of devices, or names a device twice.
     """
     given = list(devices) if isinstance(devices, (Sequence, np.ndarray)) else []
     if not given or not all(isinstance(x, jax.Device) for x in given):
@@ -296,15 +328,17 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
 
 
 def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
-    """The devices as an array with one dimension for each of their torus, or None.
+    """Arranges TPU devices in an array with one dimension per dimension of their torus.
 
-    None where one ring over all of them is as good: other machines, parts of a slice, several
-    slices, two devices to a chip, a line, and slices of two rows. On larger ones XLA makes a
-    reduce-scatter over a single axis into an all-reduce, and on 3-D tori the all-gather too (seen
-    in programs for v4, v5e, v5p and v6e).
+    On a large torus XLA turns a reduce-scatter over a single mesh axis into an all-reduce, and on a
+    3-D torus the all-gather too (seen in programs for v4, v5e, v5p and v6e).
 
     Args:
-      devices: those of one shard group.
+      devices: the devices of one shard group.
+
+    Returns:
+      The array, or None where one ring over all devices is as good: other platforms, parts of a
+      slice, several slices, two devices to a chip, a line, and slices of two rows.
     """
     if any(device.platform != "tpu" for device in devices):
         return None
@@ -327,10 +361,21 @@ def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
 
 
 def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
-    """The devices with these global indices, for `make_mesh(devices=...)`.
+    """Returns the devices with these global indices, for `make_mesh(devices=...)`.
+
+    Args:
+      devices: indices into `jax.devices()`, each named once.
+
+    Returns:
+      The devices, in the order of the indices.
 
     Raises:
-      GShardError: for an index that does not exist or is named twice.
+      GShardError: an index does not exist or is named twice.
+
+    Example:
+      >>> group = gshard.distributed.new_group([0, 1, 2, 3])
+      >>> gshard.make_mesh(devices=group).size
+      4
     """
     every = jax.devices()
     if not isinstance(devices, Sequence) or isinstance(devices, str):

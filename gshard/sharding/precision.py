@@ -1,7 +1,7 @@
-"""Precision: in which dtypes parameters rest, are computed with, and gradients are reduced.
+"""The dtypes in which parameters are stored and computed with, and gradients are reduced.
 
 Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO (Rajbhandari et al.,
-2020), section 3.1: parameters and gradients in 2 bytes, a master copy beside the moments.
+2020), section 3.1: parameters and gradients in 2 bytes, a master copy next to the moments.
 """
 
 from __future__ import annotations
@@ -23,16 +23,26 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes, by their names (`bf16` and `fp16` are known) or as dtypes.
+    """The dtypes of mixed precision training, as dtypes or by name (`bf16` and `fp16` too).
 
-    Attributes:
-      compute_dtype: of `state.params`, what the loss is given, and what gathers move.
-      param_dtype: of the master copy that the optimizer updates. It is divided like the optimizer
-        state; a parameter that is computed with in this dtype has none.
-      reduce_dtype: in which gradients are summed over micro-batches and devices. By default the
-        compute dtype of each parameter.
-      output_dtype: of floating aux and evaluation outputs. By default they stay as they are.
+    Args:
+      compute_dtype: dtype of `state.params`, which the loss gets and all-gathers transfer.
+      param_dtype: dtype of the master copies that the optimizer updates. They are sharded like the
+        optimizer state; a parameter whose compute dtype is this one has no master copy.
+      reduce_dtype: dtype in which gradients are summed over micro-batches and devices. By default
+        the compute dtype of each parameter.
+      output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged.
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
+
+    Raises:
+      GShardError: a dtype is unknown or not floating, or a pattern is not a regular expression.
+
+    Example:
+      >>> precision = gshard.Precision("bfloat16", exceptions={"^b$": "float32"})
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", precision=precision)
+      >>> state.params["w"].dtype.name, state.params["b"].dtype.name
+      ('bfloat16', 'float32')
     """
 
     compute_dtype: Any = "bfloat16"
@@ -58,14 +68,14 @@ class Precision:
         object.__setattr__(self, "exceptions", checked)
 
     def compute(self, path: str) -> Any:
-        """The dtype that a parameter is computed with."""
+        """Returns the compute dtype of the parameter at `path`."""
         for text, dtype in self.exceptions.items():
             if validation.pattern(text, "exceptions").search(path):
                 return dtype
         return self.compute_dtype
 
     def output(self, tree: Any) -> Any:
-        """Floating arrays in the output dtype, others as they are."""
+        """Casts the floating arrays of a tree to the output dtype."""
         if self.output_dtype is None:
             return tree
         return jax.tree.map(
@@ -74,14 +84,14 @@ class Precision:
 
 
 def as_precision(precision: Any) -> Precision | None:
-    """A user's `precision=`: a `Precision`, the name of a compute dtype, or None."""
+    """Converts a `precision=` argument: a `Precision`, a compute dtype or its name, or None."""
     if precision is None or isinstance(precision, Precision):
         return precision
     return Precision(compute_dtype=_floating(precision, "precision"))
 
 
 def is_floating(dtype: Any) -> bool:
-    """Whether this is a real floating dtype, which precision applies to."""
+    """Whether this is a real floating dtype; a `Precision` applies to no other."""
     return jnp.issubdtype(dtype, jnp.floating)
 
 
