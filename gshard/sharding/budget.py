@@ -1,7 +1,7 @@
-"""What a plan promises: bytes at rest and elements moved. The only file with formulas.
+"""The budget of a plan: bytes stored and elements communicated. The only file with formulas.
 
 Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7, counted leaf by leaf, padding included.
-Everything that reports a figure (tests, the demo, `audit`) calls `promise`.
+Everything that reports a figure (tests, the demo, `audit`) calls `budget`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements that one kind of collective moves per device and step.
+    """Elements that collectives of one kind and purpose communicate per device and step.
 
     Attributes:
       kind: `all-gather`, `reduce-scatter` or `all-reduce`.
-      purpose: `gather`, `scatter`, `publish`, `reduce`, or `extras` (what is not trained, made
-        whole for the loss).
-      elements: full size of what is moved, times executions: the output of an all-gather, the input
-        of a reduce-scatter or all-reduce.
+      purpose: `gather` (parameters, for the loss), `scatter` and `reduce` (gradients), `update`
+        (updated parameters), or `non_trainable` (state that is not trained, for the loss).
+      elements: full size of the arrays, times executions: the output of an all-gather, the input of
+        a reduce-scatter or all-reduce.
       wire_bytes: bytes that a device sends, by the ring algorithms, in the dtypes of the plan: of
-        parameters for what is gathered and published, of gradients for what is reduced. A loss
-        that casts divided parameters moves what it casts them to.
-      at_most: a bound, not a count: a leaf that the backward does not need is gathered once less.
+        parameters where they are gathered, of gradients where they are reduced. A loss that casts
+        sharded parameters communicates the dtype that it casts them to.
+      at_most: this is an upper bound: a leaf that the backward pass does not need is gathered once
+        less.
     """
 
     kind: str
@@ -48,17 +49,24 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes and elements that a plan promises for one device and one step.
+    """Memory and traffic of one device in one step, as `budget` computes them from a plan.
 
     Attributes:
       level: name of the level.
-      group_size: devices in the shard group (N).
+      group_size: number of devices in the shard group (N).
       resident: bytes per device of `params`, of the `gradients` that the micro-batch loop carries,
-        of the `optimizer` state with master copies and counts, and of `extras` (frozen parameters,
-        batch statistics, an average).
+        of the `optimizer` state with master copies and counts, and of `non_trainable` state (frozen
+        parameters, batch statistics, an average).
       communicated: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer
-        itself communicates are not in it.
-      host: bytes in the host's memory for one device, of the same parts; 0 without `offload=`.
+        itself communicates are not counted.
+      host: bytes in host memory per device, by the same names; 0 without `offload=`.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero2", min_shard_size=0)
+      >>> found = gshard.budget(plan)
+      >>> found.elements("reduce-scatter") == 64 * 32 + 32
+      True
     """
 
     level: str
@@ -68,12 +76,12 @@ class Budget:
     host: dict[str, int] = field(default_factory=dict)
 
     def elements(self, kind: str) -> int:
-        """Elements that collectives of one kind move."""
+        """Returns the number of elements that collectives of one kind communicate."""
         return sum(m.elements for m in self.communicated if m.kind == kind)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends in one step."""
+        """Number of bytes that a device sends in one step."""
         return sum(m.wire_bytes for m in self.communicated)
 
 
@@ -84,44 +92,58 @@ def budget(
     accumulate: str = "level",
     reshard_after_forward: bool | int = True,
 ) -> Budget:
-    """What `plan` promises for a step of `micro_batches` micro-batches.
+    """Computes the memory and traffic of a step from a plan, without compiling anything.
 
-    Counts every leaf once a pass. A stack of layers that several scans walk moves once for each.
+    Every array is counted once per pass. A stack of layers that several scans iterate over is
+    gathered once for each.
 
     Args:
-      plan: of `shard_train_state`.
-      micro_batches: k, 1 or more.
+      plan: the plan that `shard_train_state` returned.
+      micro_batches: number of micro-batches in a step, 1 or more.
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
+
+    Returns:
+      A `Budget`, in bytes and elements per device.
+
+    Raises:
+      GShardError: `plan` is not a plan, or an argument is out of range.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", min_shard_size=0)
+      >>> gshard.budget(plan).resident["params"]
+      1040
     """
     if not hasattr(plan, "grads"):
-        raise GShardError(f"promise(plan) was called with {shown(plan)}.")
+        raise GShardError(
+            f"budget(plan) was called with {shown(plan)}. Pass the plan that "
+            "gshard.shard_train_state returned."
+        )
     accumulate = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
-    # What a device sees: over the user's own axes its part is all there is.
+    # One device's view: it has only its shard over the model-parallel axes.
     stored, reduced, non_trainable = (
         [layout.local() for layout in jax.tree.leaves(tree)]
         for tree in (plan.params, plan.grads, plan.non_trainable)
     )
     carried = [r.replicated() if accumulate == "local" else r for r in reduced]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
-    moved = [
-        movement
+    communicated = [
+        traffic
         for s, r in zip(stored, reduced, strict=True)
-        for movement in _moved(s, r, micro_batches, accumulate, reshard)
+        for traffic in _traffic(s, r, micro_batches, accumulate, reshard)
     ]
-    for (
-        extra
-    ) in non_trainable:  # for the forward and again for the backward, where the loss reads it
-        if extra.dim is not None:
-            amounts = _times(micro_batches, *_gathers(extra, reshard))
-            moved.append(("all-gather", "non_trainable", *amounts, True))
-    for kind, purpose, elements, sent, at_most in moved:
+    for layout in non_trainable:  # gathered for the forward pass, again for the backward pass
+        if layout.dim is not None:
+            amounts = _times(micro_batches, *_gathers(layout, reshard))
+            communicated.append(("all-gather", "non_trainable", *amounts, True))
+    for kind, purpose, elements, sent, at_most in communicated:
         key = (kind, purpose, at_most)
         before = totals.get(key, (0, 0))
         totals[key] = (before[0] + elements, before[1] + sent)
     optimizer = jax.tree.leaves(plan.layouts.opt_state)
-    held = {
+    layouts = {
         "params": stored,
         "gradients": carried,
         "optimizer": optimizer,
@@ -130,9 +152,9 @@ def budget(
     return Budget(
         plan.level.name,
         plan.group.size,
-        {name: _bytes(layouts, on_host=False) for name, layouts in held.items()},
+        {name: _bytes(found, on_host=False) for name, found in layouts.items()},
         tuple(Traffic(k, p, n, sent, most) for (k, p, most), (n, sent) in totals.items() if n),
-        {name: _bytes(layouts, on_host=True) for name, layouts in held.items()},
+        {name: _bytes(found, on_host=True) for name, found in layouts.items()},
     )
 
 
@@ -140,10 +162,10 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
     return sum(x.bytes_per_device for x in layouts if x.on_host == on_host)
 
 
-def _moved(
+def _traffic(
     stored: Layout, reduced: Layout, micro_batches: int, accumulate: str, reshard: bool | int
 ) -> Iterator[tuple[str, str, int, int, bool]]:
-    """(kind, purpose, elements, bytes sent, at most) of one leaf in one step."""
+    """Yields (kind, purpose, elements, bytes sent, at_most) of one leaf in one step."""
     sums = micro_batches if accumulate == "sync" else 1
     if reduced.dim is None:
         if reduced.group.devices > 1:
@@ -152,8 +174,8 @@ def _moved(
     scatters = 1 if accumulate == "local" else micro_batches
     yield "reduce-scatter", "scatter", *_times(scatters, *_hops(reduced, reduced)), False
     if reduced.group.replicas > 1:
-        part = reduced.stored_size // reduced.group.size
-        yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, part, True)), False
+        shard = reduced.stored_size // reduced.group.size
+        yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, shard, True)), False
     if stored.dim is None:
         yield "all-gather", "update", *_hops(reduced, stored), False
     else:  # for the forward and again for the backward
@@ -164,16 +186,17 @@ def _times(n: int, elements: int, sent: int) -> tuple[int, int]:
     return n * elements, n * sent
 
 
-def _all_reduce(layout: Layout, elements: int, of_copies: bool = False) -> tuple[int, int]:
-    """Elements and bytes sent of a sum over all devices, or over the copies of a part."""
-    n = layout.group.replicas if of_copies else layout.group.devices
+def _all_reduce(layout: Layout, elements: int, over_replicas: bool = False) -> tuple[int, int]:
+    """Elements and bytes sent of a sum over all devices, or over the replicas of a shard."""
+    n = layout.group.replicas if over_replicas else layout.group.devices
     return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
 
 
 def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
     """Elements and bytes sent of one gather or scatter in the dtype of `moved`.
 
-    One hop per shard axis, each smaller than the last. Whatever the hops are, (N-1)/N is sent.
+    There is one hop per shard axis, each smaller than the last. A device always sends (N-1)/N of
+    the array in total.
     """
     sizes = layout.group.sizes
     elements = sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
@@ -196,10 +219,12 @@ def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
 
 
 def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
-    """`True`, `False`, or how many neighbours keep a leaf between them after the forward pass.
+    """Checks `reshard_after_forward`: True, False, or the size of a sub-group.
+
+    A sub-group of n devices keeps each parameter sharded over its devices after the forward pass.
 
     Raises:
-      GShardError: it is neither, or does not divide the group.
+      GShardError: it is something else, or the group cannot be split into such sub-groups.
     """
     if isinstance(reshard_after_forward, (bool, np.bool_)):
         return bool(reshard_after_forward)
@@ -208,21 +233,22 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
         plan.group.sub_group(n)
     except GShardError as error:
         raise GShardError(
-            f"reshard_after_forward={shown(reshard_after_forward)}: pass True (parts are kept for "
-            "the backward pass), False (whole parameters are), or how many neighbours keep each "
-            f"between them: {error}"
+            f"reshard_after_forward={shown(reshard_after_forward)}: pass True (keep local shards "
+            "for the backward pass), False (keep gathered parameters), or the number of devices in "
+            f"a sub-group that keeps each parameter sharded among them: {error}"
         ) from None
     return {plan.group.size: True, 1: False}.get(n, n)
 
 
 def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = True) -> str:
-    """`local`, `scatter` or `sync`: how gradients accumulate over micro-batches.
+    """Decides how gradients accumulate over micro-batches: `local`, `scatter` or `sync`.
 
-    One micro-batch that is all is scattered as it arises at every level that divides the optimizer
-    state, unless `local` was asked for; without `sync` more may come in later calls.
+    The gradient of a single micro-batch is scattered as soon as it is available at every level that
+    shards the optimizer state, unless the user asked for `local`. With `sync=False` later calls may
+    add more micro-batches.
 
     Raises:
-      GShardError: `accumulate` is unknown, or would reduce what `sync=False` is not to reduce.
+      GShardError: `accumulate` is unknown, or contradicts `sync=False`.
     """
     check_integer("micro_batches", micro_batches, 1)
     check_accumulate(accumulate)
@@ -238,7 +264,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
 
 
 def largest_layer(plan: Plan) -> int:
-    """Bytes of the largest layer that is gathered: one of a scanned stack, or a leaf by itself."""
+    """Bytes of the largest layer that is gathered: one layer of a scanned stack, or one array."""
     stacks: dict[str, int] = {}
     alone = 0
     for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):

@@ -1,6 +1,6 @@
-"""Rules: which dimension of a leaf is divided.
+"""Rules: which dimension of a leaf is sharded.
 
-A rule is a pure function `Leaf -> Choice | None`; None means "not mine", and the next rule decides.
+A rule is a pure function `LeafInfo -> ShardDim | None`. None leaves the decision to the next rule.
 Rules by path or predicate come first, the rule by shape last.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,18 +25,26 @@ REPLICATE = "replicate"
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """What a rule may look at.
+    """What a rule knows about one array of the train state.
 
     Attributes:
       path: keys joined by `/`, such as `Dense_0/kernel`.
       shape: logical shape.
       dtype: NumPy or JAX dtype.
-      scan_dim: the dimension that a scan over layers walks, or None. The rule by shape never
-        divides it; a rule of your own may, where `whole_at_rest`.
-      shards: devices in the shard group (N).
-      taken: dimensions that lie over the user's own mesh axes, never divided.
-      whole_at_rest: the parameter itself stays whole (`os`, `os_g`): only its gradient and its
-        optimizer state are divided.
+      scan_dim: the dimension that a scan over layers iterates over, or None. `by_shape` never
+        shards it; your own rule may where `params_replicated`.
+      shards: number of devices in the shard group (N).
+      taken: dimensions that are sharded over your own model-parallel axes. No rule shards them.
+      params_replicated: the parameter itself is replicated (`os`, `os_g`); only its gradient and
+        its optimizer state are sharded.
+
+    Example:
+      >>> def rule(leaf: gshard.LeafInfo):
+      ...     return "replicate" if len(leaf.shape) == 1 else None
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", rules=rule, min_shard_size=0)
+      >>> plan.params["w"].dim, plan.params["b"].dim
+      (0, None)
     """
 
     path: str
@@ -49,14 +57,27 @@ class LeafInfo:
 
     @property
     def layer_size(self) -> int:
-        """Elements of one layer: the whole leaf unless it is stacked."""
+        """Number of elements of one layer; of the array itself where it is not stacked."""
         layers = 1 if self.scan_dim is None else max(1, self.shape[self.scan_dim])
         return math.prod(self.shape) // layers
 
 
 @dataclass(frozen=True)
 class ShardDim:
-    """A dimension to divide, or None for whole, with the reason."""
+    """The answer of a rule.
+
+    Attributes:
+      dim: the dimension to shard; None replicates the array.
+      reason: why, for the table of the plan.
+
+    Example:
+      >>> def rule(leaf):
+      ...     return gshard.ShardDim(0, "rows of the table") if leaf.path == "w" else None
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", rules=rule)
+      >>> plan.params["w"].reason
+      'rows of the table'
+    """
 
     dim: int | None
     reason: str
@@ -65,16 +86,29 @@ class ShardDim:
 Rule = Callable[[LeafInfo], ShardDim | None]
 
 
-def by_shape(min_shard_size: int = 2**14, indivisible: str = "pad") -> Rule:
-    """Divides every leaf of more than `min_shard_size` elements (of one layer).
+def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate"] = "pad") -> Rule:
+    """Makes the default rule: it shards every array with more than `min_shard_size` elements.
 
-    Prefers a dimension that divides; among those one whose local size fills hardware tiles (16
-    rows, 128 columns on TPU), then the leading one, whose parts are contiguous.
+    It prefers a dimension that is divisible by the number of devices. Among those it takes one
+    whose local size fills hardware tiles (16 rows, 128 columns on TPU), then the leading one, whose
+    shards are contiguous.
 
     Args:
-      min_shard_size: elements of one layer; only a larger leaf is divided.
-      indivisible: what happens when no dimension divides: `"pad"` the one that wastes least, or
-        leave the leaf `"replicate"`.
+      min_shard_size: elements of one layer; a smaller array is replicated.
+      indivisible: what to do when no dimension is divisible: `"pad"` the one that wastes least, or
+        `"replicate"` the array.
+
+    Returns:
+      A rule for `rules=` of `shard_train_state`.
+
+    Raises:
+      GShardError: an argument is out of range.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", rules=gshard.by_shape(1024))
+      >>> plan.params["w"].dim, plan.params["b"].dim
+      (0, None)
     """
     min_shard_size = check_integer("min_shard_size", min_shard_size, 0, " of elements")
     if indivisible not in ("pad", REPLICATE):
@@ -98,8 +132,8 @@ def by_shape(min_shard_size: int = 2**14, indivisible: str = "pad") -> Rule:
         if divisible:
             return ShardDim(max(divisible, key=fit), "divides")
         if not dims:
-            others = " beside your own mesh axes" if leaf.taken else ""
-            return ShardDim(None, f"no dimension to divide{others}")
+            others = " next to your own mesh axes" if leaf.taken else ""
+            return ShardDim(None, f"no dimension to shard{others}")
         if indivisible == REPLICATE:
             return ShardDim(
                 None, f"no dimension divides by {leaf.shards} (indivisible='replicate')"
@@ -109,30 +143,42 @@ def by_shape(min_shard_size: int = 2**14, indivisible: str = "pad") -> Rule:
     return rule
 
 
-# What to change in a call, by a part of the reason for which a leaf is whole.
+# What to change in a call, by a part of the reason for which a leaf is replicated.
 _SETTINGS = {
     "<= min_shard_size": "min_shard_size= below the elements of one layer",
     "no dimension divides": "indivisible='pad'",
-    "no dimension to divide": "scan_axes=, or rules= with another dimension",
+    "no dimension to shard": "scan_axes=, or rules= with another dimension",
     "one device in the shard group": "more devices in the shard group",
     "is not a number": "",
 }
 
 
 def setting_of(reason: str) -> str:
-    """What to change so that a leaf is divided that is whole for `reason`; empty for nothing."""
+    """Returns the setting that would shard a leaf replicated for `reason`; empty if none would."""
     found = (setting for part, setting in _SETTINGS.items() if part in reason)
     return next(found, "rules=, which says so")
 
 
 def by_path(pattern: str, dim: int | str) -> Rule:
-    """Decides for the leaves whose path matches a regular expression (searched, not anchored).
+    """Makes a rule for the arrays whose path matches a regular expression.
 
-    Single numbers, such as an optimizer's counts, are passed by: they have no dimension.
+    Scalars, such as an optimizer's step count, are skipped: they have no dimension.
 
     Args:
-      pattern: such as `r"embedding$"` or `"^Dense_[01]/"`.
-      dim: the dimension to divide (negative counts from the end), or `"replicate"`.
+      pattern: searched in the path, not anchored, such as `r"embedding$"` or `"^Dense_[01]/"`.
+      dim: the dimension to shard (negative counts from the end), or `"replicate"`.
+
+    Returns:
+      A rule for `rules=` of `shard_train_state`.
+
+    Raises:
+      GShardError: the pattern is not a regular expression; the rule, where `dim` cannot be sharded.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", rules=gshard.by_path("^w$", 1))
+      >>> plan.params["w"].dim
+      1
     """
     compiled = validation.pattern(pattern, "rule")
     return by_predicate(
@@ -143,18 +189,40 @@ def by_path(pattern: str, dim: int | str) -> Rule:
 def by_predicate(
     predicate: Callable[[LeafInfo], bool], dim: int | str, reason: str = "rule"
 ) -> Rule:
-    """Decides for the leaves for which `predicate(leaf)` is true."""
+    """Makes a rule for the arrays for which `predicate(leaf)` is true.
+
+    Args:
+      predicate: a function of a `LeafInfo` that returns True or False.
+      dim: the dimension to shard (negative counts from the end), or `"replicate"`.
+      reason: why, for the table of the plan.
+
+    Returns:
+      A rule for `rules=` of `shard_train_state`.
+
+    Example:
+      >>> rule = gshard.by_predicate(lambda leaf: len(leaf.shape) == 2, 1, "a matrix")
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", rules=rule)
+      >>> plan.params["w"].dim, plan.params["w"].reason
+      (1, 'a matrix')
+    """
 
     def rule(leaf: LeafInfo) -> ShardDim | None:
-        return checked(leaf, dim, reason) if predicate(leaf) else None
+        return check_answer(leaf, dim, reason) if predicate(leaf) else None
 
     return rule
 
 
-def checked(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
-    """A user's answer for one leaf as a Choice; refuses a dimension that cannot be divided."""
+def check_answer(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
+    """Converts the answer of a user's rule for one leaf; refuses one that cannot be sharded.
+
+    Args:
+      leaf: the array.
+      dim: a dimension, `"replicate"` or a `ShardDim`.
+      reason: why, for the plan and for messages.
+    """
     if isinstance(dim, ShardDim):
-        return checked(leaf, REPLICATE if dim.dim is None else dim.dim, dim.reason)
+        return check_answer(leaf, REPLICATE if dim.dim is None else dim.dim, dim.reason)
     if isinstance(dim, str) and dim == REPLICATE:
         return ShardDim(None, reason)
     if not leaf.shape:
@@ -170,25 +238,25 @@ def checked(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
         )
     if not leaf.shape[chosen]:
         raise GShardError(
-            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Divide "
+            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Shard "
             "another dimension, or say 'replicate'."
         )
     if chosen == leaf.scan_dim and not leaf.params_replicated:
         raise GShardError(
-            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which is the one a "
-            "scan walks over its layers. Divide another dimension where parameters rest divided; "
-            "at 'os' and 'os_g' this one can be."
+            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, over which a scan "
+            "iterates layer by layer. Shard another dimension where parameters are sharded; at "
+            "'os' and 'os_g' this one is possible."
         )
     if chosen in leaf.taken:
         raise GShardError(
-            f"{reason} divides dimension {dim} of {leaf.path} {leaf.shape}, which lies over your "
-            "own mesh axis already. Divide another dimension, or say 'replicate'."
+            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, which is sharded over "
+            "your own mesh axis already. Shard another dimension, or say 'replicate'."
         )
     return ShardDim(chosen, reason)
 
 
 def first_of(rules: Sequence[Rule]) -> Rule:
-    """The first answer that is not None."""
+    """Combines rules: the first answer that is not None counts."""
 
     def rule(leaf: LeafInfo) -> ShardDim | None:
         return next((c for c in (r(leaf) for r in rules) if c is not None), None)
@@ -197,10 +265,10 @@ def first_of(rules: Sequence[Rule]) -> Rule:
 
 
 def as_rules(rules: Any) -> list[Rule]:
-    """A user's `rules=` argument as a list of rules.
+    """Converts a `rules=` argument to a list of rules.
 
-    Accepts a mapping from path pattern to dimension or `"replicate"`, a function of a `Leaf` that
-    returns a dimension, `"replicate"`, a `Choice` or None, or a sequence of these.
+    Accepts a mapping from path pattern to dimension or `"replicate"`, a function of a `LeafInfo`
+    that returns a dimension, `"replicate"`, a `ShardDim` or None, or a sequence of these.
     """
     if rules is None:
         return []
@@ -211,7 +279,7 @@ def as_rules(rules: Any) -> list[Rule]:
 
         def own(leaf: LeafInfo) -> ShardDim | None:
             answer = rules(leaf)
-            return None if answer is None else checked(leaf, answer, name)
+            return None if answer is None else check_answer(leaf, answer, name)
 
         return [own]
     if isinstance(rules, Sequence) and not isinstance(rules, str):
@@ -226,7 +294,7 @@ ScanAxes = Mapping[str, int] | Sequence[str] | None
 
 
 def check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
-    """Refuses `scan_axes` that are no names and no dimensions of the parameters they match."""
+    """Refuses `scan_axes` that are neither names nor dimensions of the parameters they match."""
     if scan_axes is not None and not isinstance(scan_axes, (Mapping, Sequence)):
         raise GShardError(
             f"scan_axes={shown(scan_axes)} must map path patterns to dimensions, such as "
@@ -246,7 +314,14 @@ def check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
 def scan_dim_of(
     path: str, leaf: Any, names: Sequence[str | None] | None, scan_axes: ScanAxes
 ) -> int | None:
-    """The dimension that a scan walks; a pattern that fits a field by chance does not count."""
+    """Returns the dimension of a leaf that a scan over layers iterates over, or None.
+
+    Args:
+      path: path of the leaf.
+      leaf: the array.
+      names: names of its dimensions in Flax's metadata, if any.
+      scan_axes: the user's argument: dimensions by path pattern, or names.
+    """
     known = SCAN_NAMES if scan_axes is None else scan_axes
     if isinstance(scan_axes, Mapping):
         found = _pattern_for(path, scan_axes)
@@ -263,15 +338,15 @@ def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
 
 
 def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
-    """Paths of the parameters that are not trained: those of `frozen=`, and all integers.
+    """Returns the paths of the parameters that are not trained: `frozen=` and all integers.
 
     Args:
       params: a tree of arrays, concrete or abstract.
-      frozen: None; a pattern of paths or several; a function of a `Leaf`; or a tree like the
+      frozen: None; one path pattern or several; a function of a `LeafInfo`; or a tree like the
         parameters with True where one is frozen.
 
     Raises:
-      GShardError: `frozen` is none of these, a tree of another structure, or leaves nothing.
+      GShardError: `frozen` is none of these, has another structure, or leaves nothing to train.
     """
     paths, leaves, _ = flatten(params)
     refuse_twice(paths, "parameters")

@@ -230,7 +230,7 @@ def test_a_dimension_that_a_scan_walks_is_marked_so():
         scan_axes={"stack": 0},
     )  # fmt: skip
     (leaf,) = gshard.explain(state).marked
-    assert leaf.reason == "no dimension to divide" and "scan_axes" in leaf.change
+    assert leaf.reason == "no dimension to shard" and "scan_axes" in leaf.change
 
 
 @pytest.mark.parametrize("level", LEVELS)

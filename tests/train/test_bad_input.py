@@ -617,7 +617,7 @@ def test_swapped_state_and_batch():
         plan.unwrap(state.params)
     with refused("plan.unwrap(state)", "the state is plain"):
         plan.unwrap(plain())
-    with refused("promise(plan)", "a TrainState"):
+    with refused("budget(plan)", "a TrainState"):
         gshard.budget(state)
     with refused("shard_batch(batch, plan)", "a dict"):
         gshard.shard_batch(plan, batch())
