@@ -20,7 +20,7 @@ from gshard.analysis.setup import Choices
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import HOST, Layout
 from gshard.sharding.level import LEVELS
-from gshard.sharding.plan import Plan, check_state, described
+from gshard.sharding.plan import Plan, check_state, describe_layout
 from gshard.sharding.rules import setting_of
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import OVERWRITTEN
@@ -87,7 +87,7 @@ def _held(path: str, layout: Layout, plan: Plan) -> Held:
         part,
         layout.shape,
         str(layout.dtype),
-        described(layout),
+        describe_layout(layout),
         size,
         layout.on_host,
         (local.stored_size - local.size) * layout.dtype.itemsize // layout.group.size,

@@ -1,4 +1,4 @@
-"""Layouts: where the elements of one leaf lie. The only file that pads and picks dimensions."""
+"""Layouts: how each array is stored over the mesh. The only file that pads arrays."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
 
 @dataclass(frozen=True)
 class Layout:
-    """One leaf: its logical shape, and how it is stored over the shard group.
+    """One array of the train state: its logical shape, and how it is stored over the mesh.
 
     Attributes:
       path: keys joined by `/`.
-      shape: logical shape, what the loss, optax and checkpoints see.
-      dtype: its dtype.
-      dim: the dimension that is divided, None when every device holds the whole leaf.
-      group: the data axes; the dimension is divided over `group.shard`, major to minor.
-      scan_dim: the dimension that a scan over layers walks, or None.
-      reason: why, in a few words.
+      shape: logical shape, which the loss, optax and checkpoints see.
+      dtype: dtype of the stored array.
+      dim: the dimension that is sharded, or None for a replicated array.
+      group: axes of the mesh; `dim` is sharded over `group.shard`, major to minor.
+      scan_dim: the dimension that a scan over layers iterates over, or None.
+      reason: why this dimension was chosen, for the table of the plan.
       model_axes: by dimension, the model-parallel mesh axes that it is sharded over; () for none.
-      memory: where the leaf rests between steps, `"device"` or `"pinned_host"`.
+      memory: where the array is stored between steps, `"device"` or `"pinned_host"`.
     """
 
     path: str
@@ -48,37 +48,37 @@ class Layout:
 
     @property
     def padding(self) -> int:
-        """Rows of zeros that storage adds at the end of `dim`."""
+        """Size of the zero padding at the end of `dim` in storage."""
         return 0 if self.dim is None else -self.shape[self.dim] % self.group.size
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Global shape in storage: the logical one plus the padding."""
+        """Global shape in storage: the logical shape plus the padding."""
         return self._with_dim(lambda size: size + self.padding)
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Shape on one device of the data group, the user's own axes aside."""
+        """Shape of one device's shard over the shard axes; model-parallel axes do not count."""
         return self._with_dim(lambda size: (size + self.padding) // self.group.size)
 
     @property
     def size(self) -> int:
-        """Elements, logical."""
+        """Number of elements of the logical shape."""
         return math.prod(self.shape)
 
     @property
     def stored_size(self) -> int:
-        """Elements in storage, padding included."""
+        """Number of elements in storage, with padding."""
         return math.prod(self.stored_shape)
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes on one device, padding included."""
+        """Number of bytes on one device, with padding."""
         return math.prod(self.local().shard_shape) * self.dtype.itemsize
 
     @property
     def spec(self) -> jax.P:
-        """How it is stored, over all axes."""
+        """The `PartitionSpec` in storage, over all mesh axes."""
         if not self.model_axes:
             return self.data_spec
         return _spec(
@@ -87,16 +87,16 @@ class Layout:
 
     @property
     def data_spec(self) -> jax.P:
-        """How it is stored over the data axes: what a `shard_map` over these is told."""
+        """The `PartitionSpec` over the shard axes alone, for a `shard_map` over the data axes."""
         return jax.P() if self.dim is None else _spec([()] * self.dim + [self.group.shard])
 
     @property
     def model_spec(self) -> jax.P:
-        """How it lies over the user's own axes."""
+        """The `PartitionSpec` over the model-parallel axes alone."""
         return _spec(self.model_axes)
 
     def local(self) -> Layout:
-        """The same leaf as one place of the user's axes sees it: its own part is all there is."""
+        """The layout that one model-parallel rank sees: `shape` is that of its local shard."""
         if not self.group.model_axes:
             return self
         sizes = dict(self.group.model_axes)
@@ -111,38 +111,44 @@ class Layout:
 
     @property
     def on_host(self) -> bool:
-        """Whether it rests in the host's memory."""
+        """Whether the array is stored in host memory."""
         return self.memory != DEVICE
 
     def in_memory(self, memory: str) -> Layout:
-        """The same leaf, at rest in `memory`."""
+        """The same layout, stored in `memory`."""
         return dataclasses.replace(self, memory=memory)
 
     def replicated(self) -> Layout:
-        """The same leaf, whole on every device."""
+        """The same layout, replicated over the shard group."""
         return dataclasses.replace(self, dim=None)
 
     def layer(self) -> Layout:
-        """The layout of one layer of a stack whose leading dimension is scanned."""
+        """The layout of one layer of a stack that is scanned over its leading dimension."""
         if self.dim == 0:
-            raise GShardError(f"{self.path}: the scanned dimension 0 is divided.")
+            raise GShardError(
+                f"{self.path}: the scanned dimension 0 is sharded. Shard another one."
+            )
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(
             self, shape=self.shape[1:], dim=dim, scan_dim=None, model_axes=self.model_axes[1:]
         )
 
     def pad(self, x: Any) -> Any:
-        """Logical to stored: zeros at the end of the divided dimension."""
+        """Pads an array of logical shape to its shape in storage, with zeros."""
         if not self.padding:
             return x
         widths = [(0, self.padding if d == self.dim else 0) for d in range(len(self.shape))]
         return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
     def as_stored(self, x: Any, what: str) -> Any:
-        """A leaf in storage shape; one of logical shape is padded.
+        """Returns an array in its storage shape; pads one of logical shape.
+
+        Args:
+          x: the array.
+          what: the argument that it came with, for messages.
 
         Raises:
-          GShardError: it has neither shape; `what` begins the message.
+          GShardError: it has neither shape.
         """
         if x.shape == self.stored_shape:
             return x
@@ -154,7 +160,7 @@ class Layout:
         )
 
     def unpad(self, x: Any) -> Any:
-        """Stored to logical."""
+        """Cuts the padding off an array in storage shape."""
         if not self.padding or self.dim is None:
             return x
         if isinstance(x, np.ndarray):
@@ -174,9 +180,16 @@ def lay_out(
     model_axes: tuple[tuple[str, ...], ...] = (),
     params_replicated: bool = False,
 ) -> Layout:
-    """The layout that `rule` gives to an array, concrete or abstract; whole without a rule.
+    """Makes the layout of an array, concrete or abstract.
 
-    With `whole_at_rest` it is that of the gradient and the optimizer state alone.
+    Args:
+      path: keys joined by `/`.
+      leaf: the array; its shape and dtype are read.
+      scan_dim: the dimension that a scan over layers iterates over, or None.
+      group: axes of the mesh.
+      rule: decides which dimension is sharded; None replicates the array.
+      model_axes: by dimension, the model-parallel axes that it is sharded over.
+      params_replicated: the layout is of gradient and optimizer state, not of the parameter.
     """
     shape = tuple(leaf.shape)
     choice = None
@@ -187,13 +200,13 @@ def lay_out(
         choice = rule(
             LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, params_replicated)
         )
-    why_whole = "not divided at this level" if rule is None else f"{leaf.dtype} is not a number"
-    dim, reason = (choice.dim, choice.reason) if choice else (None, why_whole)
+    why_not = "not sharded at this level" if rule is None else f"{leaf.dtype} is not a number"
+    dim, reason = (choice.dim, choice.reason) if choice else (None, why_not)
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, model_axes)
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:
-    """Axes by dimension as a spec, without empty ones at its end: as JAX hands it back."""
+    """Axes by dimension as a `PartitionSpec` without trailing empty entries, in JAX's form."""
     last = max((d for d, names in enumerate(axes) if names), default=-1)
     named = axes[: last + 1]
     return jax.P(*[names if names[1:] else names[0] if names else None for names in named])

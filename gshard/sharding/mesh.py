@@ -52,8 +52,8 @@ def make_mesh(
       GShardError: the sizes do not multiply to a number of devices that exist.
 
     Example:
-      >>> gshard.make_mesh(replica=2).shape
-      OrderedDict({'replica': 2, 'shard': 4})
+      >>> dict(gshard.make_mesh(replica=2).shape)
+      {'replica': 2, 'shard': 4}
       >>> gshard.make_mesh(extra={"model": 2}).axis_names
       ('shard', 'model')
     """

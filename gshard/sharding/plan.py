@@ -1,4 +1,4 @@
-"""The plan: the layouts of a whole train state, decided once. Nobody downstream decides again."""
+"""The plan: the layouts of all arrays of a train state, decided once and used everywhere."""
 
 from __future__ import annotations
 
@@ -42,23 +42,34 @@ class ShardedTransformation(optax.GradientTransformationExtraArgs):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where every array of a train state lies, at rest and as a gradient.
+    """How every array of a train state is stored; `shard_train_state` makes one.
+
+    `print(plan)` shows a table of the parameters with bytes per device and reasons.
 
     Attributes:
-      level: what is divided.
-      mesh: concrete, or abstract for planning without devices.
-      group: the data axes of the mesh.
-      params: a tree of `Layout`s, parameters at rest.
-      grads: the same tree, reduced gradients; also the part of a parameter that a device updates.
+      level: what is sharded.
+      mesh: the device mesh; abstract when planning without devices.
+      group: the shard, replica and model-parallel axes of the mesh.
+      params: a tree of `Layout`s of the parameters.
+      grads: a tree of `Layout`s of the reduced gradients, which are also the layouts of the local
+        shards that a device updates.
       opt_state: layouts of the user's optimizer state.
       master: layouts of the master copies that the optimizer updates, by path of the parameter.
-      extras: layouts of everything else, by name.
-      precision: dtypes to compute and reduce in; None: those of the user's state.
-      kind: how the train state splits into parts.
+      non_trainable: layouts of everything else, by name.
+      precision: dtypes to compute and reduce in; None for the dtypes of the user's state.
+      kind: converts between the user's train state and `Components`.
       tx: the user's own optimizer.
-      template: the user's state, its arrays abstract and logical.
-      at_level: the plan of the same state, with the same choices, at another level.
+      template: the user's state with abstract arrays of logical shape.
+      at_level: makes the plan of the same state, with the same choices, at another level.
       wrap: makes the user's optimizer follow a plan.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", min_shard_size=0)
+      >>> plan.params["w"].stored_shape, plan.params["w"].shard_shape
+      ((64, 32), (8, 32))
+      >>> plan.unwrap(state).params["w"].shape
+      (64, 32)
     """
 
     level: Level
@@ -78,37 +89,37 @@ class Plan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Names of the mesh axes that rows lie over; `axis_name=plan.data_axes` for a SyncBN."""
+        """Mesh axes that examples are sharded over, such as `axis_name=` of a synchronized norm."""
         return self.group.axes
 
     @property
     def batch_spec(self) -> jax.P:
-        """Rows over all data axes."""
+        """The `PartitionSpec` of a batch: examples are sharded over all data axes."""
         return jax.P(self.group.axes)
 
     @functools.cached_property
     def optimizer(self) -> ShardedTransformation:
-        """The user's optimizer, made to follow this plan."""
+        """The user's optimizer, wrapped so that it follows this plan."""
         return self.wrap(self)
 
     @functools.cached_property
     def fetched_at_once(self) -> tuple[int, ...]:
-        """Bytes per device that an update fetches from the host together, group by group.
+        """Bytes per device of each group of arrays that an update fetches from the host together.
 
-        One group of everything where the optimizer computes across parameters.
+        There is a single group where the optimizer computes across parameters.
         """
         return self.optimizer.fetch_sizes() if self.bytes_per_device["host"] else ()
 
     def sharding(self, layout: Layout | None = None) -> NamedSharding:
-        """The sharding of one leaf, memory included; of a whole one when no layout is given."""
+        """Returns the `NamedSharding` of a layout, with its memory; replicated without a layout."""
         if layout is None:
             return NamedSharding(self.mesh, jax.P())
-        memory = layout.memory if layout.on_host else None  # None: what the backend calls its own
+        memory = layout.memory if layout.on_host else None  # None: the backend's default
         return NamedSharding(self.mesh, layout.spec, memory_kind=memory)
 
     @property
     def layouts(self) -> Components:
-        """Layouts of all parts, in the trees that the user's state has."""
+        """The layouts of all components of the state."""
         step = self.kind.split(self.template).step
         rest = ShardedOptState.new(None, {})
         opt_state = ShardedOptState(
@@ -128,7 +139,7 @@ class Plan:
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes at rest for one device: in its memory by part of the state, and on the `host`."""
+        """Bytes stored per device: by component in device memory, and in total on the `host`."""
         layouts, found, host = self.layouts, {}, 0
         for name in ("params", "opt_state", "non_trainable"):
             leaves = jax.tree.leaves(getattr(layouts, name))
@@ -138,12 +149,12 @@ class Plan:
 
     @property
     def gathers(self) -> bool:
-        """Whether a loss needs whole what rests divided: parameters, or what is frozen and such."""
+        """Whether the loss needs any all-gather: of parameters or non-trainable state."""
         leaves = jax.tree.leaves((self.params, self.non_trainable))
         return any(layout.dim is not None for layout in leaves)
 
     def pin(self, tree: Any, layouts: Any) -> Any:
-        """Logical values to storage on the device, inside a jitted program: padded, and held."""
+        """Pads logical arrays inside a jitted program and constrains them to their layouts."""
         leaves, structure = jax.tree.flatten(tree)
         pinned = [
             jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place.in_memory(DEVICE)))
@@ -152,22 +163,22 @@ class Plan:
         return jax.tree.unflatten(structure, pinned)
 
     def abstract_components(self) -> Components:
-        """Every array of the state as stored, abstract, with its sharding."""
+        """Returns every array of the state as stored, abstract, with its sharding."""
         return jax.tree.map(self.abstract, self.layouts)
 
     def abstract(self, layout: Layout) -> jax.ShapeDtypeStruct:
-        """One array as stored, abstract."""
+        """Returns one array as stored, abstract, with its sharding."""
         sharding = self.sharding(layout)
         return jax.ShapeDtypeStruct(layout.stored_shape, layout.dtype, sharding=sharding)
 
     def with_master(self, parts: Components) -> Components:
-        """Parts of a plain state as those of a divided one, logical and in the user's dtypes."""
+        """Adds master copies to the components of a plain state, in the user's dtypes."""
         leaves = dict(zip(*flatten(parts.params)[:2], strict=True))
         master = {path: leaves[path] for path in self.master}
         return dataclasses.replace(parts, opt_state=ShardedOptState.new(parts.opt_state, master))
 
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
-        """Parameters in storage, the master copy of those that have one, and their layouts."""
+        """Returns the stored parameters, as master copies where there are any, and their layouts."""
         paths, leaves, structure = flatten(params)
         places = jax.tree.leaves(self.params)
         leaves = [opt_state.master.get(p, x) for p, x in zip(paths, leaves, strict=True)]
@@ -175,21 +186,28 @@ class Plan:
         return jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, places)
 
     def output(self, tree: Any) -> Any:
-        """Auxiliary and evaluation outputs in the dtype that they are to have."""
+        """Casts auxiliary and evaluation outputs to the output dtype."""
         return tree if self.precision is None else self.precision.output(tree)
 
     def abstract_state(self) -> Any:
-        """The divided train state, its arrays abstract: what a restore reads into."""
+        """Returns the sharded train state with abstract arrays, as the target of a restore."""
         static = self.kind.split(self.template).static
         parts = dataclasses.replace(self.abstract_components(), static=static)
         return self.kind.merge(parts, self.template, self.optimizer)
 
     def unwrap(self, state: Any) -> Any:
-        """The user's plain state: host arrays of logical shape, the user's own optimizer."""
+        """Returns the user's plain state: host arrays of logical shape and the user's optimizer.
+
+        Args:
+          state: a sharded train state of this plan.
+
+        Raises:
+          GShardError: the state is of another kind, or is plain already.
+        """
         check_state(state, self, "plan.unwrap(state)")
         parts, layouts = self.kind.split(state), self.layouts
         if not isinstance(parts.opt_state, ShardedOptState):
-            raise GShardError("plan.unwrap(state): the state is plain already.")
+            raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
         whole = Components(
             to_host(*self.master_params(parts.params, parts.opt_state)),
             to_host(parts.opt_state.inner, self.opt_state),
@@ -203,12 +221,12 @@ class Plan:
         return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"
 
     def __str__(self) -> str:
-        """A table of the parameters and extras, and a line of totals."""
-        return table(self)
+        """A table of the parameters and non-trainable state, and a line of totals."""
+        return plan_table(self)
 
 
 def all_replicated(tree: Any, group: Group) -> Any:
-    """Layouts of a tree that every device holds whole."""
+    """Returns the layouts of a tree of replicated arrays."""
     paths, leaves, structure = flatten(tree)
     found = [lay_out(path, x, None, group, None) for path, x in zip(paths, leaves, strict=True)]
     return jax.tree.unflatten(structure, found)
@@ -228,7 +246,7 @@ def check_call(fn: Any, plan: Any, call: str) -> None:
 
 
 def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> None:
-    """Refuses a state of another kind.
+    """Refuses a state of another kind than the plan's.
 
     Raises:
       GShardError: names the call and what was given.
@@ -247,7 +265,7 @@ def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> N
 
 
 def check_optimizer(state: Any, plan: Plan, call: str) -> None:
-    """Refuses a state whose optimizer was replaced: the plan's would be used.
+    """Refuses a state whose optimizer was replaced, since the plan's would be used instead.
 
     Raises:
       GShardError: names the call.
@@ -256,22 +274,22 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
     if not isinstance(tx, ShardedTransformation):
         raise GShardError(
             f"{call}: the optimizer of this state was replaced, and the plan's would be used. Keep "
-            "the one that gshard.shard_train_state returned; for another optimizer divide "
-            "plan.unwrap(state).replace(tx=...) anew. (A learning rate can change inside "
+            "the one that gshard.shard_train_state returned; for another optimizer shard "
+            "plan.unwrap(state).replace(tx=...) again. (A learning rate can change inside "
             "optax.inject_hyperparams.)"
         )
     if tx.plan.tx is not plan.tx and tuple(tx.plan.tx) != tuple(plan.tx):
         warn(
-            f"{call}: the state was divided with another optimizer than this plan's, of the same "
+            f"{call}: the state was sharded with another optimizer than this plan's, of the same "
             "state; the plan's is used. To silence this, give both calls of "
             "gshard.shard_train_state the same optimizer object."
         )
 
 
-def table(plan: Plan) -> str:
-    """A table of the parameters and extras, and a line of totals."""
+def plan_table(plan: Plan) -> str:
+    """Formats a table of the parameters and non-trainable state, and a line of totals."""
     rows = Table(box=box.SIMPLE_HEAD)
-    for name in ("parameter", "shape", "at rest", "gradient", "bytes per device", "reason"):
+    for name in ("parameter", "shape", "stored", "gradient", "bytes per device", "reason"):
         rows.add_column(name, justify="right" if name.startswith("bytes") else "left")
     for stored, reduced in zip(
         jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads), strict=True
@@ -279,8 +297,8 @@ def table(plan: Plan) -> str:
         rows.add_row(
             stored.path,
             f"{stored.dtype}{list(stored.shape)}",
-            described(stored),
-            described(reduced),
+            describe_layout(stored),
+            describe_layout(reduced),
             f"{stored.bytes_per_device:,}",
             reduced.reason,
         )
@@ -288,7 +306,7 @@ def table(plan: Plan) -> str:
         rows.add_row(
             layout.path,
             f"{layout.dtype}{list(layout.shape)}",
-            described(layout),
+            describe_layout(layout),
             "none",
             f"{layout.bytes_per_device:,}",
             layout.reason,
@@ -300,11 +318,11 @@ def table(plan: Plan) -> str:
     sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())
     console.print(
         f"level {plan.level.name}: {plan.group.size} devices {plan.group.shard} x "
-        f"{plan.group.replicas} copies"
-        + "".join(f", your own axis {name!r} of {size}" for name, size in plan.group.model_axes)
+        f"{plan.group.replicas} replicas"
+        + "".join(f", model axis {name!r} of {size}" for name, size in plan.group.model_axes)
     )
     console.print(rows)
-    console.print(f"per device at rest: {sizes}")
+    console.print(f"stored per device: {sizes}")
     try:
         groups = plan.fetched_at_once
     except (TypeError, ValueError):  # it needs arguments that only the user's own loop has
@@ -317,8 +335,8 @@ def table(plan: Plan) -> str:
     return out.getvalue()
 
 
-def described(layout: Layout) -> str:
-    """What of a leaf lies on one device: `dim 0 / 8`, `whole`, and whether on the host."""
+def describe_layout(layout: Layout) -> str:
+    """Describes what one device stores: `dim 0 / 8` or `replicated`, and whether on the host."""
     pad = f" + {layout.padding} padded" if layout.padding else ""
     own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
     over = [

@@ -40,7 +40,7 @@ class Precision:
     Example:
       >>> precision = gshard.Precision("bfloat16", exceptions={"^b$": "float32"})
       >>> state, plan = gshard.shard_train_state(
-      ...     (params, tx), gshard.make_mesh(), "zero3", precision=precision)
+      ...     (params, tx), gshard.make_mesh(), "zero3", precision=precision, min_shard_size=0)
       >>> state.params["w"].dtype.name, state.params["b"].dtype.name
       ('bfloat16', 'float32')
     """

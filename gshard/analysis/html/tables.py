@@ -14,7 +14,7 @@ from gshard.analysis.html.bars import legend
 from gshard.analysis.html.markup import Markup, el
 from gshard.analysis.html.treemap import Tile, treemap
 from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan, described
+from gshard.sharding.plan import Plan, describe_layout
 
 _BYTES = ("needs", "has", "host")
 
@@ -193,7 +193,7 @@ def _table(name: str, leaves: Sequence[StoredLeaf]) -> Markup:
             x.part,
             " x ".join(map(str, x.layout.shape)) or "scalar",
             str(x.layout.dtype),
-            described(x.layout),
+            describe_layout(x.layout),
             amount(x.bytes),
             x.reason,
         )
