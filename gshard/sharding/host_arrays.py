@@ -1,4 +1,4 @@
-"""Whole values on the host: gathered leaf by leaf, padding cut off."""
+"""Full arrays on the host: gathered one by one, without padding."""
 
 from __future__ import annotations
 
@@ -16,38 +16,50 @@ from gshard.train_state import PARAMETERS, Components, kind_of
 
 
 def full_params(state: Any) -> Any:
-    """The whole parameters, logical shapes, as NumPy arrays on every process.
+    """Gathers the full parameters as NumPy arrays of logical shape, on every process.
 
-    Gathered leaf by leaf: no device ever holds more than one whole leaf beside its parts. With a
-    `Precision` these are the master copies.
+    They are gathered one by one, so a device never holds more than one full array in addition to
+    its shards. With a `Precision` the result is the master copies.
 
     Args:
-      state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
+      state: a train state from `shard_train_state`, at any level; for NNX the `(model, optimizer)`
+        pair. Over several processes every process must call this.
 
     Returns:
       A tree like the user's own parameters; for NNX an `nnx.State`, ready for
       `nnx.update(model, params)`.
 
     Raises:
-      GShardError: for a state that `shard_train_state` did not make.
+      GShardError: the state did not come from `shard_train_state`.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero3", min_shard_size=0)
+      >>> full = gshard.full_params(state)
+      >>> type(full["w"]).__name__, full["w"].shape
+      ('ndarray', (64, 32))
     """
     plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
     others = {name: tree for name, tree in parts.non_trainable.items() if name in PARAMETERS}
-    whole = Components(
+    full = Components(
         to_host(*plan.master_params(parts.params, parts.opt_state)),
         None,
         None,
         {name: to_host(tree, layouts.non_trainable[name]) for name, tree in others.items()},
     )
-    return plan.kind.params_of(whole, plan.template)
+    return plan.kind.params_of(full, plan.template)
 
 
 def plan_of(state: Any, call: str) -> Any:
-    """The plan of a divided state.
+    """Returns the plan of a sharded state.
+
+    Args:
+      state: the train state.
+      call: the user's call, for messages.
 
     Raises:
-      GShardError: `shard_train_state` did not make this state; `call` begins the message.
+      GShardError: the state did not come from `shard_train_state`.
     """
     try:
         plan = getattr(kind_of(state).tx(state), "plan", None)
@@ -56,19 +68,18 @@ def plan_of(state: Any, call: str) -> Any:
     if plan is None:
         raise GShardError(
             f"{call}: this state has no plan, it did not come from gshard.shard_train_state. "
-            "Its parameters are whole already. On one device too, a plan is made by "
+            "Its parameters are not sharded. On one device too, a plan is made by "
             'shard_train_state(state, make_mesh(devices=jax.devices()[:1]), "dp").'
         )
     return plan
 
 
 def to_host(tree: Any, layouts: Any) -> Any:
-    """A tree of stored global arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
+    """Gathers a tree of stored arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
     leaves, structure = jax.tree.flatten(tree)
     refuse_donated(leaves)
-    places = jax.tree.leaves(layouts)
-    whole = [_leaf_to_host(x, place) for x, place in zip(leaves, places, strict=True)]
-    return jax.tree.unflatten(structure, whole)
+    pairs = zip(leaves, jax.tree.leaves(layouts), strict=True)
+    return jax.tree.unflatten(structure, [_leaf_to_host(x, layout) for x, layout in pairs])
 
 
 def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
@@ -79,10 +90,10 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
 
 
 def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
-    """One array of numbers whole on the host, of the shape in storage; not to be written into.
+    """Gathers one array on the host, in its storage shape. The result must not be modified.
 
-    Over several processes every one calls it, and has the value. It may share its memory with `x`;
-    where it does not, nothing but the result holds it.
+    Over several processes every process calls this and gets the value. The result may share memory
+    with `x`; where it does not, no other reference keeps it alive.
     """
     if not isinstance(x, jax.Array):
         return np.asarray(x, layout.dtype)
@@ -90,19 +101,19 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         return _assembled([s for s in x.addressable_shards if s.replica_id == 0], x)
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
-    if layout.on_host:  # a gather is between devices
+    if layout.on_host:  # an all-gather needs device memory
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def _assembled(parts: list[Any], x: jax.Array) -> np.ndarray:
-    """The value of `x` from its shards, one at a time: `np.asarray(x)` would hold all beside it."""
-    if len(parts) == 1:
-        return _on_host(parts[0].data)
-    whole = np.empty(x.shape, x.dtype)
-    for part in parts:
-        whole[part.index] = _on_host(part.data)
-    return whole
+def _assembled(shards: list[Any], x: jax.Array) -> np.ndarray:
+    """Copies shards into one array one at a time; `np.asarray(x)` would keep a second copy."""
+    if len(shards) == 1:
+        return _on_host(shards[0].data)
+    full = np.empty(x.shape, x.dtype)
+    for shard in shards:
+        full[shard.index] = _on_host(shard.data)
+    return full
 
 
 def _on_host(x: jax.Array) -> np.ndarray:

@@ -178,7 +178,7 @@ class Plan:
         return dataclasses.replace(parts, opt_state=ShardedOptState.new(parts.opt_state, master))
 
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
-        """Returns the stored parameters, as master copies where there are any, and their layouts."""
+        """Returns the parameters, or their master copies where there are any, and their layouts."""
         paths, leaves, structure = flatten(params)
         places = jax.tree.leaves(self.params)
         leaves = [opt_state.master.get(p, x) for p, x in zip(paths, leaves, strict=True)]

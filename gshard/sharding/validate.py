@@ -1,7 +1,7 @@
-"""Whether the arrays of a state are those that the plan lays out: alive, of its shapes and places.
+"""Checks that the arrays of a state match the plan: not deleted, with its shapes and shardings.
 
-Checked at every call, before anything is compiled: an array that lies otherwise would be moved
-silently, every time, or fail deep inside a compiled program.
+This runs at every call, before anything is compiled. JAX would silently reshard an array with
+another sharding at every step, or fail deep inside a compiled program.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gshard.sharding.layout import DEVICE, HOST
 
 
 class Fit:
-    """Checks trees against what they should be.
+    """Checks trees of arrays against an abstract tree.
 
     Args:
       wanted: a tree of `ShapeDtypeStruct` with shardings.
       what: how a message begins, such as `the state is`.
-      donated: whether the arrays will be given away.
+      donated: whether the program takes over the memory of the arrays.
     """
 
     def __init__(self, wanted: Any, what: str, donated: bool = False):
@@ -36,14 +36,14 @@ class Fit:
         self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
     def __call__(self, tree: Any, beside: Any = None) -> tuple[list[Any], Any]:
-        """The leaves of a tree and its structure.
+        """Checks a tree and returns its leaves and its structure.
 
         Args:
-          tree: as wanted.
-          beside: what the program is given too, and may not share a donated array.
+          tree: the tree to check.
+          beside: other arguments of the program, which must not contain a donated array.
 
         Raises:
-          GShardError: names the leaves that do not fit.
+          GShardError: names the leaves that do not match.
         """
         others = jax.tree.leaves(beside)
         leaves = self._as_made(tree)
@@ -67,24 +67,25 @@ class Fit:
         if wrong:
             raise GShardError(
                 f"{self._what} not as the plan lays it out: {some(wrong, most=3)}. Pass what "
-                "gshard.shard_train_state or a step of this plan returned. A restored state goes "
-                "to its place with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
+                "gshard.shard_train_state or a step of this plan returned. Shard a restored state "
+                "with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
                 "plan.abstract_state()))."
             )
         return leaves, structure
 
     def made(self, leaves: list[Any]) -> None:
-        """Leaves that the checked program returned: to check them again would cost more than it.
+        """Remembers the leaves that the checked program returned, which need no further check.
 
-        None is held, so that a state that is dropped is freed. An identity can be another's then:
-        weak references to two of the leaves tell that, and to all of them would cost too much.
+        No leaf is kept alive, so that a dropped state is freed. An `id` can then be reused by
+        another object; weak references to two of the leaves detect that. References to all leaves
+        would cost too much.
         """
         if leaves and _is_array(leaves[-1]):  # not within a trace
             self._made = list(map(id, leaves))
             self._ends = [weakref.ref(leaves[0]), weakref.ref(leaves[-1])]
 
     def _as_made(self, tree: Any) -> list[Any]:
-        """The leaves, where they are those that the checked program returned; else none."""
+        """Returns the leaves if the checked program returned them, else an empty list."""
         if not self._made:
             return []
         try:  # in half the time of a flattening
@@ -106,7 +107,7 @@ class Fit:
         return leaves
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
-        """An array that is there twice would be given away and used, which crashes JAX."""
+        """Refuses an array that is passed twice: JAX crashes when it is donated and used."""
         places: dict[int, str] = {}
         shared = ""
         for path, x in zip(self._paths, leaves, strict=True):
@@ -118,7 +119,7 @@ class Fit:
                 shared = f"{places[id(x)]} and an array of the batch"
         if shared:
             raise GShardError(
-                f"{shared} are the same array, and the step takes over the memory of the state. "
+                f"{shared} are the same array, and the step reuses the memory of the state. "
                 "Copy it (jax.tree.map(jnp.copy, ...)), or make the step with donate=False."
             )
 
@@ -134,7 +135,7 @@ def refuse_donated(leaves: list[Any]) -> None:
 
 
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
-    """What is wrong with one leaf, or nothing; host values that are to be whole JAX places."""
+    """Describes what is wrong with one leaf, if anything. JAX replicates host values itself."""
     if not hasattr(x, "dtype"):  # a Python number: the step count of a fresh TrainState
         fits = wanted.shape == () and isinstance(x, int)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
@@ -145,7 +146,9 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     place: Any = wanted.sharding
     if not _is_array(x):  # on the host, or abstract
         wrong = on_host and (not place.is_fully_replicated or _on_host(place))
-        return f"is on the host, a NumPy array, not divided as {_place(place)}" if wrong else ""
+        return (
+            f"is on the host, a NumPy array, not sharded over {_describe(place)}" if wrong else ""
+        )
     if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
         return ""
     if place.is_fully_replicated and not x.committed and not _on_host(place):
@@ -153,7 +156,7 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     if _on_host(x.sharding) != _on_host(place):
         here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, place))
         return f"is in {here} memory, not in {there} memory"
-    return f"lies over {_place(x.sharding)}, not over {_place(place)}"
+    return f"is stored on {_describe(x.sharding)}, not on {_describe(place)}"
 
 
 def _is_array(x: Any) -> bool:
@@ -164,7 +167,7 @@ def _form(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
-def _place(sharding: Any) -> str:
+def _describe(sharding: Any) -> str:
     spec = getattr(sharding, "spec", None)
     devices = sharding.num_devices
     memory = f" in {sharding.memory_kind} memory" if _on_host(sharding) else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def shard_train_state(
     frozen: Any = None,
     precision: Any = None,
     offload: bool = False,
-    indivisible: str = "pad",
+    indivisible: Literal["pad", "replicate"] = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
 ) -> tuple[Any, Plan]:

@@ -257,7 +257,7 @@ def test_a_level_that_a_rule_makes_impossible_is_said():
         scan_axes={"stack": 0}, rules={"stack": 0},
     )  # fmt: skip
     found = gshard.explain(state)
-    assert set(found.cannot) == {"p_g_os"} and "scan walks" in found.cannot["p_g_os"]
+    assert set(found.cannot) == {"p_g_os"} and "a scan iterates" in found.cannot["p_g_os"]
     assert "Level p_g_os is not possible" in str(found)
 
 
