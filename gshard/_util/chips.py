@@ -1,15 +1,15 @@
-"""What is known of accelerators: memory, speed of arithmetic, speed of every way out.
+"""Data sheets of accelerators: memory, arithmetic, and bandwidth to memory, devices and hosts.
 
-All figures are of one JAX device (a GPU, a TPU chip, half a TPU7x chip) and in bytes, bytes/s of
+All figures are those of one JAX device (a GPU, a TPU chip, half a TPU7x chip), in bytes, bytes/s of
 one direction, and FLOP/s without sparsity. GB is 1e9 bytes, GiB is 2**30.
 
 Sources:
   [nv]: NVIDIA's data sheets: A100 80GB SXM, H100 SXM5, H200 SXM, HGX B200; and of DGX A100, H100,
     H200 and B200 for networks, PCIe and host memory.
-  [xla]: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb: what CUDA says of the device.
+  [xla]: openxla/xla, xla/backends/gpu/target_config/specs/*.txtpb: what CUDA reports.
   [tpu]: docs.cloud.google.com/tpu/docs: v4, v5e, v5p, v6e, tpu7x.
   [book]: jax-ml.github.io/scaling-book, "How to Think About TPUs", tables of chips and links.
-  [libtpu]: "available HBM" in the error of libtpu 0.0.52 for a program that is too large; it says
+  [libtpu]: "available HBM" in the error of libtpu 0.0.52 for a program that is too large; it has
     two decimals, so the last 5 MiB are not known.
 """
 
@@ -23,7 +23,7 @@ from gshard._util.cgroup import cgroup_limits
 
 _GB, _GIB, _TERA = 10**9, 2**30, 10**12
 
-# Share of the device's memory that JAX takes at its start and keeps arrays in: its default for
+# Share of the device's memory that JAX preallocates for arrays: its default for
 # XLA_PYTHON_CLIENT_MEM_FRACTION (docs.jax.dev, "GPU memory allocation").
 _PREALLOCATED = 0.75
 # Share of NVLink's bandwidth that collectives of 8 GPUs reach: NCCL's bus bandwidth on 8 H100 is
@@ -33,24 +33,24 @@ _NCCL = 350 / 450
 
 @dataclass(frozen=True)
 class Chip:
-    """One device, as JAX counts them.
+    """One JAX device.
 
     Attributes:
-      name: as a target names it, such as `h100`.
-      title: as its maker names it.
-      memory: bytes that the device reports; None of a CPU, whose devices share the computer's.
-      usable: bytes of it for arrays and temporaries of programs, by JAX's defaults.
+      name: its name in a target, such as `h100`.
+      title: the maker's name.
+      memory: bytes that the device reports; None for a CPU, whose devices share the host's memory.
+      usable: bytes of it that programs can use for arrays and temporaries, by JAX's defaults.
       bfloat16: peak FLOP/s of matrix products in bfloat16.
-      float32: the same of products of float32 at JAX's default precision: TF32 on GPUs, one pass of
-        bfloat16 on TPUs.
+      float32: peak FLOP/s of matrix products in float32 at JAX's default precision: TF32 on GPUs,
+        one pass of bfloat16 on TPUs.
       memory_bandwidth: bytes/s from and to its own memory.
       link: bytes/s that collectives send from a device to others of its host (NVLink), or over one
-        link of the torus (ICI): half of what it sends along one axis, both ways round.
-      network: bytes/s that a device sends to other hosts (or, of TPUs, other slices), its share of
-        its host's network: an assumption, since networks are built to order.
+        link of the torus (ICI), which is half of what it sends along one axis in both directions.
+      network: bytes/s that a device sends to other hosts (for TPUs, to other slices): its share of
+        its host's network. An assumption, since networks are built to order.
       host_link: bytes/s between the device and its host's memory.
-      host_memory: bytes of its host's memory, shared out over the host's devices.
-      per_chip: devices that make up one chip, as TPU slices are counted.
+      host_memory: bytes of its host's memory, divided by the number of the host's devices.
+      per_chip: devices of one chip, in which TPU slices are counted.
     """
 
     name: str
@@ -71,7 +71,7 @@ def _gpu(
     name: str, title: str, memory: int, tflops: float, tf32: float, hbm: float, nvlink: float,
     network: float, pcie: float,
 ) -> Chip:  # fmt: skip
-    """A GPU of a host of 8 with 2 TB [nv], from TFLOP/s and GB/s."""
+    """A GPU of a host with 8 GPUs and 2 TB of memory [nv], from TFLOP/s and GB/s."""
     return Chip(
         name,
         title,
@@ -91,7 +91,7 @@ def _tpu(
     name: str, title: str, hbm_gib: float, tflops: float, hbm: float, ici: float, network: float,
     pcie: float, host_memory: float, per_chip: int = 1,
 ) -> Chip:  # fmt: skip
-    """A TPU from the figures of its chip, in GiB of one device, TFLOP/s and GB/s."""
+    """A TPU device from GiB of one device, and TFLOP/s and GB/s of its chip."""
     usable = int(hbm_gib * _GIB)
     return Chip(
         name,
@@ -109,7 +109,7 @@ def _tpu(
     )
 
 
-# GPUs: memory and its bandwidth [xla] (a100, h100: of devices at hand, within 0.02 % of it); dense
+# GPUs: memory and its bandwidth [xla] (a100, h100: measured on devices, within 0.02 % of it); dense
 # bfloat16 and TF32, and NVLink, half of what both directions have [nv]; the network is one port per
 # GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the others) [nv]. PCIe is what copies reach of x16: 25 of
 # 32 GB/s in generation 4, 50 of 64 in generation 5.
@@ -121,7 +121,7 @@ def _tpu(
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        # Virtual devices of this computer. Orders of magnitude of one core, to make a plan run.
+        # Virtual devices of this computer: rough figures of one core, so that a forecast runs.
         Chip("cpu", "virtual CPU device", None, None, 5e10, 5e10, 1e10, 5e9, 1e9, 1e10, 4e9),
         _gpu("a100", "NVIDIA A100-SXM4-80GB", 85094825984, 312, 156, 2039, 300, 25, 25),
         _gpu("h100", "NVIDIA H100 80GB HBM3", 84929347584, 989.4, 494.7, 3352.32, 450, 50, 50),
@@ -150,7 +150,7 @@ _TPU_KINDS = {
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The chip of a JAX device; None of one that the table does not have."""
+    """The chip of a JAX device; None for one that is not in the table."""
     if device.platform == "cpu":
         return CHIPS["cpu"]
     kind = _TPU_KINDS.get(device.device_kind)
@@ -159,7 +159,7 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes that arrays and programs of a device can use; None where nothing says it.
+    """Bytes that arrays and programs of a device can use; None where it is not known.
 
     A virtual CPU device has an equal share of the computer's memory.
     """
@@ -168,7 +168,7 @@ def memory_of(device: Any) -> int | None:
         return limit
     if device.platform == "cpu":
         of_computer = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        of_group, _ = cgroup_limits()  # of a container
+        of_group, _ = cgroup_limits()
         return int(min(of_computer, of_group or of_computer)) // len(device.client.local_devices())
     chip = chip_of(device)
     return None if chip is None else chip.usable

@@ -1,6 +1,6 @@
-"""What gshard raises and warns, and how it suggests what was meant.
+"""Errors and warnings of gshard, and helpers for their messages.
 
-Every message says what is wrong (with the value), where (path or argument) and how to mend it.
+Every message says what is wrong (with the value), where (path or argument) and how to fix it.
 """
 
 from __future__ import annotations
@@ -17,39 +17,66 @@ _LIBRARIES = str(Path(__file__).parents[1]), str(Path(jax.__file__).parent)
 
 
 class GShardError(ValueError):
-    """Input that a user can mend."""
+    """Raised for input that the caller can correct; the base class of gshard's errors.
+
+    The message says what is wrong, where (the argument or the path of a leaf) and how to fix it. A
+    subclass may also derive from the built-in error that Python code would expect.
+    """
 
 
 class DonatedStateError(GShardError, RuntimeError):
-    """A train state whose memory an earlier step has taken over."""
+    """Raised for a train state that was donated to an earlier step, so that its arrays are deleted.
+
+    The message names the call and a deleted leaf. Fix: use the state that the step returned.
+    """
 
 
 class ArgumentTypeError(GShardError, TypeError):
-    """An argument of a type that cannot be meant."""
+    """Raised for an argument of the wrong type.
+
+    The message names the argument, and what to pass.
+    """
 
 
 class UnevenInputsError(GShardError, RuntimeError):
-    """Some devices ran out of data before others."""
+    """Raised when some processes run out of data before others.
+
+    The message names these processes. Fix: give every process the same number of batches, or use
+    `gshard.pytorch.Join`.
+    """
 
 
 class MissingAttributeError(GShardError, AttributeError):
-    """An attribute that Paddle or PyTorch has and gshard has not."""
+    """Raised for an attribute that Paddle or PyTorch has and gshard does not have.
+
+    The message names what to use in its place.
+    """
 
 
 class CallOrderError(GShardError, RuntimeError):
-    """A call that has no place here: before another one, or twice."""
+    """Raised for a call at the wrong time: before a call that it needs, or a second time.
+
+    The message names the call, and the one to make before it.
+    """
 
 
 class NonFiniteError(GShardError, FloatingPointError):
-    """Too many steps in a row whose gradient was not finite."""
+    """Raised after too many steps in a row with gradients that are not finite.
+
+    The message names the first such step and the parameter. Fix: lower the learning rate, clip the
+    gradients, or look for the cause in the loss.
+    """
 
 
 class GShardWarning(UserWarning):
-    """Something that works, but probably not as meant."""
+    """Warns of something that works, but probably not as intended.
+
+    The message says what to change, or how to silence it.
+    """
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the user's code that called into gshard, through JAX or not."""
+    """Warns at the line of the user's code that called gshard, directly or through JAX."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -57,13 +84,13 @@ def warn(message: str) -> None:
 
 
 def did_you_mean(value: object, known: Iterable[object]) -> str:
-    """A sentence that names the nearest of `known`, or nothing when none is near."""
+    """A sentence that suggests the most similar of `known`; empty when none is similar."""
     found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
 def some(items: Iterable[object], most: int = 5) -> str:
-    """`a, b, c and 4 more`: a list that stays readable."""
+    """`a, b, c and 4 more`: at most so many items as text."""
     items = [str(item) for item in items]
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
-VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # the same numbers
+VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINTS = ("checkpoint", "remat2")
 _CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
@@ -35,7 +35,7 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation, in the context that it was traced in (`compute_on`, ...)."""
+    """Evaluates one equation, in the context that it was traced in (`compute_on`, ...)."""
     found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
     functions, params = found if isinstance(found, tuple) else ((), found)
     with eqn.ctx.manager:
@@ -91,9 +91,9 @@ def evaluate(
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int, int]:
-    """How many operands of a `scan` are constants, carried and scanned, in this order.
+    """How many operands of a `scan` are constant, carried and scanned, in this order.
 
-    Read off the shapes: a scanned operand has one dimension more outside the body than inside.
+    The shapes tell: a scanned operand has one dimension more outside the body than inside.
     """
     body, _ = body_of(eqn)
     pairs = list(zip(eqn.invars, body.invars, strict=True))
@@ -106,13 +106,13 @@ def scan_sizes(eqn: Any) -> tuple[int, int, int]:
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation, also those of inner jaxprs."""
+    """Iterates over all equations, also those of inner jaxprs."""
     for eqn in jaxpr.eqns:
         yield from with_inner(eqn)
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
-    """An equation and those of its inner jaxprs."""
+    """Iterates over an equation and those of its inner jaxprs."""
     yield eqn
     for value in eqn.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):

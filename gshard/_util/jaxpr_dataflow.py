@@ -23,7 +23,7 @@ from gshard._util.jaxpr import body_of, called, opened, scan_sizes
 UNKNOWN = -1
 Dim = int | None
 
-# They take the matrices in the last two dimensions whole; all before are batches.
+# They need full matrices in the last two dimensions; all dimensions before are batches.
 _OF_MATRICES = frozenset({
     "cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf",
     "hessenberg", "householder_product", "lu", "ormqr", "qr", "ragged_dot", "ragged_dot_general",
@@ -150,13 +150,13 @@ def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
 
 
 def join(*dims: Dim) -> Dim:
-    """What is divided in one case or another, taken as one."""
+    """The sharded dimension that holds in all of several cases."""
     found = {dim for dim in dims if dim is not None}
     return UNKNOWN if len(found) > 1 else next(iter(found), None)
 
 
 def back(eqn: Any, dim: Dim) -> list[Dim]:
-    """How the operands lie of which the one result is to be divided on `dim`; None: not known."""
+    """Sharded dimensions of the operands, for a result sharded on `dim`; None where not known."""
     out, name = eqn.outvars[0].aval.shape, eqn.primitive.name
     found: list[Dim] = []
     for shape in (v.aval.shape for v in eqn.invars):
@@ -172,8 +172,8 @@ def back(eqn: Any, dim: Dim) -> list[Dim]:
 
 
 def _inside(dim: Dim) -> Dim:
-    """A scanned operand's dimension inside the loop, where the leading one is gone."""
-    if dim == 0:  # the divided one itself: each device has some of the turns
+    """The dimension of one slice of a scanned operand, which has no leading dimension."""
+    if dim == 0:  # each device has some of the iterations
         return UNKNOWN
     return dim if dim is None or dim == UNKNOWN else dim - 1
 
@@ -184,10 +184,10 @@ def _outside(dim: Dim) -> Dim:
 
 
 def _of_matrices(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Dim], float]:
-    """Nothing moves where every device has batches of its own."""
-    batches, divided = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
-    if all(0 <= dim < batches for dim in divided):
-        return [join(*divided)] * len(eqn.outvars), 0
+    """Nothing is communicated where every device has batches of its own."""
+    batches, sharded = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
+    if all(0 <= dim < batches for dim in sharded):
+        return [join(*sharded)] * len(eqn.outvars), 0
     return [UNKNOWN] * len(eqn.outvars), math.inf
 
 
@@ -221,7 +221,7 @@ def _reshaped(shape: Sequence[int], dim: int, out: Sequence[int]) -> Dim:
 
 
 def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Dim]:
-    """Where the divided dimension of each operand is in the product; None where it is summed."""
+    """The dimension of the product that each operand's sharded one becomes; None if summed."""
     contracted, batches = eqn.params["dimension_numbers"]
     found: list[Dim] = []
     start = len(batches[0])
@@ -238,10 +238,10 @@ def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Di
 
 
 def _moved(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
-    """What a product moves: see `flow`.
+    """What a product communicates: see `sharded_dims`.
 
-    Nothing where every device has batches of its own, or rows of its own for a factor that is
-    whole; nor for a vector.
+    Nothing where every device has batches of its own, or rows of its own for a replicated factor,
+    nor for a vector.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     for shape, summed, batch in zip(shapes, contracted, batches, strict=True):

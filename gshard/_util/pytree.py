@@ -1,4 +1,4 @@
-"""Trees by path: how leaves are named, and whether two trees have the same ones."""
+"""Paths of the leaves of pytrees, and checks that two trees have the same leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gshard._util.errors import GShardError, some
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A key path as `a/b/c`; the `value` of a Linen box or an NNX Variable is not named."""
+    """A key path as `a/b/c`, without the `value` of a Linen box or an NNX Variable."""
     if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
@@ -27,7 +27,7 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def subscript(path: str) -> str:
-    """A path behind the name of its tree, as in `batch['x/y']`; nothing for a tree of one leaf."""
+    """A path as a subscript, as in `batch['x/y']`; empty for a tree of one leaf."""
     return f"[{path!r}]" if path else ""
 
 
@@ -36,11 +36,11 @@ def belongs_to(
     known: Collection[str],
     fits: Callable[[int, str], bool] = lambda position, name: True,
 ) -> list[tuple[str, str] | None]:
-    """For every path the known one that it ends in, with what comes before, or None.
+    """For every path its `(prefix, known path)` where it ends in a known path, else None.
 
-    Moments, master copies, averages. Where two endings fit (a parameter `mu/w` beside `w`), the one
-    whose beginning holds more of the known is meant, then the longer one. `fits` may refuse one for
-    the path at a position.
+    This finds the parameters of moments, master copies and averages. Where two endings fit (there
+    are parameters `mu/w` and `w`), the one whose prefix is the most frequent is returned, then the
+    longer one. `fits(position, known path)` can reject an ending.
     """
 
     def endings(position: int, path: str) -> list[tuple[str, str]]:
@@ -49,11 +49,11 @@ def belongs_to(
         return [(b, e) for b, e in ends if e in known and fits(position, e)]
 
     found = [endings(i, path) for i, path in enumerate(paths)]
-    held = Counter(beginning for ends in found for beginning, _ in ends)
-    return [max(ends, key=lambda end: held[end[0]], default=None) for ends in found]
+    frequency = Counter(beginning for ends in found for beginning, _ in ends)
+    return [max(ends, key=lambda end: frequency[end[0]], default=None) for ends in found]
 
 
-def refuse_twice(paths: list[str], what: str) -> None:
+def check_unique(paths: list[str], what: str) -> None:
     """Raises a `GShardError` when two leaves have the same path."""
     twice = sorted({path for path in paths if paths.count(path) > 1})
     if twice:
@@ -64,14 +64,14 @@ def refuse_twice(paths: list[str], what: str) -> None:
 
 
 def differences(paths: Collection[str], known: Collection[str]) -> str:
-    """Which of the known paths are missing and which were added, for a message."""
+    """Says which of the known paths are missing and which were added, for a message."""
     missing = [path for path in known if path not in set(paths)]
     added = [path for path in paths if path not in set(known)]
     return f"missing {some(missing) or 'none'}; added {some(added) or 'none'}"
 
 
 def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
-    """The structure of `tree`, after checking that its leaves have the paths `known`, in order.
+    """Checks that the leaves of `tree` have the paths `known`, in order; returns its structure.
 
     Raises:
       GShardError: names the paths that are missing and those that were added.
@@ -87,13 +87,13 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     return structure
 
 
-def no_numbers(dtype: Any) -> str:
-    """Why arrays of this dtype are no data of a batch, in words; empty for numbers and bools."""
+def why_not_numeric(dtype: Any) -> str:
+    """Says why arrays of a dtype cannot be in a batch; empty for numbers and booleans."""
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (
-            "holds keys of jax.random, whose rows cannot lie on several processes: pass "
+            "contains keys of jax.random, which cannot be sharded over several processes: pass "
             "jax.random.key_data of them (and jax.random.wrap_key_data in the loss)"
         )
     if dtype != np.bool_ and not jnp.issubdtype(dtype, np.number):
-        return f"has dtype {dtype}: a batch holds numbers"
+        return f"has dtype {dtype}: a batch contains numbers"
     return ""

@@ -1,4 +1,4 @@
-"""Amounts for people. GB are 1e9 bytes, as in the ZeRO paper and on data sheets."""
+"""Amounts as readable text. GB are 1e9 bytes, as in the ZeRO paper and on data sheets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 def bytes_of(count: float) -> str:
     """Bytes with three significant digits: `1.87 GB`, `640 MB`, `12 B`."""
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        # 999.6 MB is 1.00 GB: the rounded number decides.
+        # The rounded number decides: 999.6 MB is 1.00 GB.
         if float(f"{count:.3g}") >= 1000**power:
             return f"{_three(count / 1000**power)} {unit}"
     return f"{count:.0f} B"
 
 
 def count_of(count: float) -> str:
-    """A number of things: `7.5 B`, `124 M`."""
+    """A count with three significant digits: `7.50 B`, `124 M`."""
     for power, unit in ((4, "T"), (3, "B"), (2, "M"), (1, "k")):
         if float(f"{count:.3g}") >= 1000**power:
             return f"{_three(count / 1000**power)} {unit}"

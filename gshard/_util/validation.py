@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share."""
+"""Checks of arguments, shared by many functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gshard._util.errors import GShardError
 
 
 def shown(value: Any) -> str:
-    """A value in a message: a plain one as it is, cut short, any other by its type."""
+    """A value as text for a message: shortened if it is plain, else the name of its type."""
     short = reprlib.Repr()
     short.maxother = short.maxstring = 60
     items = value.values() if isinstance(value, dict) else value
@@ -27,16 +27,23 @@ def shown(value: Any) -> str:
 _PLAIN = (str, int, float, type(None))
 
 
-MOST = 10**9  # devices, rows and the like: beyond it only a slip is likely
+MOST = 10**9  # devices, examples and so on: a larger number is surely a mistake
 
 
 def check_integer(
     name: str, value: Any, least: int, meaning: str = "", most: int | None = None
 ) -> int:
-    """An integer argument as an `int`: Python's or NumPy's, but no bool.
+    """An integer argument as an `int`; it may be Python's or NumPy's, but not a bool.
+
+    Args:
+      name: of the argument, for the message.
+      value: the argument.
+      least: the smallest value that is allowed.
+      meaning: for the message, such as " of devices".
+      most: the largest value that is allowed; None for any.
 
     Raises:
-      GShardError: for anything else, and for a number below `least` or above `most`.
+      GShardError: it is not an integer, or below `least` or above `most`.
     """
     try:
         number = operator.index(value)
@@ -52,10 +59,10 @@ def check_integer(
 
 
 def flag(name: str, value: Any) -> bool:
-    """A boolean argument as a `bool`: Python's or NumPy's.
+    """A boolean argument as a `bool`; it may be Python's or NumPy's.
 
     Raises:
-      GShardError: for anything else.
+      GShardError: it is neither.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise GShardError(f"{name}={shown(value)} must be True or False.")
@@ -63,7 +70,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def dimension(value: Any, rank: int) -> int | None:
-    """A dimension of an array as a number from 0, or None when it is none."""
+    """A dimension of an array of that rank, counted from 0; None for an invalid one."""
     try:
         dim = operator.index(value)
     except TypeError:
@@ -72,10 +79,14 @@ def dimension(value: Any, rank: int) -> int | None:
 
 
 def pattern(value: Any, where: str) -> re.Pattern[str]:
-    """A regular expression on paths.
+    """Compiles a regular expression that is matched with paths.
+
+    Args:
+      value: given by the user.
+      where: the argument that has it, for the message.
 
     Raises:
-      GShardError: when it is not a text, or not a regular expression.
+      GShardError: it is not a string, or not a regular expression.
     """
     try:
         return re.compile(value)
@@ -86,10 +97,10 @@ def pattern(value: Any, where: str) -> re.Pattern[str]:
 
 
 def names_of(argument: str, value: Any) -> tuple[str, ...]:
-    """One name or several.
+    """One name or several names as a tuple.
 
     Raises:
-      GShardError: when they are no texts.
+      GShardError: they are not strings.
     """
     names = (value,)
     if isinstance(value, (Sequence, Set)) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The one place that holds the version: the build reads it, the package re-exports it."""
+"""The version of gshard, which the build reads and the package exports, and of what it uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "libtpu", "jax-cuda13-plugin", "n
 
 
 def versions() -> dict[str, str]:
-    """Versions by name, of what is installed."""
+    """The versions of gshard, Python and the installed packages that it uses, by name."""
     found = {"gshard": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:

@@ -14,7 +14,7 @@ from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import flatten, refuse_twice
+from gshard._util.pytree import check_unique, flatten
 from gshard.checkpoint.matching import LeafInfo, check_fit, differing, one_to_one, source_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -87,7 +87,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, L
             "with gshard.reduce_gradients(acc, plan) and update before you save."
         )
     paths, leaves, _ = flatten(parts)
-    refuse_twice(paths, "arrays of the state")
+    check_unique(paths, "arrays of the state")
     refuse_donated(leaves)
     described = layouts_of(plan)
     if paths != list(described):

@@ -16,7 +16,7 @@ from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import flatten, no_numbers, subscript
+from gshard._util.pytree import flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
 from gshard.sharding.plan import Plan
@@ -159,14 +159,14 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
             continue
         if keys and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
             continue
-        if dtype is None or no_numbers(dtype):
+        if dtype is None or why_not_numeric(dtype):
             paths, leaves, _ = flatten(batch)
             path = next(p for p, leaf in zip(paths, leaves, strict=True) if leaf is x)
             if dtype is None:
                 raise GShardError(
                     f"batch{subscript(path)} is {shown(x)}: pass NumPy or JAX arrays."
                 )
-            raise GShardError(f"batch{subscript(path)} {no_numbers(dtype)}: pass numbers.")
+            raise GShardError(f"batch{subscript(path)} {why_not_numeric(dtype)}: pass numbers.")
 
 
 def _check_global_arrays(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:

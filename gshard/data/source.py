@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import differences, flatten, no_numbers, subscript
+from gshard._util.pytree import differences, flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
 from gshard.data.consistency import describe_structure
 
@@ -102,7 +102,7 @@ class Source:
             dtype = getattr(x, "dtype", None)
             if dtype is None:
                 dtype = np.asarray(x).dtype
-            if why := no_numbers(dtype):
+            if why := why_not_numeric(dtype):
                 raise GShardError(
                     f"{what}{subscript(path)} {why}. Change or leave it out in transform=."
                 )
@@ -167,7 +167,7 @@ def _check_arrays(arrays: list[tuple[str, Any]], transformed: bool) -> None:
                 f"source{subscript(path)} has {x.shape[0]} rows and source{subscript(first)} has "
                 f"{length}. All arrays of a source share their leading dimension."
             )
-        why = no_numbers(x.dtype)
+        why = why_not_numeric(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
             raise GShardError(
                 f"source{subscript(path)} {why}. Leave it out, or change it in transform=."

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
-from gshard._util.pytree import belongs_to, flatten, path_of, refuse_twice
+from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sharding.layout import HOST, Layout, lay_out
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
@@ -99,7 +99,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         ]
         return jax.tree.unflatten(structure, found)
 
-    refuse_twice(paths, "parameters")
+    check_unique(paths, "parameters")
     not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
     check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
     divided = [by_rule(p, x, level.shards_opt_state) for p, x in zip(paths, leaves, strict=True)]

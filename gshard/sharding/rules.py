@@ -16,7 +16,7 @@ import numpy as np
 
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
-from gshard._util.pytree import differences, flatten, refuse_twice
+from gshard._util.pytree import check_unique, differences, flatten
 from gshard._util.validation import check_integer, dimension, shown
 from gshard.train_state import SCAN_NAMES
 
@@ -349,7 +349,7 @@ def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
       GShardError: `frozen` is none of these, has another structure, or leaves nothing to train.
     """
     paths, leaves, _ = flatten(params)
-    refuse_twice(paths, "parameters")
+    check_unique(paths, "parameters")
     chosen = _frozen(paths, leaves, frozen)
     fixed = {
         p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)

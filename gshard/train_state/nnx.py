@@ -14,7 +14,7 @@ from flax import nnx
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import sources
-from gshard._util.pytree import flatten, path_of, refuse_twice
+from gshard._util.pytree import check_unique, flatten, path_of
 from gshard._util.validation import shown
 from gshard.train_state.components import Components, PureLoss
 
@@ -88,7 +88,7 @@ class Nnx:
         """The model alone, without an optimizer."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         paths, leaves, structure = flatten(rest)
-        refuse_twice(paths, "Variables of the model")
+        check_unique(paths, "Variables of the model")
         non_trainable = dict(zip(paths, leaves, strict=True))
         static = _NnxStatic(graph, structure, tuple(paths))
         return Components(nnx.as_pure(params), None, None, non_trainable, static)

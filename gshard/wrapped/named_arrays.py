@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.pytree import flatten, refuse_twice
+from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.sharding.host_arrays import to_host
 from gshard.sharding.layout import Layout
@@ -33,7 +33,7 @@ def named(*pairs: tuple[Any, Any]) -> Named:
         for tree, layouts in pairs
         for path, x, place in zip(*flatten(tree)[:2], jax.tree.leaves(layouts), strict=True)
     ]
-    refuse_twice([name for name, _ in found], "names of the state dict")
+    check_unique([name for name, _ in found], "names of the state dict")
     return dict(found)
 
 

@@ -53,7 +53,7 @@ REFUSED = {
     "many_arrays": (
         "different arrays; process 0: z float32[rows, 2], process 1: z float32[rows, 3",
     ),
-    "keys": ("error in 0", "batch['k'] holds keys of jax.random", "jax.random.key_data"),
+    "keys": ("error in 0", "batch['k'] contains keys of jax.random", "jax.random.key_data"),
     "one_text": ("batch['t'] is 'text'",),
     "one_object": ("has dtype object",),
     "shared_differ": ("processes 0, 1 have devices of the same rows", "gave different data"),
