@@ -137,7 +137,7 @@ def test_a_layer_is_one_collective_each_way():
     assert counts(fun.lower(state.params, batch).as_text()) == (6 * LAYERS + 1, 4 * LAYERS + 1)
 
 
-def test_leaves_that_are_cast_share_a_bucket_of_the_dtype_that_they_move_in():
+def test_parameters_that_are_cast_share_a_bucket_of_their_compute_dtype():
     def half(p, batch):
         x = batch.astype(jnp.bfloat16)
         for i in range(LAYERS):
@@ -153,7 +153,7 @@ def test_leaves_that_are_cast_share_a_bucket_of_the_dtype_that_they_move_in():
 
 
 @pytest.mark.parametrize("level", ["os", "os_g"])
-def test_gradients_alone_where_parameters_are_whole(level):
+def test_gradients_alone_where_parameters_are_replicated(level):
     fun, state, _, batch = made("unrolled", level, {"a": 4})
     assert counts(fun.lower(state.params, batch).as_text()) == (0, 2 * LAYERS + 1)
 
@@ -184,7 +184,7 @@ def test_a_bucket_ends_where_it_is_full():
     )
 
 
-def test_leaves_that_neighbours_keep_move_one_by_one():
+def test_parameters_that_a_sub_group_keeps_are_gathered_one_by_one():
     fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, reshard_after_forward=2)
     value, grads = fun(state.params, batch)
     expected, _ = jax.value_and_grad(unrolled)(params(), batch)
@@ -268,7 +268,7 @@ def test_a_leaf_used_in_one_layer_and_again_in_another_is_gathered_once():
         assert moved.elements(kind) <= budgeted.elements(kind)
 
 
-def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
+def test_a_parameter_given_twice_to_a_checkpoint_is_gathered_once():
     @jax.checkpoint
     def there_and_back(x, w, again, b):
         return jnp.tanh(jnp.tanh(x @ w + b) @ again.T)
@@ -290,7 +290,7 @@ def test_a_leaf_given_twice_to_a_checkpoint_moves_once():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_leaf_that_is_whole_early_makes_no_layer_whole(dtype):
+def test_a_parameter_that_is_gathered_early_gathers_no_layer(dtype):
     """The bias, which its own layer needs and a checkpoint: it moves once for both, at its cast."""
 
     def loss(p, batch):

@@ -200,7 +200,7 @@ def test_gradients_are_those_of_one_device(name, level):
 
 
 @pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))
-def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
+def test_a_stack_sharded_on_its_layers_is_gathered_before_the_scan(level):
     assert_gradients(LOSSES["scan"], level, n=2, rules=lambda leaf: None)
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     # Without scan_axes nobody knows that dimension 0 counts layers, and a rule may divide it.
@@ -216,7 +216,7 @@ def test_a_stack_divided_on_its_layers_is_gathered_before_the_scan(level):
     np.testing.assert_allclose(grads["stack"], expected["stack"], atol=2e-6)
 
 
-def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
+def test_a_parameter_used_often_is_gathered_once_and_scattered_once():
     fun, state, _ = divided(tied, "p_g_os", bucket_size=0)
     text = fun.lower(state.params, rows()).as_text()
     assert text.count('"stablehlo.all_gather"') == 3  # embed, out, bias
@@ -234,7 +234,7 @@ def test_a_leaf_used_often_is_gathered_once_and_scattered_once():
     ],
     ids=["shared by checkpoints", "checkpoint and penalty", "scan and penalty", "tied, casts"],
 )
-def test_a_leaf_needed_in_several_scopes_moves_no_more_than_promised(loss, level):
+def test_a_parameter_used_in_several_scopes_stays_within_the_budget(loss, level):
     fun, state, plan = divided(loss, level)
     report = gshard.audit(fun, state.params, rows(), plan=plan)
     budgeted = gshard.budget(plan)
@@ -257,7 +257,7 @@ def test_a_stack_that_a_scan_walks_and_closes_over_is_gathered_once():
     assert sizes.count(plan.params["stack"].size) == 1 and D * D not in sizes
 
 
-def test_a_stack_that_two_scans_walk_moves_twice_and_stays_divided():
+def test_a_stack_of_two_scans_is_gathered_twice_and_stays_sharded():
     fun, state, plan = divided(two_scans, "p_g_os")
     text = fun.lower(state.params, rows()).compile().as_text()
     found = [x for x in read_program(text).collectives if x.kind == "all-gather"]
@@ -278,7 +278,7 @@ def test_a_cast_is_applied_to_the_part_so_that_the_compute_dtype_travels():
         itertools.product([False, True], ["os_g", "p_g_os"]), [(False, "os_g"), (True, "p_g_os")]
     ),
 )
-def test_the_gradients_of_a_scan_are_stacked_in_the_dtype_that_they_move_in(remat, level):
+def test_the_gradients_of_a_scan_are_stacked_in_the_dtype_of_their_reduction(remat, level):
     """Half of the memory; they become float32 after the loop, the same numbers."""
 
     def half(x, w):

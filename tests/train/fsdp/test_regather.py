@@ -70,7 +70,7 @@ def test_the_gradients_of_one_device(name, reshard):
 
 @pytest.mark.parametrize("mesh, n", quick(SUB_GROUPS, QUICK_GROUPS))
 @pytest.mark.parametrize("name", quick(QUICK, ["unrolled"]))
-def test_parts_of_any_sub_group_come_together_in_order(name, mesh, n):
+def test_shards_of_any_sub_group_are_gathered_in_order(name, mesh, n):
     assert_gradients(LOSSES[name], MESHES[mesh], n)
 
 
@@ -131,7 +131,7 @@ def test_a_gather_waits_for_what_comes_before_its_use():
 
 @pytest.mark.parametrize("reshard", [True, False, 2, 4, 1])
 @pytest.mark.parametrize("name", ["scan", "scan, checkpoint", "unrolled"])
-def test_it_moves_no_more_than_promised(name, reshard):
+def test_it_stays_within_the_budget(name, reshard):
     fun, state, plan = divided(LOSSES[name], MESHES["4"], reshard)
     found = gshard.audit(fun, state.params, batch(), plan=plan)
     budgeted = gshard.budget(plan, reshard_after_forward=reshard)
@@ -168,12 +168,12 @@ def test_what_does_not_divide_the_group_is_refused(reshard, words):
     assert all(word in str(error.value) for word in words)
 
 
-def test_over_two_axes_a_sub_group_is_a_block_of_neighbours():
+def test_over_two_axes_a_sub_group_is_a_block_of_adjacent_devices():
     with pytest.raises(gshard.GShardError, match="2 x 4 dev.*sub-groups of 6.*divisor of 4, or"):
         divided(LOSSES["scan"], MESHES["2x4"], 6)
 
 
-def test_it_says_that_it_changes_nothing_where_parameters_are_whole():
+def test_it_says_that_it_changes_nothing_where_parameters_are_replicated():
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     _, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "os", min_shard_size=16)
     for option in ({"reshard_after_forward": False}, {"reshard_after_forward": 4}):
@@ -276,7 +276,7 @@ def test_unusual_uses_keep_their_gradient_and_the_promise(name, reshard):
         assert found.elements(kind) <= budgeted.elements(kind)
 
 
-def test_a_leaf_of_several_uses_stays_whole_between_them():
+def test_a_parameter_of_several_uses_stays_gathered_between_them():
     """Gathered again for each, it would move more than promised; a penalty would gather all."""
 
     def penalised(p, batch):
@@ -342,7 +342,7 @@ def test_without_prefetch_a_gather_waits_for_its_own_operands_and_changes_no_bit
 
 
 @pytest.mark.slow
-def test_two_layers_are_whole_at_a_time_on_a_gpu():
+def test_two_layers_are_gathered_at_a_time_on_a_gpu():
     """Compiled for eight H100s, without one: what the schedule holds, and what runs beside what."""
     found = found_by("layers_on_gpu", "h100:1x8")
     layers = 8

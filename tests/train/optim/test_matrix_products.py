@@ -161,7 +161,7 @@ def test_every_operand_is_gathered_once(name, level):
 
 
 @pytest.mark.parametrize("level", ["os", "p_g_os"])
-def test_an_elementwise_optimizer_moves_nothing(level):
+def test_an_elementwise_optimizer_communicates_nothing(level):
     _, _, audit, _ = updated(optax.adamw(1e-2), level, steps=0)
     assert {row.purpose for row in audit.collectives} == ({"update"} if level == "os" else set())
 
@@ -181,7 +181,7 @@ def test_matrices_are_gathered_in_buckets_and_where_a_branch_needs_them(monkeypa
     reason="XLA of JAX 0.10 drops the barrier on CPU, then schedules",
 )
 @pytest.mark.parametrize("clip", [False, True])
-def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
+def test_two_buckets_are_gathered_at_a_time(monkeypatch, clip):
     shapes = {f"w{i}": (32, 64) for i in range(8)}
     temporaries = []
     for size in (32 * 64, 8 * 32 * 64):
@@ -193,7 +193,7 @@ def test_two_buckets_are_whole_at_a_time(monkeypatch, clip):
     assert temporaries[0] < temporaries[1] / 2
 
 
-def test_what_follows_the_last_product_is_divided(monkeypatch):
+def test_what_follows_the_last_product_is_sharded(monkeypatch):
     """A clip of the result waits for a number of all of them; no whole matrix may wait with it."""
     monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 200)
     tx = optax.chain(OPTIMIZERS["by hand"](), optax.clip_by_global_norm(0.1))
@@ -251,7 +251,7 @@ def test_what_is_summed_is_counted_over_all_products(rank):
 
 
 @pytest.mark.parametrize("turns", [2, 3])
-def test_what_is_summed_in_a_loop_is_counted_by_turns(turns):
+def test_what_is_summed_in_a_loop_is_counted_by_iterations(turns):
     """Of (64, 16), a result of (16, 16), twice: a quarter and a half of the matrix, each turn."""
 
     def twice(x):
@@ -274,7 +274,7 @@ def test_what_is_summed_in_a_loop_is_counted_by_turns(turns):
     ],
     ids=["eigh", "svd", "solve", "qr"],
 )
-def test_decompositions_of_stacks_divided_on_their_layers_move_nothing(product):
+def test_decompositions_of_stacks_sharded_on_their_layers_communicate_nothing(product):
     params = arrays(0, {"stack": (8, 6, 10)})
     tx = optax.stateless(lambda g, _: jax.tree.map(product, g))
     _, _, audit, plan = updated(tx, "os_g", 0, params, rules={"stack": 0})
@@ -303,7 +303,7 @@ def test_inner_products_are_summed_not_gathered():
     assert moved(audit) == {}
 
 
-def test_a_product_with_a_whole_factor_stays_where_its_rows_are():
+def test_a_product_with_a_replicated_factor_stays_where_its_rows_are():
     factor = np.random.default_rng(3).normal(size=(8, 8)).astype(np.float32)
     tx = optax.stateless(lambda g, _: {"tall": g["tall"] @ factor})
     found, right, audit, plan = updated(tx, "p_g_os", 1, {"tall": arrays(0)["tall"]})
@@ -369,7 +369,7 @@ def layers(p, x):
         pytest.param("os_g", 8, 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_stack_divided_on_its_layers_moves_nothing_for_muon(level, count, k):
+def test_a_stack_sharded_on_its_layers_communicates_nothing_for_muon(level, count, k):
     """The rule of the user may divide the scanned dimension where parameters are whole."""
     start = arrays(0, {"up": (count, 8, 12), "down": (count, 12, 8)})
     start = {name: x / 4 for name, x in start.items()}
@@ -395,7 +395,7 @@ def test_a_stack_divided_on_its_layers_moves_nothing_for_muon(level, count, k):
     assert_close(gshard.full_params(state), right)
 
 
-def test_no_rule_divides_the_layers_where_parameters_rest_divided():
+def test_no_rule_shards_the_layers_where_parameters_are_stored_sharded():
     with pytest.raises(gshard.GShardError, match="at 'os' and 'os_g' this one can be"):
         gshard.shard_train_state(
             (arrays(0), optax.sgd(1.0)),
@@ -478,5 +478,5 @@ def until_small(x):
         ),
     ],
 )
-def test_how_a_divided_dimension_passes_through(f, dims, shapes, dim, cost):
+def test_how_a_sharded_dimension_passes_through(f, dims, shapes, dim, cost):
     assert followed(f, dims, *shapes) == (dim, cost)

@@ -159,7 +159,7 @@ def test_numbers_are_those_without_offload(name, level, optimizer, precision, lo
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_rests_where(level):
+def test_what_is_stored_where(level):
     tx = optax.adamw(1e-3)
     state, plan = divided("small", level, tx, True, precision="bfloat16")
     on_host = {
@@ -365,7 +365,7 @@ def test_memory_on_a_tpu():
         assert offload["temp"] <= plain["temp"] + 2 * row["group"] + row["params"], row
 
 
-def test_turns_are_not_taken_over_the_users_own_axis(monkeypatch):
+def test_chunks_are_not_taken_over_the_users_own_axis(monkeypatch):
     monkeypatch.setattr(offload_module, "GROUP_SIZE", 512)
     both = gshard.make_mesh(extra={"model": 2})
     params = {"w": jax.device_put(np.ones((32, 24), np.float32), NamedSharding(both, P("model")))}

@@ -217,7 +217,7 @@ def test_pairs_of_lookahead_are_refused():
 
 
 @pytest.mark.slow
-def test_slow_parameters_are_those_of_optax_and_lie_divided():
+def test_slow_parameters_are_those_of_optax_and_are_sharded():
     """Against pairs, trained as optax's documentation does."""
     tx = optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
