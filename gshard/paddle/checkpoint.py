@@ -1,4 +1,4 @@
-"""Saving and loading a wrapped model: one directory, whole values, for any level and devices."""
+"""Saving a wrapped model to one directory, and loading it at any level, on any devices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 def save_group_sharded_model(model: Any, output: str | Path, optimizer: Any = None) -> None:
-    """Writes a wrapped model, and its optimizer, into a directory.
+    """Saves a wrapped model, and optionally its optimizer, to a directory.
 
     Args:
       model: what `group_sharded_parallel` or `DataParallel` returned.
-      output: the directory; one that was written so before is replaced.
+      output: the directory. A model that was saved there before is replaced.
       optimizer: what `group_sharded_parallel` returned with the model.
 
     Raises:
-      GShardError: a file is in the way, or these are not wrapped.
+      GShardError: `output` is a file, the model or optimizer is not wrapped, or the optimizer
+        belongs to another model.
+
+    Example:
+      >>> from flax import nnx
+      >>> net = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+      >>> model, optimizer, _ = gshard.paddle.group_sharded_parallel(
+      ...     net, tx, "p_g_os", segment_size=0
+      ... )
+      >>> gshard.paddle.save_group_sharded_model(model, "output", optimizer)
     """
     _check(model, optimizer, "save_group_sharded_model")
     values = {"model": model.state_dict()}
@@ -32,13 +41,27 @@ def save_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
 
 
 def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = None) -> None:
-    """Sets a wrapped model, and its optimizer, to what `save_group_sharded_model` wrote.
+    """Loads what `save_group_sharded_model` wrote into a wrapped model and its optimizer.
 
-    The level and the number of devices may differ from those that wrote it.
+    The level and the number of devices may differ from those of the model that was saved.
+
+    Args:
+      model: what `group_sharded_parallel` or `DataParallel` returned; changed in place.
+      output: the directory that was passed to `save_group_sharded_model`.
+      optimizer: what `group_sharded_parallel` returned with the model; changed in place.
 
     Raises:
-      GShardError: the directory is missing or damaged, has no optimizer, or holds another model's
-        values; nothing is changed.
+      DamagedCheckpointError: a file does not match its checksum.
+      GShardError: the directory is missing, has no optimizer state, or has the state of another
+        model. Nothing is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> net = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+      >>> model, _, _ = gshard.paddle.group_sharded_parallel(net, tx, "p_g_os", segment_size=0)
+      >>> gshard.paddle.save_group_sharded_model(model, "output")
+      >>> dp = gshard.paddle.DataParallel(net)
+      >>> gshard.paddle.load_group_sharded_model(dp, "output")
     """
     call = "load_group_sharded_model"
     _check(model, optimizer, call)
@@ -54,7 +77,9 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
         )
     stored = model._gshard_named()
     if strange := differences(*check(values["model"], stored, call), "the model"):
-        raise GShardError(f"{call}: {output} is of another model: {strange}. Nothing was changed.")
+        raise GShardError(
+            f"{call}: {output} has the state of another model: {strange}. Nothing was changed."
+        )
     if optimizer is not None:
         its = optimizer._gshard_named()
         check_optimizer(values["optimizer"], its)
@@ -65,15 +90,18 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
 def _check(model: Any, optimizer: Any, call: str) -> None:
     if not isinstance(model, Wrapped):
         raise GShardError(
-            f"{call}: {shown(model)} is no wrapped model. Pass the one that group_sharded_parallel "
-            "returned."
+            f"{call}: {shown(model)} is not a wrapped model. Pass the one that "
+            "group_sharded_parallel returned."
         )
     if optimizer is None:
         return
     if not isinstance(optimizer, WrappedOptimizer):
         raise GShardError(
-            f"{call}: {shown(optimizer)} is no wrapped optimizer. Pass the one that "
+            f"{call}: {shown(optimizer)} is not a wrapped optimizer. Pass the one that "
             "group_sharded_parallel returned."
         )
     if kept(optimizer) is not kept(model):
-        raise GShardError(f"{call}: the optimizer is another model's.")
+        raise GShardError(
+            f"{call}: the optimizer was wrapped with another model. Pass the one that "
+            "group_sharded_parallel returned with this model."
+        )

@@ -1,4 +1,4 @@
-"""`group_sharded_parallel`: Paddle's one call, in the core's terms."""
+"""`group_sharded_parallel`: Paddle's call, translated to `shard_train_state`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SEGMENT_SIZE = 2**20
 
 
 class GroupSharded(Wrapped):
-    """A model whose state is divided; an instance of the model's own class too."""
+    """A model whose train state is sharded; also an instance of the model's own class."""
 
     __slots__ = ()
 
@@ -51,34 +51,44 @@ def group_sharded_parallel(
     dp_group: Any = None,
     exclude_layer: Any = None,
 ) -> tuple[Any, Any, Any]:
-    """Divides a model and its optimizer over devices.
+    """Shards a model and its optimizer over devices.
 
-    What is given is copied and stays as it is; what comes back trains by `model.backward(loss_fn,
-    batch)`, `optimizer.step()`, `optimizer.clear_grad()`, or in your own `nnx.jit` loop.
+    The arguments are copied and not changed. The result is trained with `model.backward(loss_fn,
+    batch)`, `optimizer.step()` and `optimizer.clear_grad()`, or in your own `nnx.jit` loop.
 
     Args:
       model: an NNX module, or `(linen_module, variables)`.
       optimizer: `nnx.Optimizer(model, tx, wrt=...)`, or an optax transformation, which then trains
         every `nnx.Param`.
-      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
-        too), or `"dp"`: nothing is divided, as with `DataParallel`, in the same rhythm.
-      scaler: a `gshard.GradScaler`, for float16; or what another call returned for one.
-      group: devices of `gshard.paddle.new_group` to divide over, or a mesh; by default all devices.
-      offload: the optimizer state, and divided parameters, rest in the host's memory.
-      sync_buffers: buffers that the loss changes become those of the first device, not the mean.
-      buffer_max_size: elements of one bucket; 0 for none.
-      segment_size: elements; at `"p_g_os"` a larger parameter is divided. (At the others the core's
-        own threshold holds.)
-      sync_comm: at `"p_g_os"` parameters are gathered when all else is there, and not before.
-      dp_group: devices, one in each copy of the divided state; orthogonal to `group`.
-      exclude_layer: at `"p_g_os"` layers that stay whole, with those within: class names,
-        `id(layer)`s, or patterns of paths.
+      level: `"os"` shards the optimizer state, `"os_g"` gradients too, `"p_g_os"` parameters too.
+        `"dp"` shards nothing, like `DataParallel`.
+      scaler: a `gshard.paddle.GradScaler` for float16, or the scaler that another call returned.
+      group: the devices to shard over, from `gshard.paddle.new_group`, or a mesh. Default: all.
+      offload: keep the optimizer state, and sharded parameters, in host memory between steps.
+      sync_buffers: buffers that the loss changes take the value of the first device, not the mean.
+      buffer_max_size: size of a gradient bucket in elements; 0 turns buckets off.
+      segment_size: in elements. At `"p_g_os"` larger parameters are sharded; the other levels use
+        the default threshold of `gshard.shard_train_state`.
+      sync_comm: at `"p_g_os"`, do not prefetch: all-gather a parameter only when it is needed.
+      dp_group: devices, one from each replica of the sharded state; orthogonal to `group`.
+      exclude_layer: at `"p_g_os"`, layers that stay replicated, with their sublayers: class names,
+        `id(layer)`s, or regular expressions for paths.
 
     Returns:
-      The model, the optimizer, and the scaler in Paddle's rhythm, or None.
+      The wrapped model, the wrapped optimizer, and the wrapped scaler (None without `scaler`).
 
     Raises:
-      GShardError: for an argument that cannot be; nothing is changed.
+      GShardError: an argument is invalid; nothing is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> net = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+      >>> model, optimizer, _ = gshard.paddle.group_sharded_parallel(
+      ...     net, tx, "p_g_os", segment_size=0
+      ... )
+      >>> loss = model.backward(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batch)
+      >>> optimizer.step()
+      >>> optimizer.clear_grad()
     """
     call = "group_sharded_parallel"
     refuse_wrapped(model, call)
@@ -138,14 +148,14 @@ def _advice(level: Level) -> str:
 
 def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
     if isinstance(optimizer, WrappedOptimizer):
-        raise GShardError("this optimizer is wrapped already. Pass the one that it was made of.")
+        raise GShardError("this optimizer is wrapped already. Pass the one that it was made from.")
     if isinstance(optimizer, nnx.Optimizer):
         _check_fits(optimizer, model)
         return optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
     raise GShardError(
-        f"optimizer={shown(optimizer)} is no optimizer. Pass an optax transformation such as "
+        f"optimizer={shown(optimizer)} is not an optimizer. Pass an optax transformation such as "
         "optax.adamw(1e-3), or nnx.Optimizer(model, tx, wrt=nnx.Param), which also takes "
         "optax.MultiSteps and the like."
     )
@@ -157,8 +167,8 @@ def _check_fits(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
     have = nnx.as_pure(optimizer.opt_state)
     if [x.shape for x in jax.tree.leaves(wanted)] != [x.shape for x in jax.tree.leaves(have)]:
         raise GShardError(
-            "the optimizer was made for another model: its state has other shapes. Make it of this "
-            "one, nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            "the optimizer was made for another model: its state has other shapes. Make one for "
+            "this model: nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
 
 
@@ -171,7 +181,7 @@ def _useless(
     sync_buffers: bool,
     rules: Any,
 ) -> list[str]:
-    """What was given and changes nothing here."""
+    """Describes the arguments that have no effect here, for a warning."""
     model, optimizer = pair
     found = []
     if not level.shards_params:
@@ -199,15 +209,15 @@ def _float16(model: nnx.Module) -> bool:
 
 
 def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | None]:
-    """A rule by which the parameters of these layers, and of layers within, stay whole.
+    """Returns a rule that keeps the parameters of these layers and their sublayers replicated.
 
     Args:
       entries: a list of class names (`"GroupNorm"`), `id(layer)`s, paths of layers
-        (`"decoder.norm"`), and patterns that are searched in paths of parameters.
-      model: the user's own, whose layers have these ids.
+        (`"decoder.norm"`), and regular expressions that are searched for in parameter paths.
+      model: the user's own model, whose layers have these ids.
 
     Raises:
-      GShardError: for another type, or an entry that finds nothing.
+      GShardError: `entries` has another type, or an entry matches no layer.
     """
     if not isinstance(entries, (list, tuple)):
         raise GShardError(
@@ -228,7 +238,7 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | Non
             classes = {type(layer).__name__ for _, layer in layers}
             hint = did_you_mean(entry, classes | {path for path, _ in layers if path})
             raise GShardError(
-                f"exclude_layer: {shown(entry)} is no layer of the model.{hint} It has the "
+                f"exclude_layer: {shown(entry)} is not a layer of the model.{hint} It has the "
                 f"classes {sorted(classes)}; ids are those of the model's own layers, "
                 "id(model.head), and patterns are searched in paths such as "
                 f"{paths[0] if paths else ''!r}."
@@ -248,7 +258,10 @@ def _is(path: str, layer: Any, entry: Any) -> bool:
 
 
 def _pattern(entry: str, paths: list[str]) -> re.Pattern[str] | None:
-    """The pattern that finds one of the paths; dots may stand for slashes, as in Paddle's names."""
+    """The entry as a regular expression, if it matches a path.
+
+    Dots in it may stand for slashes, as in Paddle's parameter names.
+    """
     for text in (entry, entry.replace(".", "/")):
         try:
             compiled = re.compile(text)

@@ -1,4 +1,4 @@
-"""`Join`: training on uneven inputs, until the last device has seen all of its own."""
+"""`Join`: training on uneven inputs, until the data of every device is used up."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ _MANY = 1000  # batches that a device has waited for the others
 
 
 class Join:
-    """A context in which a device that has no data left takes part with weight 0.
+    """A context in which a device that has run out of data takes part with weight 0.
 
-        with gshard.pytorch.Join([dp, opt]) as join:
-            for batch in join(inputs):
-                dp.backward(loss_fn, batch)
-                opt.step()
+    Every device runs every step, as collectives require. A device without data runs on examples of
+    another device, or on its own last ones: BatchNorm statistics include these examples.
 
-    Every device runs every step, so that collectives meet; the gradient is the mean over devices
-    that have data. Without data of its own a device runs on rows of another one, or on its last:
-    the statistics of a model that looks across rows (BatchNorm) have these too.
+    Example:
+      >>> from flax import nnx
+      >>> dp = gshard.pytorch.DataParallel(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+      >>> opt = gshard.pytorch.ZeroRedundancyOptimizer(dp, optax.adam, lr=1e-3)
+      >>> mean_square = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
+      >>> with gshard.pytorch.Join([dp, opt]) as join:
+      ...     for batch in join([batch, batch]):
+      ...         loss = dp.backward(mean_square, batch)
+      ...         _ = opt.step()
+      ...         opt.zero_grad()
     """
 
     def __init__(
@@ -44,15 +49,17 @@ class Join:
         """Joins models and optimizers.
 
         Args:
-          joinables: `DataParallel`s and `ZeroRedundancyOptimizer`s of the same devices.
-          enable: False: inputs are known to be even, and nothing is agreed on before each batch.
-          throw_on_early_termination: an error on all processes when the first one runs out.
-          divide_by_initial_world_size: gradients are divided by the number of all devices, as
-            PyTorch does by default. False: of those that have data, which is the gradient of one
-            device that sees the rows of all.
+          joinables: `DataParallel`s and `ZeroRedundancyOptimizer`s on the same devices.
+          enable: False if inputs are known to be even: processes then do not communicate before
+            each batch.
+          throw_on_early_termination: raise on all processes as soon as one runs out of data.
+          divide_by_initial_world_size: average gradients over all devices, as PyTorch does by
+            default. False: over the devices that have data, which matches single-device training
+            on the examples of all of them.
 
         Raises:
-          GShardError: nothing to join, or on other devices than the rest.
+          ArgumentTypeError: a joinable is neither of the two.
+          GShardError: the list is empty, or the joinables are on different devices.
         """
         flag("enable", enable)
         flag("throw_on_early_termination", throw_on_early_termination)

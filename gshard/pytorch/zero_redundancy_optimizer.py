@@ -1,4 +1,4 @@
-"""`ZeroRedundancyOptimizer`: PyTorch's class, in the core's terms."""
+"""`ZeroRedundancyOptimizer`: PyTorch's optimizer with sharded state."""
 
 from __future__ import annotations
 
@@ -41,10 +41,17 @@ class ZeroRedundancyOptimizer:
     """An optimizer whose state is sharded over devices; parameters stay replicated.
 
     `step(grads)` takes averaged gradients, those of `gshard.value_and_grad(loss_fn, opt.plan)`, or
-    what the `backward` of a `gshard.pytorch.DataParallel` has added up.
+    the ones that the `backward` of a `gshard.pytorch.DataParallel` has accumulated.
 
     Attributes:
-      plan: where everything lies.
+      plan: the layout of every array, as a `gshard.Plan`.
+      param_groups: the groups of parameters, each with hyperparameters that can be changed.
+
+    Example:
+      >>> opt = gshard.pytorch.ZeroRedundancyOptimizer(params, optax.adam, lr=1e-3)
+      >>> loss, grads = jax.jit(gshard.value_and_grad(loss_fn, opt.plan))(params, batch)
+      >>> params = opt.step(grads)
+      >>> opt.param_groups[0]["lr"] = 1e-4
     """
 
     def __init__(
@@ -58,24 +65,24 @@ class ZeroRedundancyOptimizer:
         partition: str = "even",
         **defaults: Any,
     ):
-        """Divides the state of a new optimizer.
+        """Makes an optimizer and shards its state.
 
         Args:
           params: an NNX module, a `gshard.pytorch.DataParallel` or its `parameters()`, a tree or an
             iterable of arrays, or a list of groups: dictionaries of `"params"` and hyperparameters.
           optimizer_class: an optax factory, such as `optax.adamw`.
-          process_group: devices of `new_group`, or a mesh; by default all devices. A
-            `DataParallel` has its own.
-          parameters_as_bucket_view: parameters are sent in buckets, not one by one.
-          overlap_with_ddp: with a `DataParallel`, `backward` updates too, in one compiled program;
-            then `parameters_as_bucket_view` makes no difference.
-          partition: `"even"` divides every tensor; `"greedy"` gives whole tensors to devices, as
+          process_group: devices from `gshard.distributed.new_group`, or a mesh. Default: all
+            devices, or those of the `DataParallel`.
+          parameters_as_bucket_view: all-gather updated parameters in buckets, not one by one.
+          overlap_with_ddp: with a `DataParallel`, `backward` also updates the parameters, in one
+            compiled program. `parameters_as_bucket_view` has no effect then.
+          partition: `"even"` shards every tensor; `"greedy"` assigns full tensors to devices, as
             PyTorch does.
-          **defaults: hyperparameters of groups that do not name them; `lr` is `learning_rate`.
+          **defaults: hyperparameters for groups that do not set them; `lr` is `learning_rate`.
 
         Raises:
-          ArgumentTypeError: for parameters, or an optimizer, that cannot be.
-          GShardError: nothing to optimize, something twice, or an argument that does not fit.
+          ArgumentTypeError: the parameters or the optimizer have a wrong type.
+          GShardError: there are no parameters, one is given twice, or an argument is invalid.
         """
         if partition not in _PARTITIONS:
             raise GShardError(

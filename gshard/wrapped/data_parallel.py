@@ -1,4 +1,4 @@
-"""`DataParallel`: nothing is divided, gradients are all-reduced; and its manual reduction."""
+"""`DataParallel`: parameters and optimizer state are replicated, gradients are all-reduced."""
 
 from __future__ import annotations
 
@@ -25,8 +25,16 @@ _MB = 2**20
 class DataParallel(Wrapped):
     """A model whose `backward` averages gradients over all devices.
 
-    An instance is one of the model's own class too. `optimizer.update(dp, dp.grads)` steps any
-    `nnx.Optimizer(dp, tx, wrt=nnx.Param)`.
+    An instance is also an instance of the model's own class. `optimizer.update(dp, dp.grads)`
+    works for any `nnx.Optimizer(dp, tx, wrt=nnx.Param)`.
+
+    Example:
+      >>> from flax import nnx
+      >>> dp = gshard.paddle.DataParallel(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+      >>> optimizer = nnx.Optimizer(dp, tx, wrt=nnx.Param)
+      >>> loss = dp.backward(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batch)
+      >>> _ = optimizer.update(dp, dp.grads)
+      >>> dp.clear_gradients()
     """
 
     __slots__ = ()
@@ -40,20 +48,22 @@ class DataParallel(Wrapped):
         find_unused_parameters: bool = False,
         group: Any = None,
     ) -> Any:
-        """A wrapped copy of a model.
+        """Wraps a copy of a model; the model itself is not changed.
 
         Args:
           layers: an NNX module, or `(linen_module, variables)`.
-          strategy: not used, as in Paddle.
-          comm_buffer_size: MB (2^20 bytes) of gradients that are reduced together.
-          last_comm_buffer_size: MB of the gradients that are reduced last, and of those that are
-            reduced first.
-          find_unused_parameters: a warning names the parameters that a loss does not reach. Their
+          strategy: ignored, as in Paddle.
+          comm_buffer_size: size of a gradient bucket in MB (2^20 bytes); 0 turns buckets off.
+          last_comm_buffer_size: size in MB of the first and of the last bucket to be reduced.
+          find_unused_parameters: warn of the parameters that the loss does not depend on. Their
             gradient is zero either way.
-          group: devices of `gshard.distributed.new_group`, or a mesh; by default all devices.
+          group: devices from `gshard.distributed.new_group`, or a mesh. Default: all devices.
+
+        Returns:
+          The wrapped model.
 
         Raises:
-          GShardError: for a model without parameters, or sizes that cannot be.
+          GShardError: the model has no parameters, or a size is out of range.
         """
         if cls is not DataParallel:  # a copy, made by NNX
             return object.__new__(cls)
@@ -85,25 +95,35 @@ class DataParallel(Wrapped):
         return wrapped(model, DataParallel, keep)
 
     def __init__(self, *_: Any, **__: Any):
-        """The model is made by then."""
+        """Does nothing: `__new__` has made the model."""
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss as it is: gradients are averaged anyway."""
+        """Returns the loss unchanged: `backward` averages the gradients."""
         return loss
 
     def apply_collective_grads(self) -> None:
-        """Nothing: gradients are reduced by `backward`."""
+        """Does nothing: `backward` has reduced the gradients."""
 
 
 def fused_allreduce_gradients(parameters: Iterable[Any], hcg: Any = None) -> None:
-    """Reduces what `no_sync` left on each device, into the `grads` of the model.
+    """Reduces the local gradients that `no_sync` has accumulated, into `model.grads`.
 
     Args:
-      parameters: `model.parameters()` of wrapped models; of some all gradients are reduced.
-      hcg: only None; which devices are averaged over says the model's own group.
+      parameters: `model.parameters()` of one or several wrapped models. All gradients of a model
+        are reduced, even if only some of its parameters are given.
+      hcg: must be None. Gradients are averaged over the devices that the model was wrapped for.
 
     Raises:
-      GShardError: these are not parameters of a wrapped model.
+      GShardError: these are not parameters of a wrapped model, or `hcg` is not None.
+
+    Example:
+      >>> from flax import nnx
+      >>> dp = gshard.paddle.DataParallel(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+      >>> with dp.no_sync():
+      ...     _ = dp.backward(lambda model, batch: jnp.mean(model(batch["x"]) ** 2), batch)
+      >>> gshard.paddle.fused_allreduce_gradients(dp.parameters())
+      >>> dp.grads["kernel"].shape
+      (64, 32)
     """
     if hcg is not None:
         raise GShardError(
@@ -112,8 +132,8 @@ def fused_allreduce_gradients(parameters: Iterable[Any], hcg: Any = None) -> Non
         )
     if isinstance(parameters, (str, Mapping)) or not isinstance(parameters, Iterable):
         raise GShardError(
-            f"fused_allreduce_gradients: {shown(parameters)} are no parameters. Pass "
-            "model.parameters()."
+            f"fused_allreduce_gradients: {shown(parameters)} is not an iterable of "
+            "parameters. Pass model.parameters()."
         )
     for keep in owners(list(parameters)):
         keep.reduce()

@@ -33,13 +33,22 @@ from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 def state_dict(target: Any) -> dict[str, Any]:
-    """Whole values by dotted path, as NumPy arrays, of a model or an optimizer, wrapped or not.
+    """Returns the state of a model or an optimizer, wrapped or not, as full NumPy arrays.
 
     Args:
       target: an NNX module or an `nnx.Optimizer`.
 
     Returns:
-      What `target.state_dict()` returns once it is wrapped, at every level.
+      Arrays by dotted path. Names and values do not depend on the level or on wrapping.
+
+    Raises:
+      GShardError: `target` is neither a model nor an optimizer of NNX.
+
+    Example:
+      >>> from flax import nnx
+      >>> net = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+      >>> gshard.paddle.state_dict(net)["kernel"].shape
+      (64, 32)
     """
     if isinstance(target, (Wrapped, WrappedOptimizer)):
         return target.state_dict()
@@ -47,15 +56,23 @@ def state_dict(target: Any) -> dict[str, Any]:
 
 
 def set_state_dict(target: Any, values: Any) -> None:
-    """Sets a model or an optimizer, wrapped or not, to a state dict of one like it.
+    """Sets a model or an optimizer, wrapped or not, to the values of a state dict.
 
     Args:
       target: an NNX module or an `nnx.Optimizer`, changed in place.
-      values: what `state_dict` returned, or what `load` read of it. Names that only one of
-        the two has are told of by a warning; for an optimizer they are an error.
+      values: what `state_dict` returned, or what `load` read back. Missing and unknown names give
+        a warning for a model, and an error for an optimizer.
 
     Raises:
-      GShardError: for a value of another shape; nothing is changed.
+      GShardError: a value has another shape than the target's, or the names are not those of the
+        optimizer. Nothing is changed.
+
+    Example:
+      >>> from flax import nnx
+      >>> net, other = (nnx.Linear(64, 32, rngs=nnx.Rngs(seed)) for seed in (0, 1))
+      >>> gshard.paddle.set_state_dict(other, gshard.paddle.state_dict(net))
+      >>> bool((other.kernel[...] == net.kernel[...]).all())
+      True
     """
     if isinstance(target, (Wrapped, WrappedOptimizer)):
         target.set_state_dict(values)
@@ -87,26 +104,31 @@ def _stored(target: Any, call: str) -> Named:
     return named((tree, all_replicated(tree, alone)))
 
 
-# In the directory that is named there may be other things, which are left alone.
+# Other entries of the user's directory are left alone.
 NAME = "gshard_state"
 _NEW, _OLD = f".{NAME}.new", f".{NAME}.old"
 _MARK = "_METADATA"  # Orbax writes it into every directory of its own
 
 
 def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
-    """Writes a state dict into a directory, as its entry `gshard_state`, replacing one before.
+    """Writes a state dict into a directory, as its entry `gshard_state`, with checksums.
 
-    The old one goes when the new one is complete, and every byte has a checksum; whatever else is
-    there stays. With several processes all of them call it, and the first writes.
+    A previous state dict is deleted once the new one is complete; other entries of the directory
+    stay. With several processes all of them make the call, and the first one writes.
 
     Args:
-      state_dict: of a model or an optimizer, or a dictionary of such: arrays, numbers and strings
-        by name. Lists and tuples are written as dictionaries, by number or by field, without what
-        is empty; a number as a key becomes a string.
-      path: of the directory; it is made.
+      state_dict: the state of a model or an optimizer, or nested dictionaries of arrays, numbers
+        and strings. Lists and tuples are written as dictionaries by position or field name,
+        without empty entries; integer keys become strings.
+      path: the directory, which is created if needed.
 
     Raises:
-      GShardError: something else is in the way, or a value cannot be written.
+      GShardError: the path is taken by something else, or a value cannot be written.
+
+    Example:
+      >>> gshard.paddle.save({"model": params, "epoch": 3}, "weights")
+      >>> gshard.paddle.load("weights")["epoch"]
+      3
     """
     folder = _path(path)
     if not isinstance(state_dict, Mapping) or not state_dict:
@@ -117,7 +139,7 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
         raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")
     target, new, old = folder / NAME, folder / _NEW, folder / _OLD
     if target.exists() and not (target / _MARK).exists():
-        raise GShardError(f"save: {target} is not what gshard wrote. Choose another directory.")
+        raise GShardError(f"save: {target} was not written by gshard. Choose another directory.")
     values = _writable(state_dict, "")
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,11 +159,22 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """What `save` wrote into a directory: NumPy arrays, numbers and strings by name.
+    """Reads the state dict that `save` wrote into a directory.
+
+    Args:
+      path: the directory that was passed to `save`.
+
+    Returns:
+      Nested dictionaries of NumPy arrays, numbers and strings.
 
     Raises:
-      DamagedCheckpointError: a file is not as it was written.
-      GShardError: there is nothing.
+      DamagedCheckpointError: a file does not match its checksum.
+      GShardError: the directory is missing or contains no saved state dict.
+
+    Example:
+      >>> gshard.paddle.save(params, "weights")
+      >>> gshard.paddle.load("weights")["w"].shape
+      (64, 32)
     """
     folder = _path(path)
     found = [folder / name for name in (NAME, _OLD) if (folder / name / _MARK).exists()]
@@ -211,7 +244,9 @@ def _array(value: Any, path: str) -> np.ndarray:
         )
     host = np.asarray(value)
     if not (jnp.issubdtype(host.dtype, np.number) or host.dtype == np.bool_):
-        raise GShardError(f"save: {path} is no array of numbers, but of {host.dtype}.")
+        raise GShardError(
+            f"save: {path} is an array of {host.dtype}. A state dict contains arrays of numbers."
+        )
     if not host.size:
         raise GShardError(f"save: {path} has the shape {host.shape}: there is nothing to write.")
     return host
