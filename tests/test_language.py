@@ -37,7 +37,7 @@ def found(text: str) -> list[str]:
     return sorted(
         f"line {text.count(chr(10), 0, match.start()) + 1}: {match.group()!r}, say {word!r}"
         for pattern, word in INSTEAD.items()
-        for match in re.finditer(rf"\b{pattern}\b", plain, re.IGNORECASE)
+        for match in re.finditer(rf"\b{pattern.replace(' ', ' +')}\b", plain, re.IGNORECASE)
     )
 
 

@@ -104,7 +104,7 @@ def assert_same(found, wanted, rtol=2e-5, atol=2e-6):
         [(1, "dp"), *((3, level) for level in LEVELS), (5, "os"), (8, "os_g"), (8, "p_g_os")],
     ),
 )
-def test_the_numbers_of_one_device(level, devices):
+def test_training_matches_single_device(level, devices):
     batches = [rows(120, seed) for seed in range(4)]
     model, optimizer, scaler = wrap(level, **groups(devices))
     losses = train(model, optimizer, batches)

@@ -84,7 +84,7 @@ def moved(state) -> float:
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
-def test_the_numbers_of_one_device_and_both_loops_agree(level):
+def test_training_matches_single_device_and_both_loops_agree(level):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     state, plan = divided(level, tx)
     step = gshard.make_train_step(loss_fn, plan, donate=False)

@@ -93,7 +93,7 @@ def levels(*quick):
 
 
 @pytest.mark.parametrize("level", levels("p_g_os"))
-def test_the_numbers_of_one_device_and_a_skipped_step(level, one_device):
+def test_training_matches_single_device_and_a_skipped_step(level, one_device):
     state, plan = divided(level, KEY if level == "os_g" else None, frozen="base")
     placed = jax.tree.map(lambda x: x.sharding, state)
     step = gshard.make_train_step(loss_fn, plan, post_update=average)
