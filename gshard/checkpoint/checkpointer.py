@@ -24,7 +24,7 @@ from gshard.checkpoint.orbax_io import read
 from gshard.checkpoint.restore import checked, existing, steps_everywhere, undamaged
 from gshard.checkpoint.restore import data_state as read_data_state
 from gshard.checkpoint.save import Contents, Writer
-from gshard.distributed.agree import together
+from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
@@ -214,7 +214,7 @@ class Checkpointer:
             self._refuse_closed()
             return existing(self.directory, step, self.all_steps())
 
-        self._writer.delete(together(prepare, what=lambda: f"delete(step={shown(step)})"))
+        self._writer.delete(run_on_all(prepare, what=lambda: f"delete(step={shown(step)})"))
 
     @one_at_a_time
     def restore(
@@ -247,13 +247,13 @@ class Checkpointer:
             return *split_like(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
-        state, plan, asked = together(prepare, what=lambda: what)
+        state, plan, asked = run_on_all(prepare, what=lambda: what)
         while True:
             number, damaged = undamaged(self.directory, asked, verify)
             self._writer.damaged |= damaged
             self._writer.going_back()
             try:
-                parts, found = together(lambda: self._read(number, plan, cast))  # noqa: B023
+                parts, found = run_on_all(lambda: self._read(number, plan, cast))  # noqa: B023
             except GShardError:
                 if asked is None and number not in steps_everywhere(self.directory):
                     continue  # another job has deleted it meanwhile

@@ -25,7 +25,7 @@ from gshard.checkpoint.directory import Keep
 from gshard.checkpoint.errors import SaveFailedError
 from gshard.checkpoint.matching import check_same_run
 from gshard.checkpoint.metadata import DATA, Description, data_state_name
-from gshard.distributed.agree import FailedError, tell_processes, together
+from gshard.distributed.agree import FailedError, run_on_all, tell_processes
 
 # What a skipped step changes, which keeps the number of the step: the state counts as the same.
 _COUNTS = ("opt_state/guard/", "opt_state/scaler/")
@@ -82,12 +82,12 @@ class Writer:
         self._lost += 1
         begun: list[Callable[[], None]] = []
         try:
-            together(lambda: begun.append(self._write(folder, contents)))
+            run_on_all(lambda: begun.append(self._write(folder, contents)))
         except GShardError as error:
             for finish in begun:
                 with contextlib.suppress(Exception):  # it fails too, or it does not matter
                     finish()
-            together(lambda: None)  # nobody writes any more
+            run_on_all(lambda: None)  # nobody writes any more
             self._remove(folder)
             if not isinstance(error, FailedError):
                 raise
@@ -123,7 +123,7 @@ class Writer:
             return f"save of step {found[0].step}{again}" if found else ""
 
         try:
-            together(prepare, what=what)
+            run_on_all(prepare, what=what)
         except GShardError as error:
             for folder in made:
                 self._remove(folder)
@@ -154,7 +154,7 @@ class Writer:
                 )
 
         try:
-            together(compare)
+            run_on_all(compare)
         except FailedError as error:
             raise self._failed(contents.step, error) from error.__cause__
 
@@ -174,8 +174,8 @@ class Writer:
         if (saving := self._saving) is None:
             return
         try:
-            together(saving.part)  # Ctrl-C ends the wait, not what is waited for
-            together(saving.whole)
+            run_on_all(saving.part)  # Ctrl-C ends the wait, not what is waited for
+            run_on_all(saving.whole)
         except GShardError as error:
             self._saving = None
             saving.give_up()
@@ -205,7 +205,7 @@ class Writer:
                 folders.delete(self._directory, step)
 
         try:
-            together(act, what=lambda: f"deletion of step {step}")
+            run_on_all(act, what=lambda: f"deletion of step {step}")
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)

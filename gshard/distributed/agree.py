@@ -1,7 +1,7 @@
-"""What the processes of a mesh tell each other beside the step: a few words, in one all-gather.
+"""Exchanges short texts between the processes of a mesh, outside the step, in one all-gather.
 
-A process that waits for others that do not come says so, and gives up: then its next collective
-would never meet theirs, so nothing more is told over that plan.
+A process that waits too long for the others warns, and then gives up. Its next collective would
+never match theirs, so it refuses every later exchange with the same plan.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ _given_up: weakref.WeakSet[Plan] = weakref.WeakSet()
 
 
 def tell(text: str, plan: Plan, change: str, fault: GShardError | None = None) -> dict[int, str]:
-    """What every process of the mesh says, by rank; each up to 1024 bytes.
+    """All-gathers a text of at most 1024 bytes from every process of the mesh, by rank.
 
-    Called by every process that has a device in the mesh.
+    Every process that has a device in the mesh must call it.
 
     Args:
-      text: what this process says; what is too long is cut on every process alike, see `tell_all`.
-      plan: its mesh spans several processes.
-      change: why it speaks, for what it says when nobody comes.
-      fault: what it will raise once the others know.
+      text: the text of this process; a longer one is cut off, see `tell_all`.
+      plan: a plan whose mesh spans several processes.
+      change: why this process calls, for its warning and error when the others do not.
+      fault: the error that this process will raise once the others know.
 
     Raises:
-      GShardError: nobody came; `fault` with a note, if there is one.
+      GShardError: the others did not call it; `fault` with a note, if there is one.
     """
     return _tell(text, _TEXT, plan, change, fault)[0]
 
 
 def tell_all(text: str, plan: Plan, change: str) -> dict[int, str]:
-    """As `tell`, however long the texts are; every process knows that all of them ask."""
+    """Like `tell`, for texts of any length; every process must know that all of them call it."""
     found, longest = _tell(text, _TEXT, plan, change, None)
     return found if longest <= _TEXT else _tell(text, longest, plan, change, None)[0]
 
 
 def tell_processes(text: str, mesh: Mesh | None = None) -> dict[int, str]:
-    """What every process says, by rank, however long; waits for all of them.
+    """All-gathers a text of any length from every process, by rank.
 
-    Without a limit: what they do before, such as writing to a slow disk, may take its time.
+    It waits without a limit, since the others may be writing to a slow disk.
 
     Args:
-      text: of this process.
-      mesh: all processes with a device in it; by default all there are.
+      text: the text of this process.
+      mesh: its processes take part; by default all processes do.
     """
     alone = not mesh.is_multi_process if mesh is not None else jax.process_count() == 1
     if alone:
@@ -195,16 +195,18 @@ class FailedError(GShardError):
         super().__init__("; ".join(texts))
 
 
-def together(act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[], str] = str) -> T:
-    """What `act` gives this process, once it has succeeded on all.
+def run_on_all(
+    act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[], str] = str
+) -> T:
+    """Runs `act` on every process, and returns its result once it has succeeded on all of them.
 
-    Every one of them calls this; it is a barrier between them. What `act` does in collectives it
-    must do on all of them, whatever fails in between.
+    Every process must call this; it is a barrier. If `act` runs collectives, it must run the same
+    ones on every process, whatever fails in between.
 
     Args:
-      act: of this process.
-      mesh: all processes with a device in it; by default all there are.
-      what: says, after `act`, what has to be the same on every process.
+      act: what this process does.
+      mesh: its processes take part; by default all processes do.
+      what: called after `act`; returns a text that must be the same on every process.
 
     Raises:
       GShardError: `act` raised one on some process, raised on all; or this process has no device
@@ -222,7 +224,7 @@ def together(act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[
         result = act()
     except Exception as failure:
         error = failure
-    told = {"what": what(), "why": words(error), "input": isinstance(error, GShardError)}
+    told = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
     said = {rank: json.loads(x) for rank, x in tell_processes(json.dumps(told), mesh).items()}
     if len({other["what"] for other in said.values()} - {""}) > 1:
         others = ", ".join(f"{x['what']} (process {rank})" for rank, x in said.items())
@@ -237,7 +239,7 @@ def together(act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[
     return result
 
 
-def words(error: Exception | None) -> str:
+def _one_line(error: Exception | None) -> str:
     """What went wrong, on one line; empty when nothing did."""
     if error is None:
         return ""

@@ -38,10 +38,10 @@ def read_position(environment: Mapping[str, str] = os.environ) -> JobPosition:
 
 
 def read_integer(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """A variable that holds a whole number, or None where it is not set.
+    """Reads an integer from an environment variable; None if it is not set.
 
     Raises:
-      GShardError: it holds something else.
+      GShardError: its value is not an integer.
     """
     text = environment.get(name)
     if not text:
@@ -63,7 +63,7 @@ def process_variables(
     restarts: int = 0,
     port_is_kept: bool = False,
 ) -> dict[str, str]:
-    """The variables of one process."""
+    """The environment variables that tell one process its position in the job."""
     return {
         COORDINATOR: str(coordinator_address),
         NUM_PROCESSES: str(num_processes),

@@ -1,4 +1,4 @@
-"""A process that fails leaves at once.
+"""Ends a process that fails at once, without waiting for the others.
 
 JAX waits at exit for all other processes, up to minutes, and these wait in a collective for this
 one; then C++ ends them. So whoever has failed ends its own process instead, in front of JAX's exit
@@ -43,13 +43,13 @@ def at_exit_with(code: int) -> None:
     """
     global _code
     _code = code & 0xFF or 1  # what the system keeps of a code; 0 would be a success
-    late = threading.Timer(_THREADS, _leave)
+    late = threading.Timer(_THREADS, _exit_now)
     late.daemon = True
     late.start()
 
 
 @atexit.register
-def _leave() -> None:
+def _exit_now() -> None:
     if _code:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -60,7 +60,7 @@ def _leave() -> None:
         os._exit(_code)
 
 
-def leave_when_it_fails() -> None:
+def exit_when_it_fails() -> None:
     """From now on an uncaught exception ends this process at once."""
     before = sys.excepthook
 

@@ -13,7 +13,7 @@ from gshard._util.errors import CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
-from gshard.distributed.exit import leave_when_it_fails
+from gshard.distributed.exit import exit_when_it_fails
 from gshard.distributed.rendezvous import LOOPBACK, address, meet
 
 HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
@@ -100,7 +100,7 @@ def initialize(
     if not jax.distributed.is_initialized():
         note_joined(1, 0)
         return
-    leave_when_it_fails()
+    exit_when_it_fails()
     if place.num_processes is not None and not by_the_user:
         note_joined(int(place.num_processes), int(place.process_id or 0))
 

@@ -1,4 +1,4 @@
-"""Who has arrived: a roll call at the coordinator's port, before JAX uses it.
+"""Rendezvous: every process reports to the coordinator's port before JAX uses it.
 
 JAX ends the whole process, from C++, when a peer does not come in time, and says neither who came
 nor who did not. Here process 0 listens first, every other process says its rank and waits for the

@@ -17,7 +17,7 @@ from gshard._util.validation import flag
 from gshard.checkpoint.safetensors.format import DTYPES, places
 from gshard.checkpoint.safetensors.save import file_path
 from gshard.checkpoint.safetensors.weights import Weight, replaced, weights_of
-from gshard.distributed.agree import together
+from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -74,7 +74,7 @@ def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = F
 
         return replaced(parts, plan, make)
 
-    parts = together(read, plan.mesh)
+    parts = run_on_all(read, plan.mesh)
     return plan.kind.merge(parts, state, plan.kind.tx(state))
 
 

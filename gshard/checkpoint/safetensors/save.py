@@ -17,7 +17,7 @@ from gshard._util.validation import shown
 from gshard._util.version import __version__
 from gshard.checkpoint.safetensors.format import Tensor, header, in_file_order, refuse_strange
 from gshard.checkpoint.safetensors.weights import Weight, weights_of
-from gshard.distributed.agree import together
+from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
 
 FORMAT = "1"  # of the names and of what is in the metadata
@@ -71,8 +71,8 @@ def save_safetensors(
             file.write(beginning)
             return weights, file
 
-        weights, file = together(begin, plan.mesh)
-        together(lambda: _stream(weights, file, several), plan.mesh)
+        weights, file = run_on_all(begin, plan.mesh)
+        run_on_all(lambda: _stream(weights, file, several), plan.mesh)
 
 
 def _stream(weights: Sequence[Weight], file: NewFile | None, several: bool) -> None:
