@@ -90,11 +90,9 @@ def update_and_all_gather(
 ) -> tuple[Any, ShardedOptState]:
     """Updates the shards and all-gathers the new parameters; returns them and the new state.
 
-    Where `updates` is false both stay what they were.
-
-    `extra` is handed to transformations that want it, such as the loss (`value=`), as
-    `reduce_on_plateau` does. All-gathers the new parameters and not the update, whose full
-    array would be on every device at the same time.
+    Where `updates` is false both stay what they were. Transformations that accept arguments of
+    `extra` are given them, such as `reduce_on_plateau` the loss (`value=`). The new parameters are
+    all-gathered and not the updates, which would take memory for full arrays of their own.
     """
     update = _shard_update(plan, grads, extra, updates)
     new, after = update_through_device(update, state, params, plan)
@@ -155,7 +153,10 @@ def _select_leaves(first: Sequence[bool], xs: Any, ys: Any) -> Any:
 
 
 def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
-    """`new` where `chosen` is true replaced by `new - old`, wide enough that their sum is `new`."""
+    """A tree like `new`, with `new - old` where `chosen` is true.
+
+    Differences have at least the precision of float32, so that adding `old` gives `new` again.
+    """
 
     def difference(x: jax.Array, y: jax.Array) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
