@@ -22,8 +22,7 @@ import gshard
 from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.version import versions
-from gshard.analysis.aot.buffers import traffic
-from gshard.analysis.aot.child import Say, answer
+from gshard.analysis.aot.child import Say, answer_request, wire_traffic
 from gshard.analysis.aot.target import parse_target
 
 STACK = "layers"
@@ -127,7 +126,7 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "program": program,
         "compile_seconds": round(seconds, 1),
         "mesh": dict(mesh.shape),
-        **traffic(text),
+        **wire_traffic(text),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         **budgeted(sharded_state(params, mesh, level)[1]),
@@ -136,4 +135,4 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer(run)
+    answer_request(run)

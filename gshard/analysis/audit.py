@@ -1,49 +1,165 @@
-"""What a compiled step really communicates and keeps, beside what the plan promised."""
+"""What a compiled step communicates and keeps in memory, compared with the budget of its plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from rich.table import Table
 
 from gshard._util.errors import GShardError
-from gshard.analysis.audit_report import Audit, Row, total
+from gshard._util.tables import text_of, text_table
+from gshard._util.units import bytes_of
 from gshard.analysis.hlo import Array, Collective, read_program
 
 if TYPE_CHECKING:
-    from gshard.sharding.budget import Budget
+    from gshard.sharding.budget import Budget, Traffic
     from gshard.sharding.plan import Plan
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
-# A collective that somebody wrote: its primitive ends the name.
+# A user's own collective: the name of its primitive is the end of its name stack.
 _WRITTEN = re.compile(
     r"/(psum|psum_invariant|pmax|pmin|all_gather|reduce_scatter|all_to_all|ppermute)$"
 )
+_NO_BUDGET = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"
 
 
-def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None = None) -> Audit:
-    """Compiles a step for these arguments and reads what it communicates and keeps.
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind over the same mesh axes, of one dtype and for one purpose.
 
-    Nothing is executed and no argument is donated. Collectives among one device are left out, they
-    move nothing.
+    Attributes:
+      kind: such as `reduce-scatter`.
+      axes: mesh axes that communicate; None if no set of axes has these groups of devices.
+      dtype: XLA's name. XLA:CPU communicates bf16 as f32.
+      purpose: what it is for. gshard's own: `gather` (parameters), `scatter` and `reduce`
+        (gradients), `update` (all-gather of the updated parameters), `non_trainable` (all-gather of
+        what is not trained), `agree` (state that the loss returns, fp8 statistics) and `scalar`.
+        Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
+        (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
+        else XLA inserted).
+      scalar: whether all operands have one element.
+      count: number of collectives in the program's text.
+      asynchronous: how many of these overlap with computation.
+      conditional: whether some are in a branch that not every run takes.
+      times: executions per run. None if the length of a loop is unknown; then the next three are
+        None, too.
+      elements: payload per device and run: outputs of all-gathers, inputs of all others.
+      payload_bytes: the payload in bytes.
+      wire_bytes: bytes that one device sends per run, by the ring algorithms.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    dtype: str
+    purpose: str
+    scalar: bool
+    count: int
+    asynchronous: int
+    conditional: bool
+    times: int | None
+    elements: int | None
+    payload_bytes: int | None
+    wire_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The communication and memory of a compiled program; print it for a report.
+
+    Attributes:
+      collectives: one row for each kind, axes, dtype and purpose, with scalars in separate rows.
+      memory: bytes on one device by use: `argument`, `output`, `alias` (outputs in the memory of
+        donated arguments), `temp`, `peak`, and `host_*`. Uses that the backend does not report are
+        missing.
+      budget: the budget of the step's plan; None if the audited function has none.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero1", min_shard_size=0
+      ... )
+      >>> found = gshard.audit(gshard.make_train_step(loss_fn, plan), state, batch)
+      >>> found.elements("all-gather") == found.budget.elements("all-gather") == 64 * 32 + 32
+      True
+      >>> found.exceeded  # nothing is over budget
+      ()
+    """
+
+    collectives: tuple[CollectiveRow, ...]
+    memory: dict[str, int]
+    budget: Budget | None
+
+    def elements(self, kind: str, scalars: bool = False) -> int:
+        """Elements that collectives of one kind communicate, per device and run.
+
+        Args:
+          kind: such as `all-gather`.
+          scalars: whether to count losses, norms and other scalars.
+
+        Raises:
+          GShardError: one of them is in a loop whose length is unknown.
+        """
+        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
+        return sum(_known(row, row.elements) for row in rows)
+
+    def wire_bytes(self, kind: str | None = None) -> int:
+        """Bytes that one device sends in one run, in collectives of one kind or of all kinds.
+
+        Raises:
+          GShardError: one of them is in a loop whose length is unknown.
+        """
+        rows = (row for row in self.collectives if kind in (None, row.kind))
+        return sum(_known(row, row.wire_bytes) for row in rows)
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """Readable messages of what is over budget; empty if nothing is, or without a budget."""
+        return () if self.budget is None else _over_budget(self.budget, self.collectives)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole audit as dicts, tuples, strings and numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return audit_text(self)
+
+
+def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None = None) -> Audit:
+    """Compiles a step for these arguments, and reads what it communicates and keeps in memory.
+
+    Nothing is executed and no argument is donated. Collectives of a single device transfer nothing,
+    and are left out.
 
     Args:
-      step: what `make_train_step` returns, or any jitted function (`jax.jit`, `nnx.jit`).
-      *args: its arguments, concrete or abstract with shardings.
-      plan: of a jitted function, for the names of the mesh axes. Without it the mesh of the
-        compiled function's inputs is used.
-      budget: of a jitted function, for the comparison: `gshard.budget(plan, ...)`.
+      step: a step of `make_train_step`, or any jitted function (`jax.jit`, `nnx.jit`).
+      *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
+      plan: the plan of a jitted function, for the names of the mesh axes; by default the mesh of
+        its inputs gives them.
+      budget: the budget of a jitted function, `gshard.budget(plan, ...)`, for the comparison.
+
+    Returns:
+      What the compiled program communicates and keeps; print it for a report.
 
     Raises:
-      GShardError: `step` cannot be lowered, or its backend gives no program text.
+      GShardError: `step` cannot be lowered, or the backend has no text of its programs.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "p_g_os", min_shard_size=0
+      ... )
+      >>> found = gshard.audit(gshard.make_train_step(loss_fn, plan), state, batch)
+      >>> "Collectives, per device and run" in str(found)
+      True
     """
     if not callable(getattr(step, "lower", None)):
         raise GShardError(
@@ -59,66 +175,66 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
     plan = getattr(step, "plan", None) if plan is None else plan
     budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    return Audit(rows_of(text, mesh), memory_of(compiled), budget)
+    return Audit(collective_rows(text, mesh), compiled_memory(compiled), budget)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
-    """The largest mesh that the inputs lie on."""
+    """The largest mesh of the inputs."""
     shardings = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
-def memory_of(compiled: Any) -> dict[str, int]:
-    """Bytes on one device by use, as `Audit.memory` has them."""
+def compiled_memory(compiled: Any) -> dict[str, int]:
+    """Bytes of a compiled program on one device by use, as in `Audit.memory`."""
     stats = compiled.memory_analysis()
     return {name: getattr(stats, field) for name, field in _MEMORY.items() if hasattr(stats, field)}
 
 
-def rows_of(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Row, ...]:
-    """The collectives of a compiled program's text, as `Audit.collectives` has them.
+def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:
+    """The collectives in the text of a compiled program, as in `Audit.collectives`.
 
     Args:
-      text: optimized HLO.
-      mesh: whose axes are named; None leaves them out.
+      text: the optimized HLO.
+      mesh: the mesh whose axes to name; None for no names.
     """
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
-    for whole in read_program(text).collectives:
-        if whole.group_size > 1:
-            axes = _axes(whole, mesh)
-            for (dtype, purpose, scalar), part in _parts(whole).items():
-                key = (whole.kind, axes, dtype, purpose, scalar)
+    for combined in read_program(text).collectives:
+        if combined.group_size > 1:
+            axes = _axes(combined, mesh)
+            for (dtype, purpose, scalar), part in _by_purpose(combined).items():
+                key = (combined.kind, axes, dtype, purpose, scalar)
                 grouped.setdefault(key, []).append(part)
     rows = [
-        Row(
+        CollectiveRow(
             *key,
             count=len(members),
             asynchronous=sum(member.asynchronous for member in members),
             conditional=any(member.conditional for member in members),
-            times=total(member.times for member in members),
-            elements=total(_run(member, member.elements) for member in members),
-            payload_bytes=total(_run(member, member.payload_bytes) for member in members),
-            wire_bytes=total(member.wire_bytes for member in members),
+            times=sum_known(member.times for member in members),
+            elements=sum_known(_per_run(member, member.elements) for member in members),
+            payload_bytes=sum_known(_per_run(member, member.payload_bytes) for member in members),
+            wire_bytes=sum_known(member.wire_bytes for member in members),
         )
         for key, members in grouped.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.scalar, -(row.wire_bytes or 0))))
 
 
-def _parts(whole: Collective) -> dict[tuple[str, str, bool], Collective]:
-    """A collective by dtype, purpose and whether scalar: XLA combines a loss with gradients."""
+def _by_purpose(combined: Collective) -> dict[tuple[str, str, bool], Collective]:
+    """Splits what XLA combined, such as a loss and gradients, by (dtype, purpose, scalar)."""
     parts: dict[tuple[str, str, bool], list[Array]] = {}
-    for array, op_name in zip(whole.operands, whole.op_names, strict=True):
-        key = (array.dtype, _purpose(whole.kind, op_name), array.elements == 1)
+    for array, op_name in zip(combined.operands, combined.op_names, strict=True):
+        key = (array.dtype, _purpose(combined.kind, op_name), array.elements == 1)
         parts.setdefault(key, []).append(array)
-    return {key: dataclasses.replace(whole, operands=tuple(a)) for key, a in parts.items()}
+    return {key: dataclasses.replace(combined, operands=tuple(a)) for key, a in parts.items()}
 
 
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
-    """The fewest mesh axes whose groups of devices are the collective's.
+    """The smallest set of mesh axes that has the collective's groups of devices.
 
-    HLO counts devices by their place in the program's device assignment, which under `jit` is the
+    HLO numbers devices by their index in the program's device assignment, which under `jit` is the
     flat order of the mesh, whatever the devices' own ids are.
     """
     if mesh is None or collective.kind == "send":
@@ -140,10 +256,10 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
 
 
 def _purpose(kind: str, op_name: str) -> str:
-    """The innermost `gshard/...` scope.
+    """The innermost `gshard/...` scope of a name stack.
 
-    Differentiation keeps the scope of what it transposes: a gather's transpose is a scatter. The
-    primitive, or what a reduction kept of it, tells them apart.
+    Differentiation keeps the scope of what it transposes, and the transpose of a gather is a
+    scatter: the primitive, or what a reduction kept of it, tells them apart.
     """
     scopes: list[str] = _SCOPE.findall(op_name)
     purpose = scopes[-1] if scopes else "user" if _WRITTEN.search(op_name) else "compiler"
@@ -155,5 +271,116 @@ def _purpose(kind: str, op_name: str) -> str:
     return purpose
 
 
-def _run(collective: Collective, amount: int) -> int | None:
+def _per_run(collective: Collective, amount: int) -> int | None:
     return None if collective.times is None else collective.times * amount
+
+
+def _known(row: CollectiveRow, amount: int | None) -> int:
+    if amount is None:
+        raise GShardError(
+            f"{row.kind} ({row.purpose}) runs in a loop whose length is not constant, so what it "
+            "communicates is unknown; audit the loop's body, or give the loop a constant length "
+            "(lax.scan, lax.fori_loop)"
+        )
+    return amount
+
+
+def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> tuple[str, ...]:
+    """A readable message for each kind of collective that moves more elements than its budget.
+
+    Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
+    that the compiler inserted have a budget of 0.
+    """
+    found: dict[tuple[str, str], list[int | None]] = {}
+    for row in rows:
+        if not row.scalar and row.purpose not in _NO_BUDGET:
+            found.setdefault((row.kind, row.purpose), []).append(row.elements)
+    bounds: dict[tuple[str, str], int] = {}
+    for moved in budget.communicated:
+        key = (moved.kind, moved.purpose)
+        bounds[key] = bounds.get(key, 0) + moved.elements
+    said = []
+    for key, amounts in found.items():
+        bound, amount = bounds.get(key, 0), sum_known(amounts)
+        if amount is None or amount > bound:
+            many = "an unknown number" if amount is None else f"{amount:,}"
+            said.append(f"{key[0]} for {key[1]}: the budget is {bound:,} elements, found {many}")
+    return tuple(said)
+
+
+def audit_text(found: Audit) -> str:
+    """Tables of the collectives, of budget and findings, and of the memory of one device."""
+    parts = [_collectives_table(found.collectives)]
+    if found.budget is not None:
+        parts.append(_budget_table(found.budget, found.collectives))
+    return text_of([*parts, _memory_table(found)])
+
+
+def sum_known(amounts: Iterable[int | None]) -> int | None:
+    """The sum, or None if one of the amounts is unknown."""
+    listed = list(amounts)
+    known = [amount for amount in listed if amount is not None]
+    return sum(known) if len(known) == len(listed) else None
+
+
+def _collectives_table(rows: tuple[CollectiveRow, ...]) -> Table:
+    table = text_table(
+        "Collectives, per device and run",
+        ("kind", "axes", "dtype", "for"),
+        ("count", "async", "times", "elements", "payload", "wire"),
+    )
+    for row in rows:
+        table.add_row(
+            row.kind,
+            "?" if row.axes is None else ",".join(row.axes),
+            row.dtype,
+            row.purpose + (" (scalar)" if row.scalar and row.purpose != "scalar" else ""),
+            f"{row.count:,}",
+            f"{row.asynchronous:,}",
+            ("<= " if row.conditional else "") + _number(row.times),
+            _number(row.elements),
+            _size(row.payload_bytes),
+            _size(row.wire_bytes),
+        )
+    return table
+
+
+def _budget_table(budget: Budget, rows: tuple[CollectiveRow, ...]) -> Table:
+    title = "Elements communicated: budget and found"
+    table = text_table(title, ("kind", "for"), ("budget", "found"))
+    rows = tuple(row for row in rows if not row.scalar)
+    budgeted: dict[tuple[str, str], list[Traffic]] = {}
+    for movement in budget.communicated:
+        budgeted.setdefault((movement.kind, movement.purpose), []).append(movement)
+    for key in dict.fromkeys([*budgeted, *((row.kind, row.purpose) for row in rows)]):
+        movements = budgeted.get(key, [])
+        mark = "<= " if any(movement.at_most for movement in movements) else ""
+        table.add_row(
+            *key,
+            f"{mark}{sum(m.elements for m in movements):,}" if movements else "-",
+            _number(sum_known(row.elements for row in rows if (row.kind, row.purpose) == key)),
+        )
+    return table
+
+
+def _memory_table(found: Audit) -> Table:
+    table = text_table("Memory of one device", ("use",), ("bytes", "size"))
+    resident = {} if found.budget is None else found.budget.resident
+    for name, amount in resident.items():
+        table.add_row(f"budget: {name}", f"{amount:,}", _size(amount))
+    on_host = {} if found.budget is None else found.budget.host
+    for name, amount in on_host.items():
+        if amount:
+            table.add_row(f"budget: {name} on host", f"{amount:,}", _size(amount))
+    for name, amount in found.memory.items():
+        if amount or not name.startswith("host_"):
+            table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))
+    return table
+
+
+def _number(amount: int | None) -> str:
+    return "?" if amount is None else f"{amount:,}"
+
+
+def _size(amount: int | None) -> str:
+    return "?" if amount is None else bytes_of(amount)

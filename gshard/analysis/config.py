@@ -1,4 +1,4 @@
-"""What a command of gshard is asked about: a TOML file, or `module:function`, and options."""
+"""The config of a command of gshard: a TOML file, or `module:function`, and options."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gshard.sharding.level import LEVELS, parse_levels
 
 @dataclass(frozen=True)
 class Config:
-    """A model, a machine and a way to train.
+    """A model, a machine and the options of a run.
 
     Attributes:
-      model: `module:function` that returns a `gshard.TrainSetup`.
+      model: `module:function`, a function that returns a `gshard.TrainSetup`.
       arguments: keyword arguments of the function.
       levels: names of levels.
-      devices: how many; None where neither CONFIG nor an option says it.
+      devices: number of devices; None if neither CONFIG nor an option has it.
       target: the machine, or None.
-      replica: copies of the divided state.
-      choices: the rest.
+      replica: number of replicas of the sharded state.
+      choices: options of the step.
       vary: values that `gshard advise` may choose from, by argument of the function.
     """
 
@@ -41,10 +41,10 @@ class Config:
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def device_count(self) -> int:
-        """How many devices.
+        """The number of devices.
 
         Raises:
-          GShardError: nothing says it.
+          GShardError: neither CONFIG nor an option has it.
         """
         if self.devices is None:
             raise GShardError(
@@ -58,10 +58,10 @@ def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config
 
     Args:
       source: a TOML file, or `module:function`.
-      options: values by key, `arguments.NAME` for the model's; they win over the file's.
+      options: values by key, with `arguments.NAME` for the model's; they override the file's.
 
     Raises:
-      GShardError: a file that is none, a key that does not exist, a value that cannot be.
+      GShardError: the file cannot be read, a key does not exist, or a value is not valid.
     """
     values, where = _from_file(source)
     for key, value in (options or {}).items():
@@ -71,10 +71,10 @@ def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config
         else:
             values[key] = value
     if options and "devices" in options and "target" not in options:
-        values.pop("target", None)  # the file's machine has another number
+        values.pop("target", None)  # the file's machine has another number of devices
     if options and "target" in options and "devices" not in options:
         values.pop("devices", None)
-    return _checked(values, where)
+    return _config_of(values, where)
 
 
 def _from_file(source: str) -> tuple[dict[str, Any], str]:
@@ -95,15 +95,15 @@ def _from_file(source: str) -> tuple[dict[str, Any], str]:
         raise GShardError(f"{source} is not TOML: {error}.") from None
 
 
-def _checked(values: dict[str, Any], where: str) -> Config:
+def _config_of(values: dict[str, Any], where: str) -> Config:
     own = ["model", "arguments", "vary", "levels", "devices", "target", "replica"]
     chosen = [x.name for x in dataclasses.fields(Choices)]
     for key in values:
         if key not in (*own, *chosen):
             raise GShardError(
                 f"{where}: there is no key {key!r}.{did_you_mean(key, [*own, *chosen])} "
-                f"Keys are {', '.join([*own, *chosen])}; what the model's function takes goes into "
-                "[arguments]."
+                f"Keys are {', '.join([*own, *chosen])}; arguments of the model's function go "
+                "into [arguments]."
             )
     if not isinstance(values.get("model"), str):
         raise GShardError(

@@ -3,10 +3,10 @@
 Sources: the roofline of the scaling book, chapters 1 and 5; the lower bounds of nccl-tests,
 `doc/PERFORMANCE.md`, for collectives. Latency is left out: it counts for small models only.
 
-    step = max(compute, memory, wire beside them) + update + publish + host
+    step = max(compute, memory, wire) + update + all_gather_params + host
 
-What is gathered for a layer and scattered or summed of its gradient travels beside the computation
-of other layers; what is published and what goes to the host and back waits for the update.
+Parameters of a layer are all-gathered, and its gradients are reduced, while other layers compute.
+The all-gather of the updated parameters and the transfers to and from the host wait for the update.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Cost:
     Attributes:
       compute: arithmetic.
       memory: reading and writing activations and parameters.
-      wire: collectives that travel beside these.
-      update: reading and writing the optimizer's state.
-      publish: collectives after the update.
-      host: fetching what rests in the host's memory, and sending it back.
+      wire: collectives that overlap with computation.
+      update: reading and writing the optimizer state.
+      all_gather_params: all-gather of the updated parameters.
+      host: fetching offloaded state from the host, and sending it back.
     """
 
     compute: float
@@ -45,32 +45,36 @@ class Cost:
 
     @property
     def step(self) -> float:
-        """All of it."""
-        beside = max(self.compute, self.memory, self.wire)
-        return beside + self.update + self.all_gather_params + self.host
+        """Seconds of the whole step."""
+        return (
+            max(self.compute, self.memory, self.wire)
+            + self.update
+            + self.all_gather_params
+            + self.host
+        )
 
     @property
     def binding(self) -> str:
-        """The resource that more of would make the step faster, first of all."""
-        beside = max(("compute", "memory", "wire"), key=lambda name: getattr(self, name))
+        """The bottleneck: the resource of which more makes the step faster."""
+        overlapped = max(("compute", "memory", "wire"), key=lambda name: getattr(self, name))
         amounts = {
-            beside: getattr(self, beside),
+            overlapped: getattr(self, overlapped),
             "memory of the update": self.update,
-            "wire of publishing": self.all_gather_params,
+            "wire of the updated parameters": self.all_gather_params,
             "link to the host": self.host,
         }
         return max(amounts, key=lambda name: amounts[name])
 
     def as_dict(self) -> dict[str, float | str]:
-        """Seconds by name, the step, and what binds."""
+        """Seconds by resource, of the step, and the bottleneck."""
         return {**dataclasses.asdict(self), "step": self.step, "binding": self.binding}
 
 
 def bandwidths(target: Target, group: Group) -> tuple[float, float]:
-    """Bytes/s that a device sends within its shard group, and to its copies in other groups.
+    """Bytes/s that a device sends within its shard group, and between replicas.
 
-    Neighbours are in one shard group. Where a group spans hosts, its members of one host share the
-    network of all of them, ring by ring.
+    Neighbouring devices are in one shard group. If a group spans several hosts, its devices on one
+    host share the network of that host.
     """
     chip = target.chip
     if target.platform == "tpu":
@@ -80,9 +84,8 @@ def bandwidths(target: Target, group: Group) -> tuple[float, float]:
     members = min(group.size, target.devices_per_host)
     inside = group.size <= target.devices_per_host
     shard = chip.link if inside else min(chip.link, members * chip.network)
-    of_copies = max(1, target.devices_per_host // group.size)
-    copies = min(chip.link, of_copies * chip.network)
-    return shard, copies
+    groups = max(1, target.devices_per_host // group.size)
+    return shard, min(chip.link, groups * chip.network)
 
 
 def cost(
@@ -98,18 +101,18 @@ def cost(
 
     Args:
       target: the machine.
-      group: data axes.
-      flops: of one device, by dtype of the operands.
-      traffic: bytes that it reads and writes of its memory for the loss and its gradient.
-      wire: bytes that it sends, for `shard` beside the computation, `copies` beside it to other
-        shard groups, and `publish`.
-      update: bytes read and written by the optimizer.
-      host: bytes at rest on the host.
+      group: the data axes of the mesh.
+      flops: FLOPs of one device by dtype of the operands.
+      traffic: bytes of memory that the loss and its gradient read and write.
+      wire: bytes that a device sends: `shard` within its shard group, `replicas` between replicas,
+        and `update` for the updated parameters.
+      update: bytes of memory that the optimizer reads and writes.
+      host: bytes stored on the host.
     """
     chip = target.chip
-    shard, copies = bandwidths(target, group)
+    shard, replicas = bandwidths(target, group)
     if group.replicas > 1 and group.size == 1:
-        shard = copies
+        shard = replicas
     seconds = sum(
         count / (COMPUTE_SHARE * (chip.bfloat16 if dtype in _HALF else chip.float32))
         for dtype, count in flops.items()
@@ -118,7 +121,7 @@ def cost(
     return Cost(
         compute=seconds,
         memory=traffic / stream,
-        wire=wire.get("shard", 0) / shard + wire.get("copies", 0) / copies,
+        wire=wire.get("shard", 0) / shard + wire.get("replicas", 0) / replicas,
         update=update / stream,
         all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,

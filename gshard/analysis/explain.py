@@ -1,4 +1,4 @@
-"""`explain`: what holds the memory of a train state, and why it lies as it does."""
+"""`explain`: what takes the memory of a train state, and why it is placed as it is."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from gshard._util.errors import GShardError, GShardWarning
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
-from gshard.analysis.explain_report import Beside, Copy, Explanation, Held, Measured
-from gshard.analysis.forecast import of_level
+from gshard.analysis.explain_report import Explanation, Measured, OtherArrays, StateArray, StateCopy
+from gshard.analysis.forecast import level_forecast
 from gshard.analysis.setup import Choices
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import HOST, Layout
@@ -32,18 +32,32 @@ _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
 
 
 def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> Explanation:
-    """Says what holds the memory of a train state, why it lies so, and what would change it.
+    """Explains what takes the memory of a train state, why, and which setting would change it.
 
     Nothing is moved or compiled. With several processes each one measures its own devices.
 
     Args:
-      state: of `shard_train_state` or of a step, concrete or abstract; for NNX the
-        `(model, optimizer)` pair, also one that Paddle's face wrapped.
-      plan: of the state; by default the one that it carries.
-      micro_batches: of one step, for what the levels take and send.
+      state: a train state that `shard_train_state` or a train step returned, concrete or abstract.
+        For NNX the `(model, optimizer)` pair, also as `gshard.paddle` wraps it.
+      plan: the plan of this state; by default the one that the state carries.
+      micro_batches: number of micro-batches in one step, for the comparison of the levels.
+
+    Returns:
+      The explanation. Print it, or read its fields; all amounts are bytes of one device.
 
     Raises:
-      GShardError: `shard_train_state` did not make this state, or a step has taken over its memory.
+      GShardError: `shard_train_state` did not make this state.
+      DonatedStateError: a train step has taken over the memory of this state.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "p_g_os", min_shard_size=0
+      ... )
+      >>> found = gshard.explain(state)
+      >>> found.level, found.group_size
+      ('p_g_os', 8)
+      >>> str(found).startswith("level p_g_os on 8 devices, shard groups of 8: ")
+      True
     """
     if plan is None:
         plan = plan_of(state, "explain")
@@ -62,7 +76,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     refuse_donated(arrays)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
     held = [_held(path, x, plan) for path, x in zip(paths, leaves, strict=True)]
-    plans, cannot = _other_levels(plan)
+    plans, impossible = _other_levels(plan)
     return Explanation(
         plan.level.name,
         plan.group.devices,
@@ -70,19 +84,19 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
         tuple(sorted(held, key=lambda x: -x.bytes)),
         plan.bytes_per_device,
         None if abstract else measure(parts, plan),
-        {name: of_level(other, choices) for name, other in plans.items()},
-        cannot,
+        {name: level_forecast(other, choices) for name, other in plans.items()},
+        impossible,
         {k: _wire(plan, k) for k in sorted({*_MICRO_BATCHES, micro_batches})},
         micro_batches,
     )
 
 
-def _held(path: str, layout: Layout, plan: Plan) -> Held:
+def _held(path: str, layout: Layout, plan: Plan) -> StateArray:
     part, local = path.split("/")[0], layout.local()
     size = layout.bytes_per_device
     spare = 0 if layout.dim is not None or local.size < 2 else size - size // layout.group.size
     reason, change, marked = _why(path, layout, plan)
-    return Held(
+    return StateArray(
         path,
         part,
         layout.shape,
@@ -99,37 +113,37 @@ def _held(path: str, layout: Layout, plan: Plan) -> Held:
 
 
 def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
-    """Why a leaf is whole or divided, what changes that, and whether it is to be marked."""
+    """Why a leaf is replicated or sharded, what changes that, and whether to mark it."""
     part = path.split("/")[0]
     if layout.dim is not None:
         return layout.reason, "", False
     if layout.local().size < 2:
-        return "a single number", "", False
-    if path.startswith(f"extras/{OVERWRITTEN}/"):
-        return "what the loss returns for it takes its place", "", False
+        return "a scalar", "", False
+    if path.startswith(f"non_trainable/{OVERWRITTEN}/"):
+        return "the loss returns its next value", "", False
     state = part == "opt_state"
     if not (plan.level.shards_opt_state if state else plan.level.shards_params):
         by = (x.name for x in LEVELS.values() if (x.shards_opt_state if state else x.shards_params))
-        return f"level {plan.level.name} keeps it whole on every device", f"level {next(by)}", False
+        return f"level {plan.level.name} replicates it on every device", f"level {next(by)}", False
     return layout.reason, setting_of(layout.reason), bool(plan.group.size > 1)
 
 
 def _other_levels(plan: Plan) -> tuple[dict[str, Plan], dict[str, str]]:
-    """The plans of the same state at every level, and why there is none at some."""
+    """Plans of the same state by level, and the reasons why some levels have none."""
     plans: dict[str, Plan] = {}
-    cannot: dict[str, str] = {}
-    with warnings.catch_warnings():  # they were said when the state was divided
+    impossible: dict[str, str] = {}
+    with warnings.catch_warnings():  # they were given when the state was sharded
         warnings.simplefilter("ignore", GShardWarning)
         for name, level in LEVELS.items():
             try:
                 plans[name] = plan if level is plan.level else plan.at_level(level)
-            except GShardError as error:  # such as a rule that divides layers
-                cannot[name] = str(error)
-    return plans, cannot
+            except GShardError as error:  # such as a rule that shards layers
+                impossible[name] = str(error)
+    return plans, impossible
 
 
 def _wire(plan: Plan, micro_batches: int) -> dict[str, int]:
-    found = of_level(plan, Choices(micro_batches=micro_batches))
+    found = level_forecast(plan, Choices(micro_batches=micro_batches))
     return {"level": found.wire, **found.wire_by_flavour}
 
 
@@ -137,11 +151,11 @@ Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
 
 
 def measure(state: Any, plan: Plan) -> Measured:
-    """Measures a state that has arrays, and what else is alive on its devices' platform.
+    """Measures a concrete state, and all other live arrays on the platform of its devices.
 
     Args:
-      state: the parts of it (`Parts`).
-      plan: over a concrete mesh.
+      state: its components (`train_state.Components`).
+      plan: its plan, of a concrete mesh.
     """
     if not isinstance(plan.mesh, Mesh):
         raise GShardError(
@@ -155,7 +169,7 @@ def measure(state: Any, plan: Plan) -> Measured:
     found = {str(d): dict.fromkeys(plan.bytes_per_device, 0) for d in devices}
     paths, leaves, _ = flatten(state)
     own: set[Any] = set()
-    differs: list[str] = []
+    differences: list[str] = []
     for path, x, layout in zip(paths, leaves, jax.tree.leaves(plan.layouts), strict=True):
         part, held = path.split("/")[0], Counter[str]()
         for device, key, size, on_host in _buffers(x):
@@ -164,13 +178,13 @@ def measure(state: Any, plan: Plan) -> Measured:
             if part in found.get(device, {}):  # the count of steps is in no part
                 found[device]["host" if on_host else part] += size
             if on_host != layout.on_host:
-                differs.append(f"{path}: on the {'host' if on_host else 'device'} of {device}")
-        differs += _differences(path, x, held, layout, list(found))
-    strange = [(x, mine) for x in alive if (mine := [b for b in _buffers(x) if b[1] not in own])]
-    # An array over several devices before views of its parts, which are the same memory.
-    strange.sort(key=lambda pair: -len(pair[1]))
+                differences.append(f"{path}: on the {'host' if on_host else 'device'} of {device}")
+        differences += _differences(path, x, held, layout, list(found))
+    rest = [(x, mine) for x in alive if (mine := [b for b in _buffers(x) if b[1] not in own])]
+    # An array over several devices before views of its shards, which are the same memory.
+    rest.sort(key=lambda pair: -len(pair[1]))
     others: list[tuple[jax.Array, list[Any]]] = []
-    for x, buffers in strange:
+    for x, buffers in rest:
         mine = [b for b in buffers if b[1] not in own]
         own.update(b[1] for b in mine)
         if mine:
@@ -182,7 +196,7 @@ def measure(state: Any, plan: Plan) -> Measured:
     stats = {str(d): d.memory_stats() for d in devices}
     return Measured(
         found,
-        tuple(differs),
+        tuple(differences),
         _grouped(others),
         dict(by_device),
         tuple(_copies(others, plan)),
@@ -191,9 +205,9 @@ def measure(state: Any, plan: Plan) -> Measured:
 
 
 def _buffers(x: Any) -> list[tuple[str, Any, int, bool]]:
-    """(device, what identifies the memory, bytes, whether the host's) of every part that is here.
+    """(device, identity of the memory, bytes, on the host) of every local shard of an array.
 
-    Views of one part are arrays of their own that share its memory.
+    A view of a shard is another array in the same memory.
     """
     if not isinstance(x, jax.Array) or x.is_deleted():
         return []
@@ -209,7 +223,7 @@ def _buffers(x: Any) -> list[tuple[str, Any, int, bool]]:
 def _identity(shard: Any) -> Any:
     try:
         return shard.device, shard.data.unsafe_buffer_pointer()
-    except (NotImplementedError, RuntimeError):  # a backend that tells no addresses
+    except (NotImplementedError, RuntimeError):  # the backend has no addresses
         return shard.device, id(shard.data)
 
 
@@ -223,34 +237,34 @@ def _differences(
         wanted = layout.bytes_per_device if device in devices else 0
         if held[device] != wanted:
             yield (
-                f"{path}: {held[device]:,} B on {device}, by the plan {wanted:,} B (it has shape "
+                f"{path}: {held[device]:,} B on {device}, planned {wanted:,} B (it has shape "
                 f"{x.shape}, planned {layout.stored_shape})"
             )
             return
 
 
-def _grouped(others: Iterable[tuple[jax.Array, list[Any]]]) -> tuple[Beside, ...]:
+def _grouped(others: Iterable[tuple[jax.Array, list[Any]]]) -> tuple[OtherArrays, ...]:
     groups: dict[tuple[tuple[int, ...], str, str], list[list[Any]]] = {}
     for x, buffers in others:
-        groups.setdefault((x.shape, str(x.dtype), _lies(x, buffers)), []).append(buffers)
+        groups.setdefault((x.shape, str(x.dtype), _placement(x, buffers)), []).append(buffers)
     found = [
-        Beside(shape, dtype, lies, len(arrays), _fullest(arrays))
-        for (shape, dtype, lies), arrays in groups.items()
+        OtherArrays(*key, count=len(arrays), bytes=_fullest(arrays))
+        for key, arrays in groups.items()
     ]
     return tuple(sorted(found, key=lambda row: -row.bytes))
 
 
-def _lies(x: jax.Array, buffers: list[Any]) -> str:
+def _placement(x: jax.Array, buffers: list[Any]) -> str:
     devices = {device for device, *_ in buffers}
     host = ", on host" if buffers[0][3] else ""
     if len(devices) == 1:
         return f"on {buffers[0][0]}{host}"
-    how = "whole on" if x.is_fully_replicated else "divided over"
+    how = "replicated on" if x.is_fully_replicated else "sharded over"
     return f"{how} {len(devices)} devices{host}"
 
 
 def _fullest(arrays: Iterable[list[Any]]) -> int:
-    """Bytes on the device that holds most."""
+    """Bytes on the device that has most of them."""
     by_device = Counter[str]()
     for buffers in arrays:
         for device, _, size, _ in buffers:
@@ -258,25 +272,25 @@ def _fullest(arrays: Iterable[list[Any]]) -> int:
     return max(by_device.values(), default=0)
 
 
-def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterator[Copy]:
-    """Parts of a state among the arrays of each place, as often as they are there completely."""
+def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterator[StateCopy]:
+    """Complete copies of parts of a state among the other arrays, placement by placement."""
     places: dict[str, dict[Shape, list[tuple[jax.Array, list[Any]]]]] = {}
     for x, buffers in others:
         devices = {device for device, *_ in buffers}
-        place = _lies(x, buffers) if len(devices) == 1 else f"on {len(devices)} devices"
+        place = _placement(x, buffers) if len(devices) == 1 else f"on {len(devices)} devices"
         key = (x.shape, str(x.dtype))
         places.setdefault(place, {}).setdefault(key, []).append((x, buffers))
     wanted = _wanted(plan)
     for place, by_shape in places.items():
         left = list(wanted)
-        while left:  # a whole state before a second copy of one of its parts
+        while left:  # one copy of each part before a second copy of any
             name, shapes = left.pop(0)
             if any(len(by_shape.get(shape, ())) < n for shape, n in shapes.items()):
                 continue
             left.append((name, shapes))
             taken = [by_shape[shape].pop() for shape, n in shapes.items() for _ in range(n)]
             largest = sorted(shapes, key=lambda s: -math.prod(s[0]))
-            yield Copy(
+            yield StateCopy(
                 name,
                 place,
                 len(taken),
@@ -286,7 +300,7 @@ def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterat
 
 
 def _wanted(plan: Plan) -> list[tuple[str, Counter[Shape]]]:
-    """Shapes of each part of a state, as the user made it and as stored; without single numbers."""
+    """Shapes of each part of a state, as the user made it and as stored, without scalars."""
     plain, stored = plan.kind.split(plan.template), plan.layouts
     found: list[tuple[str, Counter[Shape]]] = []
     for attribute, name in (

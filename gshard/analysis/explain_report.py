@@ -13,75 +13,76 @@ from rich.table import Table
 from gshard._util.errors import some
 from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
-from gshard.analysis.forecast_report import LevelForecast
+from gshard.analysis.forecast import LevelForecast
 
 
 @dataclass(frozen=True)
-class Held:
-    """One array of the state.
+class StateArray:
+    """One array of the train state.
 
     Attributes:
-      path: with the part of the state in front, such as `opt_state/inner/0/mu/Dense_0/kernel`.
-      part: `params`, `opt_state`, `extras` or `step`.
-      shape: logical.
-      dtype: its name.
-      lies: in words, such as `dim 0 / 8 + 3 padded` or `whole, on host`.
-      bytes: at rest for one device, padding included.
-      on_host: these lie in the host's memory.
-      padding: of the bytes, zeros that make the dimension divisible (on average of the devices).
-      spare: of the bytes, what dividing it would free; 0 where it is divided.
-      reason: why it is whole, or divided in this way.
-      change: what makes it lie otherwise; empty where nothing does.
-      marked: it is whole although the level divides this part of the state.
+      path: starts with the part of the state, such as `opt_state/inner/0/mu/Dense_0/kernel`.
+      part: `params`, `opt_state`, `non_trainable` or `step`.
+      shape: the logical shape, without padding.
+      dtype: name of the dtype.
+      placement: readable layout, such as `dim 0 / 8 + 3 padded` or `replicated, on host`.
+      bytes: stored for one device between steps, padding included.
+      on_host: whether these bytes are in the host's memory.
+      padding: how many of the bytes are padding, averaged over the devices.
+      saved_if_sharded: bytes of one device that sharding would free; 0 if it is sharded.
+      reason: why it is replicated, or sharded along this dimension.
+      change: the setting that changes its layout; empty if none does.
+      marked: whether it is replicated although the level shards its part of the state.
     """
 
     path: str
     part: str
     shape: tuple[int, ...]
     dtype: str
-    lies: str
+    placement: str
     bytes: int
     on_host: bool
     padding: int
-    spare: int
+    saved_if_sharded: int
     reason: str
     change: str
     marked: bool
 
 
 @dataclass(frozen=True)
-class Beside:
-    """Live arrays that are not the state's, of one shape, dtype and place.
+class OtherArrays:
+    """Live arrays that do not belong to the state, of one shape, dtype and placement.
 
     Attributes:
       shape: global shape.
-      dtype: its name.
-      lies: `on cpu:0`, `whole on 8 devices`, `divided over 8 devices`; `, on host` after it.
-      count: arrays.
-      bytes: on the device that holds most of them.
+      dtype: name of the dtype.
+      placement: `on cpu:0`, `replicated on 8 devices` or `sharded over 8 devices`, with `, on host`
+        for the host's memory.
+      count: number of arrays.
+      bytes: their bytes on the device that has most of them.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    lies: str
+    placement: str
     count: int
     bytes: int
 
 
 @dataclass(frozen=True)
-class Copy:
-    """Live arrays that look like a part of the state, though they are not the state's.
+class StateCopy:
+    """Other live arrays that together have the shapes of a complete part of the state.
 
     Attributes:
-      of: `parameters`, `optimizer state` or `extras`.
-      lies: as in `Beside`, or `on 8 devices`.
-      count: arrays.
-      shapes: the largest of them, in words.
-      bytes: on one device, all of them.
+      of: `parameters`, `optimizer state` or `non_trainable`.
+      placement: as in `OtherArrays`, or `on 8 devices`.
+      count: number of arrays.
+      shapes: the largest of them, such as `2 x float32[64, 64]`.
+      bytes: all their bytes on one device.
     """
 
     of: str
-    lies: str
+    placement: str
     count: int
     shapes: tuple[str, ...]
     bytes: int
@@ -89,155 +90,163 @@ class Copy:
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that are alive in this process.
+    """The live arrays of this process.
 
     Attributes:
-      state: by device the bytes of the state, by part as `plan.bytes_per_device` has them.
-      differs: leaves whose bytes or place are not the plan's, in words; none: all is as planned.
-      beside: live arrays that are not the state's, most bytes first.
-      beside_bytes: the sum of them by device.
-      copies: parts of a state among them.
-      backend: by device what the backend says of its memory, where it says anything.
+      state: bytes of the state, by device and then by part, as in `plan.bytes_per_device`.
+      differences: a readable message for each leaf whose bytes or placement differ from the plan.
+      other_arrays: live arrays that do not belong to the state, largest bytes first.
+      other_bytes: bytes of these, by device.
+      copies: copies of parts of a state among these arrays.
+      backend: memory statistics of the backend, by device; empty if it has none.
     """
 
     state: dict[str, dict[str, int]]
-    differs: tuple[str, ...]
-    beside: tuple[Beside, ...]
-    beside_bytes: dict[str, int]
-    copies: tuple[Copy, ...]
+    differences: tuple[str, ...]
+    other_arrays: tuple[OtherArrays, ...]
+    other_bytes: dict[str, int]
+    copies: tuple[StateCopy, ...]
     backend: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What holds the memory of a train state.
+    """What takes the memory of a train state, why, and what would change it; print it.
 
     Attributes:
-      level: its name.
-      devices: in all.
+      level: name of the state's level.
+      devices: number of devices.
       group_size: devices in one shard group (N).
-      leaves: every array of the state, most bytes first.
-      planned: bytes for one device by part, `plan.bytes_per_device`.
-      measured: what is alive; None for an abstract state.
-      levels: the same state at every level, for a step of `micro_batches`.
-      cannot: levels that this state cannot have, with the reason.
-      wire: bytes that a device sends in a step, by number of micro-batches and by the way to
-        accumulate: `level` (what the level says), `local`, `scatter`, `sync`, and `kept` (what was
-        gathered stays for the backward pass).
-      micro_batches: of the table of levels.
+      leaves: every array of the state, largest bytes first.
+      planned: bytes of one device by part of the state, `plan.bytes_per_device`.
+      measured: the live arrays of this process; None for an abstract state.
+      levels: forecasts of the same state by level, for a step of `micro_batches`.
+      impossible: reasons by name of the levels that this state cannot have.
+      wire: bytes that one device sends in a step, by number of micro-batches and then by the way
+        gradients accumulate: `level` (the level's own), `local`, `scatter`, `sync`, and `kept`
+        (gathered parameters are kept for the backward pass).
+      micro_batches: number of micro-batches in `levels`.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "os", min_shard_size=0
+      ... )
+      >>> found = gshard.explain(state)
+      >>> found.exact, found.saves("p_g_os") > 0
+      (True, True)
+      >>> found.measured.copies[0].of  # `params` is still alive
+      'parameters'
     """
 
     level: str
     devices: int
     group_size: int
-    leaves: tuple[Held, ...]
+    leaves: tuple[StateArray, ...]
     planned: dict[str, int]
     measured: Measured | None
     levels: dict[str, LevelForecast]
-    cannot: dict[str, str]
+    impossible: dict[str, str]
     wire: dict[int, dict[str, int]]
     micro_batches: int
 
     @property
-    def at_rest(self) -> int:
-        """Bytes at rest in one device's memory, by the plan."""
-        return self.levels[self.level].at_rest
+    def stored(self) -> int:
+        """Bytes of the state that one device stores between steps, by the plan."""
+        return self.levels[self.level].stored
 
     @property
     def exact(self) -> bool | None:
-        """Whether every live byte of the state is where the plan has it; None: it is abstract."""
-        return None if self.measured is None else not self.measured.differs
+        """Whether the live bytes of the state are those of the plan; None for an abstract state."""
+        return None if self.measured is None else not self.measured.differences
 
     @property
-    def marked(self) -> tuple[Held, ...]:
-        """Arrays that are whole although the level divides their part of the state."""
+    def marked(self) -> tuple[StateArray, ...]:
+        """Arrays that are replicated although the level shards their part of the state."""
         return tuple(x for x in self.leaves if x.marked)
 
     def saves(self, level: str) -> int:
-        """Bytes of one device's memory at rest that another level saves; less than 0: takes."""
-        return self.at_rest - self.levels[level].at_rest
+        """Bytes that one device stores less at another level; negative if it stores more."""
+        return self.stored - self.levels[level].stored
 
     @property
     def halved_by(self) -> str | None:
-        """The first level at which this state takes half of the memory, or less."""
-        return next(
-            (name for name, x in self.levels.items() if 2 * x.at_rest <= self.at_rest), None
-        )
+        """The first level at which a device stores at most half of the bytes; None if none does."""
+        return next((name for name, x in self.levels.items() if 2 * x.stored <= self.stored), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, strings and numbers, ready for JSON."""
+        """Everything as dicts, lists, strings and numbers, ready for JSON."""
         found = {name: getattr(self, name) for name in ("level", "devices", "group_size")}
         return found | {
-            "at_rest": self.at_rest,
+            "stored": self.stored,
             "exact": self.exact,
             "planned": dict(self.planned),
             "leaves": [dataclasses.asdict(x) for x in self.leaves],
             "measured": None if self.measured is None else dataclasses.asdict(self.measured),
             "micro_batches": self.micro_batches,
             "levels": {
-                name: dataclasses.asdict(x) | {"at_rest": x.at_rest, "saves": self.saves(name)}
+                name: dataclasses.asdict(x) | {"stored": x.stored, "saves": self.saves(name)}
                 for name, x in self.levels.items()
             },
-            "cannot": dict(self.cannot),
+            "impossible": dict(self.impossible),
             "halved_by": self.halved_by,
             "wire": {str(k): dict(row) for k, row in self.wire.items()},
         }
 
     def text(self, most: int | None = 20) -> str:
-        """The explanation with so many arrays, those that hold most; None for all."""
-        return report(self, most)
+        """The explanation as text, with the `most` largest arrays; None for all of them."""
+        return explanation_text(self, most)
 
     def __str__(self) -> str:
         return self.text()
 
 
-_BESIDE = 10  # rows of what is alive beside the state
+_MOST = 10  # rows of other live arrays, and of differences from the plan
 
 
-def report(found: Explanation, most: int | None) -> str:
-    """What holds most, what was measured beside the plan, every level, and short answers."""
+def explanation_text(found: Explanation, most: int | None) -> str:
+    """The largest arrays, the live bytes, all levels, and short answers."""
     parts = ", ".join(f"{name} {bytes_of(n)}" for name, n in found.planned.items())
     title = (
         f"level {found.level} on {found.devices} devices, shard groups of {found.group_size}: "
-        f"{bytes_of(found.at_rest)} at rest on each ({parts})"
+        f"{bytes_of(found.stored)} stored on each ({parts})"
     )
-    blocks: list[Table | str] = [title, "", _leaves(found, most)]
-    blocks += _measured(found)
-    blocks += [_levels(found), _wire(found), "Answers", *_answers(found)]
+    blocks: list[Table | str] = [title, "", _arrays_table(found, most)]
+    blocks += _live_blocks(found)
+    blocks += [_levels_table(found), _wire_table(found), "Answers", *_answers(found)]
     longest = max((len(x.path) for x in found.leaves), default=0)
     return text_of(blocks, width=160 + longest)
 
 
-def _leaves(found: Explanation, most: int | None) -> Table:
+def _arrays_table(found: Explanation, most: int | None) -> Table:
     shown = found.leaves[:most]
     total = sum(x.bytes for x in found.leaves) or 1
     made = text_table(
-        f"What holds most ({len(shown)} of {len(found.leaves)} arrays; * whole although the level "
-        "divides)",
-        ("array", "shape", "lies", "why"),
-        ("bytes", "share", "divided it would spare", "padding"),
+        f"Largest arrays ({len(shown)} of {len(found.leaves)} arrays; * replicated although the "
+        "level shards)",
+        ("array", "shape", "layout", "why"),
+        ("bytes", "share", "saved if sharded", "padding"),
     )
     for x in shown:
         made.add_row(
             ("* " if x.marked else "") + x.path,
             f"{x.dtype}{list(x.shape)}",
-            x.lies,
+            x.placement,
             (x.reason + (f"; to change: {x.change}" if x.change else "")),
             f"{x.bytes:,}",
             f"{x.bytes / total:.1%}",
-            f"{x.spare:,}" if x.spare else "",
+            f"{x.saved_if_sharded:,}" if x.saved_if_sharded else "",
             f"{x.padding:,}" if x.padding else "",
         )
     rest = found.leaves[len(shown) :]
     if rest:
         bytes_left = sum(x.bytes for x in rest)
         made.add_row(f"{len(rest)} smaller ones", "", "", "", f"{bytes_left:,}",
-                     f"{bytes_left / total:.1%}", f"{sum(x.spare for x in rest):,}",
+                     f"{bytes_left / total:.1%}", f"{sum(x.saved_if_sharded for x in rest):,}",
                      f"{sum(x.padding for x in rest):,}")  # fmt: skip
     return made
 
 
-def _measured(found: Explanation) -> Iterator[Table | str]:
+def _live_blocks(found: Explanation) -> Iterator[Table | str]:
     measured = found.measured
     if measured is None:
         yield "Nothing was measured: the state is abstract.\n"
@@ -247,63 +256,63 @@ def _measured(found: Explanation) -> Iterator[Table | str]:
     made = text_table(
         "Alive in this process, bytes by device",
         ("device",),
-        (*found.planned, "beside the state", *(x.replace("_", " ") for x in backend)),
+        (*found.planned, "other arrays", *(x.replace("_", " ") for x in backend)),
     )
     made.add_row("by the plan", *(f"{n:,}" for n in found.planned.values()))
     alike: dict[tuple[str, ...], list[str]] = {}
     for device, row in measured.state.items():
         said = measured.backend.get(device, {})
-        amounts = (*row.values(), measured.beside_bytes.get(device, 0))
+        amounts = (*row.values(), measured.other_bytes.get(device, 0))
         amounts += tuple(said.get(x, 0) for x in backend)
         alike.setdefault(tuple(f"{n:,}" for n in amounts), []).append(device)
     for row, devices in alike.items():
         made.add_row(some(devices, most=3), *row)
     yield made
-    if measured.differs:
-        yield "The state does NOT lie as the plan says:"
-        yield from (f"  {line}" for line in measured.differs[:_BESIDE])
-        if len(measured.differs) > _BESIDE:
-            yield f"  and {len(measured.differs) - _BESIDE} more"
+    if measured.differences:
+        yield "The state is NOT placed as planned:"
+        yield from (f"  {line}" for line in measured.differences[:_MOST])
+        if len(measured.differences) > _MOST:
+            yield f"  and {len(measured.differences) - _MOST} more"
         yield ""
     else:
-        yield "The live bytes of the state are those of the plan, exactly, on every device.\n"
-    yield from _beside(measured)
+        yield "The live bytes of the state equal the plan exactly, on every device.\n"
+    yield from _other_blocks(measured)
 
 
-def _beside(measured: Measured) -> Iterator[Table | str]:
-    if not measured.beside:
-        yield "No other array is alive beside the state.\n"
+def _other_blocks(measured: Measured) -> Iterator[Table | str]:
+    if not measured.other_arrays:
+        yield "No other array is alive.\n"
         return
-    count = sum(x.count for x in measured.beside)
+    count = sum(x.count for x in measured.other_arrays)
     made = text_table(
-        f"Alive beside the state: {count} array{'s' if count > 1 else ''}, by shape",
-        ("shape", "lies"),
+        f"Other live arrays: {count} array{'s' if count > 1 else ''}, by shape",
+        ("shape", "layout"),
         ("arrays", "bytes on one device"),
     )
-    for x in measured.beside[:_BESIDE]:
+    for x in measured.other_arrays[:_MOST]:
         shape = f"{x.dtype}{list(x.shape)}"
-        made.add_row(shape, x.lies, f"{x.count:,}", f"{x.bytes:,}")
-    rest = measured.beside[_BESIDE:]
+        made.add_row(shape, x.placement, f"{x.count:,}", f"{x.bytes:,}")
+    rest = measured.other_arrays[_MOST:]
     if rest:
         made.add_row(f"{len(rest)} other shapes", "", f"{sum(x.count for x in rest):,}", "")
     yield made
 
 
-def _levels(found: Explanation) -> Table:
+def _levels_table(found: Explanation) -> Table:
     several = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
     made = text_table(
         f"The same state at every level, bytes on one device ({several} in a step)",
         ("level",),
-        ("at rest", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
+        ("stored", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
     )
     now = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
-        amounts = (x.at_rest, found.saves(name), x.gradients, x.gathered, x.host, x.wire)
+        amounts = (x.stored, found.saves(name), x.gradients, x.gathered, x.host, x.wire)
         made.add_row(now.get(name, name), *(f"{n:,}" for n in amounts))
     return made
 
 
-def _wire(found: Explanation) -> Table:
+def _wire_table(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
     made = text_table(
         f"Sent by one device in one step at level {found.level}, by way to accumulate",
@@ -316,8 +325,8 @@ def _wire(found: Explanation) -> Table:
 
 
 def _answers(found: Explanation) -> Iterator[str]:
-    """To what is asked most, a line each."""
-    yield "  " + _why_whole(found)
+    """Answers to the most frequent questions, one line each."""
+    yield "  " + _why_replicated(found)
     for reason, same in groupby(
         sorted(found.marked, key=lambda x: (x.reason, x.change)), lambda x: (x.reason, x.change)
     ):
@@ -326,41 +335,41 @@ def _answers(found: Explanation) -> Iterator[str]:
         )
     by = found.halved_by
     yield "  Which level halves it? " + (
-        f"{by}: {bytes_of(found.at_rest)} become {bytes_of(found.levels[by].at_rest)}."
+        f"{by}: {bytes_of(found.stored)} become {bytes_of(found.levels[by].stored)}."
         if by
-        else f"None: {found.level} is at {bytes_of(found.at_rest)} already."
+        else f"None: {found.level} is at {bytes_of(found.stored)} already."
     )
     better = [name for name in found.levels if found.saves(name) > 0]
     yield "  What would a higher level save? " + (
         "; ".join(f"{name} {bytes_of(found.saves(name))} on each device" for name in better)
         or "Nothing more."
     )
-    for name, why in found.cannot.items():
+    for name, why in found.impossible.items():
         yield f"  Level {name} is not possible for it: {why}"
     yield from _memory_answers(found.measured)
 
 
-def _why_whole(found: Explanation) -> str:
+def _why_replicated(found: Explanation) -> str:
     by_level: dict[str, int] = {}
     for x in found.leaves:
         if x.change.startswith("level "):
             by_level[x.change] = by_level.get(x.change, 0) + x.bytes
     kept = "".join(
-        f"Level {found.level} keeps {bytes_of(size)} whole that {level} divides. "
+        f"Level {found.level} replicates {bytes_of(size)} that {level} shards. "
         for level, size in by_level.items()
     )
     marked = sum(x.bytes for x in found.marked)
     others = (
-        f"{len(found.marked)} arrays ({bytes_of(marked)}) are whole although the level divides:"
+        f"{len(found.marked)} arrays ({bytes_of(marked)}) although the level shards:"
         if found.marked
-        else "Nothing else is whole but single numbers."
+        else "All other arrays are sharded, except scalars."
         if kept
-        else "Nothing is but single numbers."
+        else "All arrays are sharded, except scalars."
     )
-    return f"Why is it whole? {kept}{others}"
+    return f"Why is it replicated? {kept}{others}"
 
 
-def _listed(leaves: list[Held]) -> str:
+def _listed(leaves: list[StateArray]) -> str:
     return f"{some([x.path for x in leaves], most=3)} ({bytes_of(sum(x.bytes for x in leaves))})"
 
 
@@ -368,21 +377,22 @@ def _memory_answers(measured: Measured | None) -> Iterator[str]:
     if measured is None:
         return
     say = "  Why did memory not fall? "
-    if not measured.beside:
-        yield say + "Nothing is alive beside the state."
+    if not measured.other_arrays:
+        yield say + "No other array is alive."
         return
-    most = max(measured.beside_bytes.items(), key=lambda pair: pair[1])
-    yield f"{say}{bytes_of(most[1])} on {most[0]} are alive beside the state."
+    most = max(measured.other_bytes.items(), key=lambda pair: pair[1])
+    yield f"{say}{bytes_of(most[1])} on {most[0]} belong to other live arrays."
     for copy in measured.copies:
         yield (
-            f"    {copy.count} arrays {copy.lies} have the shapes of the {copy.of}, all of them "
-            f"({some(copy.shapes)}): {bytes_of(copy.bytes)} on a device; {_MEANS[copy.of]}"
+            f"    {copy.count} arrays {copy.placement} have the shapes of the {copy.of}, "
+            f"all of them ({some(copy.shapes)}): {bytes_of(copy.bytes)} on a device; "
+            f"{_MEANS[copy.of]}"
         )
 
 
-_KEPT = "a state that was divided, or an earlier one, kept by a variable? It is freed by `del`."
+_KEPT = "does a variable keep the state from before sharding, or an earlier one? `del` frees it."
 _MEANS = {
-    "parameters": f"{_KEPT} Or gradients, or a copy of your own?",
+    "parameters": f"{_KEPT} Or are they gradients, or a copy of your own?",
     "optimizer state": _KEPT,
     "non_trainable": _KEPT,
 }

@@ -1,20 +1,29 @@
-"""`make_plan`: what every level takes and sends, from shapes alone."""
+"""`forecast`: memory and traffic of a train step at every level, from shapes alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
+from rich.table import Table
 
 from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.tables import text_of, text_table
+from gshard._util.units import bytes_of, count_of
 from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.config import Config
-from gshard.analysis.forecast_report import Forecast, LevelForecast
-from gshard.analysis.memory.footprint import PLATFORMS, Footprint, footprint, trace_step
+from gshard.analysis.memory.footprint import (
+    PLATFORMS,
+    Footprint,
+    TracedBuffer,
+    footprint,
+    trace_step,
+)
 from gshard.analysis.setup import (
     Choices,
     TrainSetup,
@@ -30,6 +39,170 @@ from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD
 from gshard.sharding.plan import Plan
+
+
+@dataclass(frozen=True)
+class LevelForecast:
+    """The memory and traffic of one device at one level; all amounts are bytes.
+
+    Attributes:
+      params: stored parameters.
+      gradients: gradients that the micro-batches of a step carry.
+      optimizer: optimizer state, with master copies and all step counts.
+      non_trainable: frozen parameters, batch statistics, averaged parameters.
+      host: how much of these is in the host's memory.
+      batch: the examples of one step.
+      gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
+      wire: sent in one step, as chosen.
+      wire_by_flavour: sent in one step for every way to accumulate gradients (`local`, `scatter`,
+        `sync`), and with gathered parameters kept for the backward pass (`kept`).
+      peak: peak of device memory during a step, from its trace; None if it was not traced.
+      largest: the largest arrays at the peak, largest first.
+
+    Example:
+      >>> setup = gshard.TrainSetup((params, tx), loss_fn, batch, shard={"min_shard_size": 0})
+      >>> level = gshard.forecast(setup, devices=8).levels["p_g_os"]
+      >>> level.params == (64 * 32 + 32) * 4 // 8  # float32 over 8 devices
+      True
+    """
+
+    params: int
+    gradients: int
+    optimizer: int
+    non_trainable: int
+    host: int
+    batch: int
+    gathered: int
+    wire: int
+    wire_by_flavour: dict[str, int]
+    peak: int | None = None
+    largest: tuple[TracedBuffer, ...] = ()
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the state in device memory between steps."""
+        return self.params + self.optimizer + self.non_trainable
+
+    @property
+    def needs(self) -> int:
+        """Bytes that a step needs, without activations."""
+        return self.stored + self.gradients + self.gathered + self.batch
+
+    @property
+    def activations(self) -> int | None:
+        """Bytes at the peak beyond `needs`; None if the step was not traced."""
+        return None if self.peak is None else max(0, self.peak - self.needs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as dicts, tuples, strings and numbers, ready for JSON."""
+        return {**dataclasses.asdict(self), "activations": self.activations}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The memory and traffic of a train step at every level; print it for a report.
+
+    Attributes:
+      parameters: number of trained elements (Psi).
+      devices: number of devices.
+      replica: number of replicas of the sharded state.
+      choices: options of the step.
+      levels: forecasts by name of the level.
+      plans: plans by name of the level.
+      target: name of the machine, if it is known.
+      usable: bytes of one device's memory that programs can use, if they are known.
+
+    Example:
+      >>> setup = gshard.TrainSetup((params, tx), shard={"min_shard_size": 0})
+      >>> found = gshard.forecast(setup, devices=8, levels=["dp", "zero1", "zero3"])
+      >>> list(found.levels), found.parameters
+      (['dp', 'os', 'p_g_os'], 2080)
+      >>> found.levels["os"].stored < found.levels["dp"].stored
+      True
+    """
+
+    parameters: int
+    devices: int
+    replica: int
+    choices: Choices
+    levels: dict[str, LevelForecast]
+    plans: dict[str, Plan] = field(repr=False, compare=False)
+    target: str | None = None
+    usable: int | None = None
+
+    def fits(self, level: str) -> bool | None:
+        """Whether a level fits a device's memory; None if the device is unknown."""
+        of = self.levels[level]
+        return None if self.usable is None else (of.peak or of.needs) <= self.usable
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
+        return {
+            "parameters": self.parameters,
+            "devices": self.devices,
+            "replica": self.replica,
+            "target": self.target,
+            "usable": self.usable,
+            "choices": dataclasses.asdict(self.choices),
+            "levels": {
+                name: level.as_dict() | {"fits": self.fits(name)}
+                for name, level in self.levels.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        return forecast_text(self)
+
+
+def forecast_text(found: Forecast) -> str:
+    """A report of the memory of one device and of what it sends, level by level."""
+    choices = found.choices
+    replicas = f", {found.replica} replicas" if found.replica > 1 else ""
+    title = (
+        f"{count_of(found.parameters)} parameters on {found.devices} devices{replicas}; a step "
+        f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each"
+    )
+    wire = text_table("Sent by one device in one step", ("level",), (
+        "as chosen", *(next(iter(found.levels.values())).wire_by_flavour),
+    ))  # fmt: skip
+    for name, level in found.levels.items():
+        wire.add_row(name, *map(bytes_of, (level.wire, *level.wire_by_flavour.values())))
+    notes = (
+        "local, scatter, sync: ways to accumulate micro-batches; kept: gathered parameters are "
+        "kept for the backward pass. Upper bounds at levels that gather parameters: those that the "
+        "backward pass does not need are gathered once."
+    )
+    return text_of([title, _memory_table(found), wire, notes])
+
+
+def _memory_table(found: Forecast) -> Table:
+    """A row for each level; columns that are 0 at every level are left out."""
+    levels = found.levels.values()
+    traced = all(x.peak is not None for x in levels)
+    amounts = {
+        "parameters": [x.params for x in levels],
+        "gradients": [x.gradients for x in levels],
+        "optimizer": [x.optimizer for x in levels],
+        "non_trainable": [x.non_trainable for x in levels],
+        "batch": [x.batch for x in levels],
+        "layer gathered": [x.gathered for x in levels],
+        **(
+            {"activations": [x.activations for x in levels], "peak": [x.peak for x in levels]}
+            if traced
+            else {"without activations": [x.needs for x in levels]}
+        ),
+        "stored on the host": [x.host for x in levels],
+    }
+    amounts = {name: column for name, column in amounts.items() if any(column)}
+    known = found.usable is not None
+    title = "Memory of one device"
+    if found.usable is not None:
+        title += f"; {found.target} has {bytes_of(found.usable)} for programs"
+    made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
+    for name, *row in zip(found.levels, *amounts.values(), strict=True):
+        fits = ("fits" if found.fits(name) else "does not fit",) if known else ()
+        made.add_row(name, *map(bytes_of, row), *fits)
+    return made
 
 
 def forecast(
@@ -48,31 +221,42 @@ def forecast(
     platform: str | None = None,
     report: Callable[[str], object] | None = None,
 ) -> Forecast:
-    """What a train state takes and a step sends at every level.
+    """Forecasts the memory and traffic of a train step at every level.
 
-    Nothing is initialised or compiled, and no device is needed. What lies where and what is sent
-    follows from shapes alone, in milliseconds; activations from a trace of the step, in a second or
-    two for each level.
+    Nothing is initialized or compiled, and no device is needed. Layouts and traffic follow from
+    shapes alone, in milliseconds; activations from a trace of the step, in a second or two for each
+    level.
 
     Args:
-      model: a `gshard.TrainSetup`, `module:function` that makes one, or what `shard_train_state`
-        takes for a state, concrete or abstract.
-      devices: how many, or a mesh.
-      levels: names; one, or several in one text, with commas.
-      arguments: of the function that makes the setup.
-      replica: copies of the divided state; goes with a number of devices.
-      micro_batch_size: rows that one device takes at a time.
-      micro_batches: how many times in one step (k).
+      model: a `gshard.TrainSetup`, the name `module:function` of a function that returns one, or a
+        train state as `shard_train_state` takes it, concrete or abstract.
+      devices: the number of devices, or a mesh.
+      levels: names of levels, as a sequence or as one text with commas.
+      arguments: keyword arguments of the function that `model` names.
+      replica: number of replicas of the sharded state, if `devices` is a number.
+      micro_batch_size: examples of one micro-batch on one device.
+      micro_batches: number of micro-batches in one step (k).
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
       offload: as in `shard_train_state`.
-      activations: whether to trace the step, where the setup has one.
-      platform: whose compiler the peak is to be like, `cpu`, `gpu` or `tpu`; by default that of the
-        mesh's devices, and `gpu` without them.
-      report: called with the name of every level before it is looked at.
+      activations: whether to trace the step, if the setup has a loss.
+      platform: the compiler to model, `cpu`, `gpu` or `tpu`; by default that of the mesh's devices,
+        or `gpu` without devices.
+      report: called with the name of each level before its forecast.
+
+    Returns:
+      The forecast; print it for a report. All amounts are bytes of one device.
 
     Raises:
-      GShardError: for a model, level or number that cannot be.
+      GShardError: the model, a level or a number is not valid, or the loss cannot be traced.
+
+    Example:
+      >>> setup = gshard.TrainSetup((params, tx), loss_fn, batch, shard={"min_shard_size": 0})
+      >>> found = gshard.forecast(setup, devices=8, levels="os,p_g_os", micro_batch_size=4)
+      >>> found.levels["p_g_os"].peak > 0
+      True
+      >>> "Memory of one device" in str(found)
+      True
     """
     if arguments is not None and not isinstance(model, str):
         raise GShardError(
@@ -89,7 +273,10 @@ def forecast(
     if not isinstance(devices, (Mesh, AbstractMesh)):
         devices = abstract_mesh(devices, replica)
     elif replica != 1:
-        raise GShardError("replica= goes with a number of devices; here the mesh says it.")
+        raise GShardError(
+            "replica= goes with a number of devices; devices= is a mesh, which has its own replica "
+            "axis. Leave replica= out."
+        )
     setup = without_arrays(setup)
     names = parse_levels(levels)
     here = str(devices.devices.flat[0].platform) if isinstance(devices, Mesh) else "gpu"
@@ -98,7 +285,7 @@ def forecast(
         if report is not None:
             report(name)
         state, plan = sharded_setup(setup, devices, name, choices)
-        level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+        level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
         if activations and setup.loss_fn is not None:
             seen = footprint_of(setup, state, plan, choices, platform or here)
             level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
@@ -108,18 +295,18 @@ def forecast(
     return Forecast(elements, devices.size, plan.group.replicas, choices, found, plans)
 
 
-def plan_config(
+def forecast_config(
     config: Config, activations: bool = True, report: Callable[[str], Any] | None = None
 ) -> Forecast:
-    """The forecast for what a command was asked about.
+    """The forecast of a config.
 
     Args:
-      config: what was asked about.
+      config: the model, machine and options of a command.
       activations: whether to trace the step.
       report: called with a line of progress for every level.
 
     Raises:
-      GShardError: as `make_plan`, and without a number of devices.
+      GShardError: as `forecast`; or the config has no number of devices.
     """
     devices = config.device_count()
 
@@ -145,7 +332,7 @@ def plan_config(
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
-    """The mesh that `make_mesh(replica=)` makes of so many devices, without them."""
+    """The mesh of `make_mesh(replica=)` for a number of devices, without these devices."""
     devices = check_integer("devices", devices, 1, most=MOST)
     replica = check_integer("replica", replica, 1, most=MOST)
     if devices % replica:
@@ -156,7 +343,7 @@ def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
     return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
-# How gradients may accumulate and parameters be kept: arguments of `make_train_step` by name.
+# Ways to accumulate gradients and to keep gathered parameters: arguments of `make_train_step`.
 FLAVOURS: dict[str, dict[str, Any]] = {
     "local": {"accumulate": "local"},
     "scatter": {"accumulate": "scatter"},
@@ -165,8 +352,8 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
-    """What the level of a plan takes and sends, with a batch of so many bytes on a device."""
+def level_forecast(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
+    """The forecast of a plan's level, with `batch` bytes of examples on one device."""
 
     def budgeted(**flavour: Any) -> Budget:
         return budget(plan, **{**choices.of_step, **flavour})
@@ -189,23 +376,23 @@ def of_level(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
 def footprint_of(
     setup: TrainSetup, state: Any, plan: Plan, choices: Choices, platform: str
 ) -> Footprint:
-    """The footprint of one step on one device.
+    """Estimates the footprint of one step on one device.
 
     Args:
-      setup: with a loss and a batch.
-      state: divided by `plan`, abstract.
-      plan: of an abstract mesh too.
-      choices: of the step.
-      platform: `cpu`, `gpu` or `tpu`: compilers fuse and order differently.
+      setup: a setup with a loss and a batch.
+      state: the abstract state, sharded by `plan`.
+      plan: its plan; the mesh may be abstract.
+      choices: options of the step.
+      platform: the compiler to model, `cpu`, `gpu` or `tpu`.
 
     Returns:
-      Estimates; where the state rests with the host a rough one, of the same step on the device.
+      The estimate. With `offload` it is rough: that of the same step without offload, corrected.
 
     Raises:
       GShardError: the loss cannot be traced with this state and batch.
     """
     if choices.offload:
-        return _with_host(setup, plan, choices, platform)
+        return _offloaded_footprint(setup, plan, choices, platform)
     step = step_of(setup, plan, choices)
     try:
         traced = trace_step(step, state, batch_of(setup, plan, choices))
@@ -220,18 +407,20 @@ def footprint_of(
     return footprint(traced, plan, platform)
 
 
-def _with_host(setup: TrainSetup, plan: Plan, choices: Choices, platform: str) -> Footprint:
-    """That of the same step on the device, less what rests with the host, and what is fetched.
+def _offloaded_footprint(
+    setup: TrainSetup, plan: Plan, choices: Choices, platform: str
+) -> Footprint:
+    """The footprint without offload, less what the host stores, plus what an update fetches.
 
-    An update has one group of arrays on the device and the next on its way.
+    An update has one group of arrays on the device while the next one is transferred.
     """
     near = dataclasses.replace(choices, offload=False)
     state, near_plan = sharded_setup(setup, plan.mesh, plan.level.name, near)
     seen = footprint_of(setup, state, near_plan, near, platform)
-    away, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
+    on_host, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
     return dataclasses.replace(
         seen,
-        arguments=seen.arguments - away,
+        arguments=seen.arguments - on_host,
         temporaries=seen.temporaries + window,
-        peak=seen.peak - away + window,
+        peak=seen.peak - on_host + window,
     )

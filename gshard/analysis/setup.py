@@ -1,4 +1,4 @@
-"""`Setup`: what is to be trained, without arrays; and the program of one step of it."""
+"""`TrainSetup`: what is to be trained, without arrays; its state, batch and step for a mesh."""
 
 from __future__ import annotations
 
@@ -27,16 +27,29 @@ from gshard.train_state import abstract, abstract_like, as_state, is_init, kind_
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """What is to be trained, without arrays.
+    """A model, optimizer, loss and batch, described without arrays: the input of `forecast`.
 
     Attributes:
-      state: what `shard_train_state` takes: an init function without arguments, or a state,
-        concrete or abstract.
-      loss_fn: what `make_train_step` takes; None where only the state matters.
-      batch: a tree of arrays, concrete or abstract, of one row or more: dimension 0 is replaced by
-        the number of rows. None without a loss.
+      state: a train state as `shard_train_state` takes it: an init function without arguments, or
+        a state, concrete or abstract.
+      loss_fn: the loss as `make_train_step` takes it; None if only the state matters.
+      batch: a tree of arrays, concrete or abstract, with at least one example: the size of
+        dimension 0 is replaced by the number of examples in a step. None without a loss.
       shard: further arguments of `shard_train_state`, such as `scan_axes` and `precision`.
       step: further arguments of `make_train_step`, such as `rng`, `mutable` and `has_aux`.
+
+    Example:
+      >>> setup = gshard.TrainSetup(
+      ...     state=lambda: (params, tx),
+      ...     loss_fn=loss_fn,
+      ...     batch={
+      ...         "x": jax.ShapeDtypeStruct((1, 64), jnp.float32),
+      ...         "y": jax.ShapeDtypeStruct((1, 32), jnp.float32),
+      ...     },
+      ...     shard={"min_shard_size": 0},
+      ... )
+      >>> gshard.forecast(setup, devices=16).devices
+      16
     """
 
     state: Any
@@ -50,24 +63,24 @@ class TrainSetup:
         _check_further("step", self.step, make_train_step)
 
 
-# What neither of both takes here, and what says it.
-_SAID_BY = dict.fromkeys(
+# Arguments that shard= and step= do not take, and what gives them instead.
+_GIVEN_BY = dict.fromkeys(
     ("micro_batches", "accumulate", "reshard_after_forward", "offload", "level"),
-    "CONFIG says it, or an argument of gshard.forecast",
+    "CONFIG or an argument of gshard.forecast gives it",
 ) | {
-    "mesh": "the number of devices says it",
-    "plan": "it is made for every level",
+    "mesh": "the number of devices gives it",
+    "plan": "gshard makes one for every level",
     "state": "it is state= of gshard.TrainSetup",
     "loss_fn": "it is loss_fn= of gshard.TrainSetup",
-    "init_args": "state= takes no arguments; functools.partial gives them",
+    "init_args": "state= is called without arguments; bind them with functools.partial",
 }
 
 
 def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
-    """Refuses further arguments that the function `of` does not take, or that are said elsewhere.
+    """Checks that the function `of` takes these further arguments.
 
     Raises:
-      GShardError: for such a one.
+      GShardError: it does not take one of them, or another place gives it.
     """
     if not isinstance(given, Mapping):
         raise GShardError(
@@ -75,10 +88,10 @@ def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
             f"{of.__name__} by name, such as {{}}."
         )
     taken = inspect.signature(of).parameters
-    known = [x for x in taken if x not in _SAID_BY]
+    known = [x for x in taken if x not in _GIVEN_BY]
     for key in given:
-        if key in taken and key in _SAID_BY:
-            raise GShardError(f"{name}= of gshard.TrainSetup has no {key!r}: {_SAID_BY[key]}.")
+        if key in taken and key in _GIVEN_BY:
+            raise GShardError(f"{name}= of gshard.TrainSetup has no {key!r}: {_GIVEN_BY[key]}.")
         if key not in known:
             raise GShardError(
                 f"{name}= of gshard.TrainSetup has no {key!r}.{did_you_mean(key, known)} "
@@ -89,14 +102,14 @@ def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
 def sharded_setup(
     setup: TrainSetup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
-    """The state of a setup divided over a mesh, abstract, and its plan. Nothing is initialised."""
-    return initialised(without_arrays(setup), mesh, level, choices)
+    """The abstract state of a setup, sharded over a mesh, and its plan."""
+    return initialized_setup(without_arrays(setup), mesh, level, choices)
 
 
-def initialised(
+def initialized_setup(
     setup: TrainSetup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
-    """The same with arrays, where the setup makes or holds them and the mesh has devices."""
+    """The state of a setup, initialized and sharded over a mesh, and its plan."""
     arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
     return shard_train_state(setup.state, mesh, level, **arguments)
 
@@ -109,40 +122,41 @@ def step_of(setup: TrainSetup, plan: Plan, choices: Choices) -> TrainStep:
     """
     if setup.loss_fn is None or setup.batch is None:
         raise GShardError(
-            "this setup has no loss_fn= or no batch=, so it has no step. Give both to TrainSetup."
+            "this setup has no loss_fn= or no batch=, so it has no step. Give both to "
+            "gshard.TrainSetup."
         )
     return make_train_step(setup.loss_fn, plan, **choices.of_step, **setup.step)
 
 
 def batch_of(setup: TrainSetup, plan: Plan, choices: Choices) -> Any:
-    """The global batch of one step, abstract, with the rows over the data axes."""
+    """The abstract global batch of one step, sharded over the data axes."""
     if not jax.tree.leaves(setup.batch):
         raise GShardError(
-            "batch= of gshard.TrainSetup holds no arrays. Give what loss_fn takes, one row or more."
+            "batch= of gshard.TrainSetup has no arrays. Give the batch that loss_fn takes, with at "
+            "least one example."
         )
-    rows = plan.group.devices * choices.micro_batch_size * choices.micro_batches
-    places = NamedSharding(plan.mesh, plan.batch_spec)
+    examples = plan.group.devices * choices.micro_batch_size * choices.micro_batches
+    sharding = NamedSharding(plan.mesh, plan.batch_spec)
 
-    def with_rows(x: Any) -> jax.ShapeDtypeStruct:
+    def with_examples(x: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
         if not shape or dtype is None:
             raise GShardError(
-                f"batch= of gshard.TrainSetup holds {shown(x)}; give arrays of one row or more, "
-                "such as "
-                "jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
+                f"batch= of gshard.TrainSetup has {shown(x)}; give arrays of at least one example, "
+                "such as jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
             )
-        if rows * math.prod(shape[1:]) >= 2**63:
+        if examples * math.prod(shape[1:]) >= 2**63:
             raise GShardError(
-                f"{rows:,} rows of {shown(list(shape[1:]))} are too many for one array. Give fewer "
-                "devices, micro_batches= or micro_batch_size=."
+                f"{examples:,} examples of {shown(list(shape[1:]))} are too many for one array. "
+                "Give fewer devices, micro_batches= or micro_batch_size=."
             )
-        return jax.ShapeDtypeStruct((rows, *shape[1:]), dtype, sharding=places)
+        return jax.ShapeDtypeStruct((examples, *shape[1:]), dtype, sharding=sharding)
 
-    return jax.tree.map(with_rows, setup.batch)
+    return jax.tree.map(with_examples, setup.batch)
 
 
 def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
-    """Bytes of the batch on one device; 0 of a setup without one."""
+    """Bytes of the batch on one device; 0 without a batch."""
     if setup.batch is None:
         return 0
     leaves = jax.tree.leaves(batch_of(setup, plan, choices))
@@ -150,12 +164,12 @@ def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
 
 
 def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSetup:
-    """The setup that a function makes.
+    """Calls a function that returns a setup.
 
     Args:
-      name: `module:function`; modules of the current folder are found too. The function returns a
-        `Setup`, or a train state in one of the forms that `shard_train_state` takes.
-      arguments: its keyword arguments.
+      name: `module:function`, where the module may be in the current folder. The function returns a
+        `TrainSetup`, or a train state as `shard_train_state` takes it.
+      arguments: keyword arguments of the function.
 
     Raises:
       GShardError: there is no such module or function, or it fails.
@@ -179,7 +193,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
     except ImportError as error:
         raise GShardError(
             f"model={name!r} cannot be imported: {type(error).__name__}: {error}. Modules are "
-            f"looked for in the current folder ({here}), in PYTHONPATH and among what is installed."
+            f"looked for in the current folder ({here}), in PYTHONPATH and in installed packages."
         ) from error
     except Exception as error:
         raise GShardError(
@@ -207,15 +221,15 @@ def _is_name(key: Any) -> bool:
 
 
 def as_setup(given: Any) -> TrainSetup:
-    """A setup as it is; a train state, or an init function, as a setup without a loss."""
+    """Returns a setup as it is, and a state or init function as a setup without a loss."""
     return given if isinstance(given, TrainSetup) else TrainSetup(given)
 
 
 def without_arrays(setup: TrainSetup) -> TrainSetup:
-    """The same setup, its state abstract: an init function is traced, once for all plans.
+    """The same setup with an abstract state: an init function is traced once, for all plans.
 
     Raises:
-      GShardError: the init function fails, or the state is none.
+      GShardError: the init function fails, or the state is not a train state.
     """
     if is_init(setup.state):
         try:
@@ -234,11 +248,11 @@ def without_arrays(setup: TrainSetup) -> TrainSetup:
 
 @dataclass(frozen=True)
 class Choices:
-    """What can be chosen for a run of the same setup, beside its level and mesh.
+    """Options of a run, next to its level and mesh.
 
     Attributes:
-      micro_batch_size: rows that one device takes at a time.
-      micro_batches: how many times in one step (k).
+      micro_batch_size: examples of one micro-batch on one device.
+      micro_batches: number of micro-batches in one step (k).
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
       offload: as in `shard_train_state`.
@@ -252,7 +266,7 @@ class Choices:
 
     @property
     def of_step(self) -> dict[str, Any]:
-        """Those that `make_train_step` and `promise` take, by name."""
+        """The options that `make_train_step` and `budget` take, by name."""
         return {
             "micro_batches": self.micro_batches,
             "accumulate": self.accumulate,
@@ -260,10 +274,10 @@ class Choices:
         }
 
     def __post_init__(self) -> None:
-        check_integer("micro_batch_size", self.micro_batch_size, 1, " of rows", most=MOST)
+        check_integer("micro_batch_size", self.micro_batch_size, 1, " of examples", most=MOST)
         check_integer("micro_batches", self.micro_batches, 1, most=MOST)
         check_accumulate(self.accumulate)
         if not isinstance(self.reshard_after_forward, (bool, np.bool_)):
-            neighbours = " of neighbours (or True or False)"
-            check_integer("reshard_after_forward", self.reshard_after_forward, 1, neighbours)
+            devices = " of devices of a sub-group (or True or False)"
+            check_integer("reshard_after_forward", self.reshard_after_forward, 1, devices)
         flag("offload", self.offload)

@@ -1,4 +1,4 @@
-"""`advise`: which level, mesh, micro-batches, offload and remat fit a machine, fastest first."""
+"""`gshard advise`: which level, mesh and micro-batches fit a machine, fastest first."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.table import Table
+
 from gshard._util.errors import GShardError
+from gshard._util.tables import text_of, text_table
+from gshard._util.units import bytes_of, seconds_of
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
-from gshard.analysis.cost_model import Cost, cost
-from gshard.analysis.forecast import abstract_mesh, footprint_of, of_level
-from gshard.analysis.forecast_report import LevelForecast
+from gshard.analysis.cost_model import COMPUTE_SHARE, MEMORY_SHARE, Cost, cost
+from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.memory.footprint import Footprint
 from gshard.analysis.setup import (
     Choices,
@@ -29,16 +32,16 @@ from gshard.sharding.plan import Plan
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an option takes, and how long.
+    """Whether an option fits a machine, and how long a step takes.
 
     Attributes:
-      option: what was asked.
-      devices: in all.
-      needs: bytes of a device's memory at the peak; where what is known without activations is too
-        much already, that alone.
-      has: bytes that programs of a device can use.
+      option: the option.
+      devices: number of devices.
+      needs: bytes of a device's memory at the peak; without activations if it does not fit even
+        without these.
+      has: bytes of a device's memory that programs can use.
       host: bytes in the host's memory for one device.
-      cost: seconds by resource; None where it does not fit.
+      cost: seconds of a step by resource; None if the option does not fit.
     """
 
     option: Option
@@ -50,14 +53,14 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of the device and of the host are enough."""
+        """Whether the memory of the device and of the host is large enough."""
         return self.cost is not None
 
     @property
     def balance(self) -> float | None:
-        """Rows of one micro-batch of a device with which computing takes as long as sending.
+        """Examples of a micro-batch for which computation takes as long as communication.
 
-        With fewer the wire binds. What is sent does not depend on them.
+        With fewer examples communication is the bottleneck: its time does not depend on them.
         """
         if self.cost is None or not self.cost.wire:
             return None
@@ -65,30 +68,28 @@ class Verdict:
         return self.option.choices.micro_batch_size * self.cost.wire / busy if busy else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything in dicts, lists, strings and numbers, ready for JSON."""
+        """Everything as dicts, strings and numbers, ready for JSON."""
         return {
             **dataclasses.asdict(self.option),
             "shard": self.devices // self.option.replica,
-            "needs": self.needs,
-            "has": self.has,
-            "host": self.host,
+            **{name: getattr(self, name) for name in ("needs", "has", "host")},
             "fits": self.fits,
             "cost": None if self.cost is None else self.cost.as_dict(),
-            "balance_rows": self.balance,
+            "balance_examples": self.balance,
         }
 
 
 def advise(config: Config, report: Callable[[int, int], None] | None = None) -> list[Verdict]:
-    """Every way to train a config that is worth a look: those that fit first, by time.
+    """Compares the options for a config on its target: those that fit come first, fastest first.
 
-    All take the same rows in a step: those of the config. The model of time is that of `cost`.
+    All options take the config's number of examples in a step. `cost_model` estimates the time.
 
     Args:
-      config: with a target.
-      report: called with how many options are done, of how many.
+      config: a config with a target.
+      report: called with the number of options that are done, and of all options.
 
     Raises:
-      GShardError: there is no target, or the model is wrong.
+      GShardError: there is no target, or the model is not valid.
     """
     target = config.target
     if target is None:
@@ -114,20 +115,20 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         setup = setup_of(option)
         if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
             found += _judged(setup, target, option)
-    # Copies change neither activations nor arithmetic: they are tried with what is best without.
+    # Replicas change neither activations nor arithmetic: only the best options are tried with them.
     best = best_of_each([x for x in ranked(found) if x.fits])
-    copies = [more for x in best for more in copies_of(x.option, target)]
-    for done, option in enumerate(copies, len(options)):
+    replicated = [more for x in best for more in with_replicas(x.option, target)]
+    for done, option in enumerate(replicated, len(options)):
         if report is not None:
-            report(done, len(options) + len(copies))
+            report(done, len(options) + len(replicated))
         found += _judged(setup_of(option), target, option)
     if report is not None:
-        report(len(options) + len(copies), len(options) + len(copies))
+        report(len(options) + len(replicated), len(options) + len(replicated))
     return ranked(found)
 
 
 def _repeats(setup: TrainSetup, target: Target, option: Option) -> bool:
-    """Whether an option keeps what was gathered and gathers nothing, as the one that does not."""
+    """Whether an option keeps gathered parameters although its plan gathers none."""
     if option.choices.reshard_after_forward is not False:
         return False
     mesh = abstract_mesh(target.devices, option.replica)
@@ -135,13 +136,13 @@ def _repeats(setup: TrainSetup, target: Target, option: Option) -> bool:
 
 
 def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
-    """The first of those that differ in copies and micro-batches alone."""
+    """The first of each group of options that differ only in replicas and micro-batches."""
     first = {x.option.kind: x for x in reversed(found)}
     return [x for x in found if x is first[x.option.kind]]
 
 
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
-    """Those that fit by time, the others by what they need; of equal ones what needs less first."""
+    """Options that fit by time, then the others by memory; of equal times less memory first."""
 
     def order(x: Verdict) -> tuple[bool, float, int]:
         return x.cost is None, 0.0 if x.cost is None else float(f"{x.cost.step:.3g}"), x.needs
@@ -150,12 +151,12 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _judged(setup: TrainSetup, target: Target, option: Option) -> list[Verdict]:
-    """The verdict on an option; where it does not fit, with the state on the host beside it."""
+    """The verdict on an option; if it does not fit, also with the optimizer state on the host."""
     first = _verdict(setup, target, option)
     if first.fits or option.choices.offload:
         return [first]
-    away = dataclasses.replace(option.choices, offload=True)
-    second = _verdict(setup, target, dataclasses.replace(option, choices=away))
+    offloaded = dataclasses.replace(option.choices, offload=True)
+    second = _verdict(setup, target, dataclasses.replace(option, choices=offloaded))
     return [first, second] if second.host else [first]
 
 
@@ -163,12 +164,12 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
     choices, has = option.choices, target.chip.usable or 0
     mesh = abstract_mesh(target.devices, option.replica)
     state, plan = sharded_setup(setup, mesh, option.level, choices)
-    level = of_level(plan, choices, batch_bytes(setup, plan, choices))
+    level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
 
     def verdict(needs: int, seconds: Cost | None = None) -> Verdict:
         return Verdict(option, target.devices, needs, has, level.host, seconds)
 
-    at_least = level.needs - level.gathered  # how much of a layer is whole the trace says
+    at_least = level.needs - level.gathered  # the trace says how much of a layer is gathered
     if at_least > has or level.host > target.chip.host_memory:
         return verdict(at_least)
     seen = footprint_of(setup, state, plan, choices, target.platform)
@@ -178,18 +179,17 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
 
 
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
-    """What the trace moves, by where it goes: gathers of what rests whole publish an update."""
-    at_rest = plan.gathers
-    wire: dict[str, int] = dict.fromkeys(("shard", "copies", "update"), 0)
+    """The cost of a traced step: its collectives by destination, its memory traffic and FLOPs."""
+    wire: dict[str, int] = dict.fromkeys(("shard", "replicas", "update"), 0)
     for row in seen.collectives:
-        if row.kind == "all-gather" and not at_rest:
+        if row.kind == "all-gather" and not plan.gathers:  # the updated parameters
             wire["update"] += row.wire_bytes
         elif row.kind == "all-reduce" and plan.group.replicas > 1:
-            wire["copies"] += row.wire_bytes
+            wire["replicas"] += row.wire_bytes
         else:
             wire["shard"] += row.wire_bytes
-    # Moments and master copies are read and written, parameters written, gradients read: a part of
-    # the traffic of the whole step, for which nothing is computed beside.
+    # The update reads and writes moments and master copies, writes parameters and reads gradients:
+    # a part of the traffic of the step that no computation overlaps with.
     update = 2 * level.optimizer + level.params + level.gradients
     rest = max(0, seen.traffic - update)
     return cost(target, plan.group, seen.flops, rest, wire, update, level.host)
@@ -197,13 +197,13 @@ def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train.
+    """One way to train a model.
 
     Attributes:
-      level: its name.
-      replica: copies of the divided state.
-      choices: of the step.
-      arguments: of the model's function, those that were varied.
+      level: name of the level.
+      replica: number of replicas of the sharded state.
+      choices: options of the step.
+      arguments: arguments of the model's function that `vary` lists, with their values.
     """
 
     level: str
@@ -212,8 +212,8 @@ class Option:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def beside(self) -> str:
-        """What was chosen beside level, copies and micro-batches, in words."""
+    def extras_text(self) -> str:
+        """Readable options other than level, replicas and micro-batches."""
         more = [f"{name} {value}" for name, value in self.arguments.items()]
         if self.choices.offload:
             more.append("offload")
@@ -223,27 +223,27 @@ class Option:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """What options that differ in copies and micro-batches alone have in common."""
-        return self.level, self.beside
+        """What options have in common that differ only in replicas and micro-batches."""
+        return self.level, self.extras_text
 
 
 def options_of(config: Config) -> Iterator[Option]:
-    """Every way that is worth a look.
+    """The options to compare, without offload and replicas.
 
-    Copies as the config says. Micro-batches: all ways to take the rows of a device in equal parts.
-    Whether what was gathered is kept, where parameters rest divided. What `vary` lists. Offloading
-    and copies come later, for what does not fit and what does.
+    These are the levels of the config with all equal micro-batches of a device's examples, with and
+    without keeping gathered parameters, and with all values in `vary`. Offload is tried later for
+    what does not fit, and replicas for what does.
     """
     chosen = config.choices
-    rows = chosen.micro_batch_size * chosen.micro_batches
+    examples = chosen.micro_batch_size * chosen.micro_batches
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
-        for k in (k for k in range(1, rows + 1) if rows % k == 0):
+        for k in (k for k in range(1, examples + 1) if examples % k == 0):
             for reshard in _reshards(chosen, LEVELS[name]):
                 choices = dataclasses.replace(
                     chosen,
                     micro_batches=k,
-                    micro_batch_size=rows // k,
+                    micro_batch_size=examples // k,
                     reshard_after_forward=reshard,
                 )
                 replica = config.replica if LEVELS[name].shards_opt_state else 1
@@ -251,17 +251,17 @@ def options_of(config: Config) -> Iterator[Option]:
 
 
 def _reshards(chosen: Choices, level: Level) -> tuple[bool | int, ...]:
-    """Where parameters rest divided both ways are tried, unless one was asked for."""
+    """The values of `reshard_after_forward` to try: both, unless one is given."""
     if not level.shards_params:
         return (True,)
     asked = chosen.reshard_after_forward
     return (True, False) if asked is True else (asked,)
 
 
-def copies_of(option: Option, target: Target) -> Iterator[Option]:
-    """The same with copies of the divided state, so that a shard group is some of the hosts.
+def with_replicas(option: Option, target: Target) -> Iterator[Option]:
+    """The same option with replicas of the sharded state, each on some of the hosts.
 
-    Not where a number of copies was asked for.
+    There are none if the option has a number of replicas already.
     """
     if LEVELS[option.level].shards_opt_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
@@ -269,10 +269,101 @@ def copies_of(option: Option, target: Target) -> Iterator[Option]:
 
 
 def replicas_of(target: Target) -> tuple[int, ...]:
-    """Copies of the divided state that suit a machine.
+    """Numbers of replicas of the sharded state that suit a machine.
 
-    A TPU slice is one group, divided axis by axis of its torus.
+    A TPU slice is one shard group, sharded over the axes of its torus.
     """
     if target.platform != "gpu":
         return (1,)
     return tuple(n for n in range(1, target.hosts + 1) if target.hosts % n == 0)
+
+
+def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -> str:
+    """A report: options that fit, fastest first, and of the others the nearest to fitting.
+
+    Of options that differ only in replicas and micro-batches it has the fastest, or all with
+    `every`.
+    """
+    fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
+    examples = config.choices.micro_batch_size * config.choices.micro_batches
+    machine = "" if config.target is None else f" on {config.target.text}"
+    has = bytes_of(found[0].has)
+    title = f"{config.model}{machine}: {examples} examples on each device in a step, "
+    title += f"{has} for programs"
+    parts: list[Table | str] = [title]
+    if fit:
+        shown = fit if every else best_of_each(fit)
+        parts.append(_ranked(shown))
+        if len(fit) > len(shown):
+            parts.append(f"Each with its best micro-batches and replicas; --all shows {len(fit)}.")
+    else:
+        parts.append("Nothing fits.")
+    if others:
+        made = text_table(
+            f"Does not fit: {len(others)}; the nearest",
+            ("level", "replica x shard", "micro-batches", "with"),
+            ("needs", "too much by"),
+        )
+        for x in others[:3]:
+            made.add_row(*_names(x), bytes_of(x.needs), _missing(x))
+        parts.append(made)
+    parts.append(
+        f"Estimates, meant for ranking: {COMPUTE_SHARE:.0%} of the chip's peak, {MEMORY_SHARE:.0%} "
+        "of its memory's bandwidth, no latency. balance: examples of a micro-batch below which "
+        "communication is the bottleneck."
+    )
+    return text_of(parts)
+
+
+def _ranked(fit: Sequence[Verdict]) -> Table:
+    made = text_table(
+        "Fits, fastest first",
+        ("", "level", "replica x shard", "micro-batches", "with", "bound by"),
+        ("step", "compute", "memory", "wire", "update", "peak", "of it", "balance"),
+    )
+    for rank, x in enumerate(fit, 1):
+        if x.cost is None:
+            continue
+        cost = x.cost
+        made.add_row(
+            str(rank),
+            *_names(x),
+            cost.binding,
+            *map(seconds_of, (cost.step, cost.compute, cost.memory)),
+            seconds_of(cost.wire + cost.all_gather_params),
+            seconds_of(cost.update + cost.host),
+            bytes_of(x.needs),
+            f"{x.needs / x.has:.0%}",
+            "-" if x.balance is None else f"{x.balance:.3g}",
+        )
+    return made
+
+
+def _names(x: Verdict) -> tuple[str, str, str, str]:
+    option = x.option
+    return (
+        option.level,
+        f"{option.replica} x {x.devices // option.replica}",
+        f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
+        option.extras_text,
+    )
+
+
+def _missing(x: Verdict) -> str:
+    return bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"
+
+
+def advice_rows(found: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """One flat dict for each option, for a page."""
+    keys = ("level", "replica x shard", "micro-batches", "with")
+    return [
+        {
+            **dict(zip(keys, _names(x), strict=True)),
+            "fits": "yes" if x.fits else "no",
+            "step": "" if x.cost is None else seconds_of(x.cost.step),
+            "bound by": "" if x.cost is None else x.cost.binding,
+            "needs bytes": x.needs,
+            "usable bytes": x.has,
+        }
+        for x in found
+    ]

@@ -11,8 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gshard.analysis.config import Config
 from gshard.analysis.html.page import page_of, place
-from gshard.analysis.tune import Verdict, advise, best_of_each
-from gshard.analysis.tune_report import advice, as_rows
+from gshard.analysis.tune import Verdict, advice_rows, advice_text, advise, best_of_each
 from gshard.cli.common import (
     NO,
     YES,
@@ -45,12 +44,13 @@ def main(words: list[str]) -> int:
         with place(given.html) as file:
             found = _with_progress(config)
             if file is not None:
-                rows = as_rows(found if given.all else best_of_each(found))
+                rows = advice_rows(found if given.all else best_of_each(found))
                 file.write(page_of(config, forecast_with_progress(config), advice=rows).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         said = json.dumps(_as_dict(config, found)) if given.json else None
-        return said or advice(config, found, given.all), YES if any(x.fits for x in found) else NO
+        fits = any(x.fits for x in found)
+        return said or advice_text(config, found, given.all), YES if fits else NO
 
     leave_accelerators()
     return in_words(lambda: named_config(parser, words), work)

@@ -6,8 +6,7 @@ import json
 import sys
 from typing import Any
 
-from gshard.analysis.audit import audit
-from gshard.analysis.audit_report import Audit
+from gshard.analysis.audit import Audit, audit
 from gshard.analysis.config import Config
 from gshard.analysis.setup import batch_of, load_setup, sharded_setup, step_of
 from gshard.cli.common import NO, YES, config_parser, in_words, mesh_here, named_config, status

@@ -22,8 +22,7 @@ from rich.console import Console
 
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
 from gshard.analysis.config import Config, read_config
-from gshard.analysis.forecast import plan_config
-from gshard.analysis.forecast_report import Forecast
+from gshard.analysis.forecast import Forecast, forecast_config
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.
@@ -344,6 +343,6 @@ def _free_in_group() -> int | None:
 
 
 def forecast_with_progress(config: Config, activations: bool = True) -> Forecast:
-    """`plan_config`; a terminal shows which level is being traced."""
+    """`forecast_config`; a terminal shows which level is being traced."""
     with status("importing the model") as say:
-        return plan_config(config, activations, say)
+        return forecast_config(config, activations, say)

@@ -13,7 +13,7 @@ from gshard._util.units import bytes_of
 from gshard.analysis.config import Config
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
-from gshard.analysis.setup import initialised, load_setup, sharded_setup
+from gshard.analysis.setup import initialized_setup, load_setup, sharded_setup
 from gshard.cli.common import (
     YES,
     config_parser,
@@ -76,7 +76,7 @@ def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, st
             state, plan = sharded_setup(setup, mesh, level, config.choices)
             why = "--abstract." if abstract else _does_not_fit(plan, mesh)
             if not why:
-                state, plan = initialised(setup, mesh, level, config.choices)
+                state, plan = initialized_setup(setup, mesh, level, config.choices)
             explanation = explain(state, plan, micro_batches=config.choices.micro_batches)
             if not why and explanation.measured is None:
                 why = "the setup's state is abstract."

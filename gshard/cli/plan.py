@@ -14,12 +14,10 @@ import optax
 
 from gshard._util.errors import GShardError, some
 from gshard._util.tables import text_of, text_table
-from gshard.analysis.aot.compiled import check_json, compile_for
-from gshard.analysis.aot.report import compiled_report
+from gshard.analysis.aot.compiled import check_json, compile_for, compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
-from gshard.analysis.forecast import forecast
-from gshard.analysis.forecast_report import Forecast
+from gshard.analysis.forecast import Forecast, forecast
 from gshard.analysis.html.page import page_of, place
 from gshard.analysis.setup import TrainSetup
 from gshard.cli.common import (
@@ -41,7 +39,7 @@ _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml --target h100:32x8 --levels p_g_os
   gshard plan --paper
 
-GB are 1e9 bytes. Nothing is initialised, and no device is needed: with --target the real step
+GB are 1e9 bytes. Nothing is initialized_setup, and no device is needed: with --target the real step
 is compiled for that machine, here. Exits with 1 when no level fits it, and with 2 when that cannot
 be said."""
 

@@ -1,4 +1,4 @@
-"""Auditing steps: rows, sums, memory, the promise beside what was found."""
+"""Auditing steps: rows, sums, memory, the budget and what was found."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def train_arguments():
     return jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
 
 
-PROMISE = Budget(
+BUDGET = Budget(
     "p_g_os",
     8,
     {"params": 2048, "gradients": 2048, "optimizer": 0},
@@ -93,7 +93,7 @@ PROMISE = Budget(
 def found():
     mesh = make_mesh()
     run = over(mesh, train, in_specs=(BOTH, BOTH), out_specs=(BOTH, P()), donate_argnums=0)
-    return audit(FakeStep(run, FakePlan(mesh), PROMISE), *train_arguments())
+    return audit(FakeStep(run, FakePlan(mesh), BUDGET), *train_arguments())
 
 
 def rows_of(found):
@@ -137,8 +137,8 @@ def test_memory(found):
     assert all(isinstance(amount, int) for amount in found.memory.values())
 
 
-def test_a_step_brings_its_promise(found):
-    assert found.budget is PROMISE
+def test_a_step_brings_its_budget(found):
+    assert found.budget is BUDGET
 
 
 def test_printed(found):
@@ -148,7 +148,7 @@ def test_printed(found):
     assert ["all-gather", "gather", "<=", "6,144", "6,144"] in lines
     assert ["all-gather", "update", "1,234,567", "0"] in lines
     assert ["argument", "3,072", "3.07", "kB"] in lines
-    assert ["promised:", "params", "2,048", "2.05", "kB"] in lines
+    assert ["budget:", "params", "2,048", "2.05", "kB"] in lines
     assert max(map(len, text.splitlines())) <= 160
     assert "\x1b" not in text
 
@@ -207,7 +207,7 @@ def test_a_jitted_function_without_a_plan_takes_the_mesh_of_its_inputs():
     found = audit(over(mesh, lambda v: lax.psum(v, "b"), BOTH, P("a")), batch)
     assert rows_of(found) == [(AR, ("b",), "user", False, 1, 1, 4)]
     assert found.budget is None
-    assert "promised" not in str(found)
+    assert "budget" not in str(found)
 
 
 def test_an_nnx_function():
@@ -304,9 +304,9 @@ def test_branches_are_marked():
     assert "<= 1" in str(found)
 
 
-def test_a_promise_can_be_given():
-    found = audit(over(make_mesh(), lambda v: lax.psum(v, "a")), jnp.ones(8), budget=PROMISE)
-    assert found.budget is PROMISE
+def test_a_budget_can_be_given():
+    found = audit(over(make_mesh(), lambda v: lax.psum(v, "a")), jnp.ones(8), budget=BUDGET)
+    assert found.budget is BUDGET
 
 
 @dataclasses.dataclass(frozen=True)

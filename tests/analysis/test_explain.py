@@ -70,7 +70,7 @@ def mesh_of(n: int):
     return gshard.make_mesh(devices=jax.devices()[:n])
 
 
-def divided(state: Any, level: str, n: int = 8, **options: Any):
+def sharded(state: Any, level: str, n: int = 8, **options: Any):
     return gshard.shard_train_state(state, mesh_of(n), level, min_shard_size=24, **options)
 
 
@@ -88,9 +88,9 @@ def divided(state: Any, level: str, n: int = 8, **options: Any):
     ids=lambda x: str(x) if isinstance(x, int) else "+".join(x) or "as it is",
 )
 def test_live_bytes_are_the_plans(kind, level, n, options):
-    state, plan = divided(KINDS[kind](), level, n, **options)
+    state, plan = sharded(KINDS[kind](), level, n, **options)
     found = gshard.explain(state)
-    assert found.exact and not found.measured.differs
+    assert found.exact and not found.measured.differences
     assert found.measured.state == {str(d): plan.bytes_per_device for d in plan.mesh.devices.flat}
     assert found.planned == plan.bytes_per_device
     by_part = dict.fromkeys(plan.bytes_per_device, 0)
@@ -98,20 +98,20 @@ def test_live_bytes_are_the_plans(kind, level, n, options):
         if x.part in by_part:
             by_part["host" if x.on_host else x.part] += x.bytes
     assert by_part == plan.bytes_per_device
-    assert found.levels[level].at_rest == found.at_rest
-    assert set(found.levels) == set(LEVELS) and not found.cannot
+    assert found.levels[level].stored == found.stored
+    assert set(found.levels) == set(LEVELS) and not found.impossible
     if options.get("precision"):
         assert any(x.path.startswith("opt_state/master/") for x in found.leaves)
     assert json.loads(json.dumps(found.as_dict()))["exact"] is True
 
 
-def test_every_level_is_forecast_as_it_is_when_divided_so():
-    found = gshard.explain(divided(linen(), "os", precision="bfloat16")[0], micro_batches=4)
+def test_forecasts_of_levels_equal_states_at_these_levels():
+    found = gshard.explain(sharded(linen(), "os", precision="bfloat16")[0], micro_batches=4)
     for level, forecast in found.levels.items():
-        plan = divided(linen(), level, precision="bfloat16")[1]
+        plan = sharded(linen(), level, precision="bfloat16")[1]
         sizes = plan.bytes_per_device
-        assert forecast.at_rest == sum(sizes.values()) + 4  # the count of steps
-        assert found.saves(level) == found.at_rest - forecast.at_rest
+        assert forecast.stored == sum(sizes.values()) + 4  # the count of steps
+        assert found.saves(level) == found.stored - forecast.stored
         assert forecast.wire == gshard.budget(plan, micro_batches=4).wire_bytes
     assert found.wire[4]["level"] == found.levels["os"].wire
     assert found.wire[8]["sync"] == gshard.budget(plan.at_level(LEVELS["os"]), micro_batches=8,
@@ -132,7 +132,7 @@ def test_an_old_copy_that_a_variable_keeps_is_named():
     old = {"w": jnp.ones((211, 97)), "b": jnp.ones((97,))}
     tx = optax.adam(1e-3)
     moments = tx.init(old)
-    state, _ = divided((old, tx), "p_g_os")
+    state, _ = sharded((old, tx), "p_g_os")
     found = gshard.explain(state)
     named = {x.of: x for x in found.measured.copies}
     size = 4 * (211 * 97 + 97)
@@ -140,47 +140,47 @@ def test_an_old_copy_that_a_variable_keeps_is_named():
     assert named["optimizer state"].count == 4 and named["optimizer state"].bytes == 2 * size
     assert "1 x float32[211, 97]" in named["parameters"].shapes
     home = str(jax.devices()[0])
-    assert named["parameters"].lies == f"on {home}"
-    assert found.measured.beside_bytes[home] >= 3 * size
-    kinds = {x.shape: x for x in found.measured.beside}
+    assert named["parameters"].placement == f"on {home}"
+    assert found.measured.other_bytes[home] >= 3 * size
+    kinds = {x.shape: x for x in found.measured.other_arrays}
     assert kinds[211, 97].count == 3 and kinds[211, 97].dtype == "float32"
     assert f"2 arrays on {home} have the shapes of the parameters" in str(found)
     del old, moments
     found = gshard.explain(state)
     assert not found.measured.copies
-    assert (211, 97) not in {x.shape for x in found.measured.beside}
+    assert (211, 97) not in {x.shape for x in found.measured.other_arrays}
 
 
-def test_an_old_divided_state_is_found_as_it_is_stored():
-    state, plan = divided(({"w": jnp.ones((211, 97))}, optax.adam(1e-3)), "p_g_os", 5)
+def test_a_copy_of_a_sharded_state_is_found():
+    state, plan = sharded(({"w": jnp.ones((211, 97))}, optax.adam(1e-3)), "p_g_os", 5)
     old = jax.tree.map(lambda x: x + 0, state)
     found = gshard.explain(state)
     assert {x.of for x in found.measured.copies} == {"parameters", "optimizer state"}
-    (row,) = [x for x in found.measured.beside if x.shape == (215, 97)]
-    assert row.count == 3 and row.lies == "divided over 5 devices"
+    (row,) = [x for x in found.measured.other_arrays if x.shape == (215, 97)]
+    assert row.count == 3 and row.placement == "sharded over 5 devices"
     assert row.bytes == 3 * 43 * 97 * 4
     del old
 
 
 def test_views_of_parts_count_once():
     """A look at the shards of an array makes arrays that share its memory."""
-    state, _ = divided(({"w": jnp.ones((211, 97))}, optax.sgd(0.1)), "p_g_os")
+    state, _ = sharded(({"w": jnp.ones((211, 97))}, optax.sgd(0.1)), "p_g_os")
     views = [x.data for x in state.params["w"].addressable_shards]
-    beside = jax.device_put(np.ones((8, 501), np.float32), state.params["w"].sharding)
-    parts = [x.data for x in beside.addressable_shards]
+    other = jax.device_put(np.ones((8, 501), np.float32), state.params["w"].sharding)
+    parts = [x.data for x in other.addressable_shards]
     for _ in range(2):
         measured = gshard.explain(state).measured
-        shapes = [x.shape for x in measured.beside]
+        shapes = [x.shape for x in measured.other_arrays]
         assert shapes.count((8, 501)) == 1
         assert views[0].shape not in shapes and parts[0].shape not in shapes
-        assert not measured.differs
+        assert not measured.differences
 
 
 def test_a_state_that_was_explained_still_trains_in_place():
     def loss(params, x):
         return jnp.square(x @ params["w"]).mean()
 
-    state, plan = divided(({"w": jnp.ones((64, 96))}, optax.adam(1e-3)), "os")
+    state, plan = sharded(({"w": jnp.ones((64, 96))}, optax.adam(1e-3)), "os")
     step = gshard.make_train_step(loss, plan)
     rows = np.ones((8, 64), np.float32)
     state, _ = step(state, rows)
@@ -189,12 +189,12 @@ def test_a_state_that_was_explained_still_trains_in_place():
     state, _ = step(state, rows)
     after = gshard.explain(state)
     assert after.exact and after.measured.state == before.measured.state
-    assert all(x.shape != (64, 96) for x in after.measured.beside)
+    assert all(x.shape != (64, 96) for x in after.measured.other_arrays)
     with pytest.raises(DonatedStateError):
         gshard.explain(old)
 
 
-def test_whole_leaves_are_marked_with_what_changes_them():
+def test_replicated_leaves_are_marked_with_the_setting_that_shards_them():
     params = {
         "small": jnp.ones((20,)),
         "odd": jnp.ones((9, 5)),
@@ -220,7 +220,10 @@ def test_whole_leaves_are_marked_with_what_changes_them():
     assert why["params/mine"] == ("rule 'mine'", "rules=, which says so")
     assert found.leaves[0].path == "params/large" or found.leaves[0].marked
     rows = {x.path: x for x in found.leaves}
-    assert rows["params/mine"].spare == 64 * 8 * 4 * 7 // 8 and rows["params/large"].spare == 0
+    assert (
+        rows["params/mine"].saved_if_sharded == 64 * 8 * 4 * 7 // 8
+        and rows["params/large"].saved_if_sharded == 0
+    )
     assert "* params/mine" in str(found)
 
 
@@ -234,8 +237,8 @@ def test_a_dimension_that_a_scan_walks_is_marked_so():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_level_that_keeps_a_part_whole_says_which_one_divides_it(level):
-    found = gshard.explain(divided(linen(), level)[0])
+def test_a_replicated_part_names_the_level_that_shards_it(level):
+    found = gshard.explain(sharded(linen(), level)[0])
     change = {x.path: x.change for x in found.leaves}
     whole, state = "params/Dense_0/kernel", "opt_state/inner/0/mu/Dense_0/kernel"
     divides = LEVELS[level]
@@ -245,9 +248,9 @@ def test_a_level_that_keeps_a_part_whole_says_which_one_divides_it(level):
 
 
 def test_what_halves_the_memory():
-    found = gshard.explain(divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "dp")[0])
+    found = gshard.explain(sharded(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "dp")[0])
     assert found.halved_by == "os" and "Which level halves it? os" in str(found)
-    found = gshard.explain(divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")[0])
+    found = gshard.explain(sharded(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")[0])
     assert found.halved_by is None and "Nothing more." in str(found)
 
 
@@ -257,33 +260,33 @@ def test_a_level_that_a_rule_makes_impossible_is_said():
         scan_axes={"stack": 0}, rules={"stack": 0},
     )  # fmt: skip
     found = gshard.explain(state)
-    assert set(found.cannot) == {"p_g_os"} and "a scan iterates" in found.cannot["p_g_os"]
+    assert set(found.impossible) == {"p_g_os"} and "a scan iterates" in found.impossible["p_g_os"]
     assert "Level p_g_os is not possible" in str(found)
 
 
-def test_a_leaf_that_does_not_lie_as_planned_is_named():
-    state, _ = divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")
+def test_a_leaf_that_is_not_placed_as_planned_is_named():
+    state, _ = sharded(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "p_g_os")
     moved = state.replace(params={"w": jnp.ones((64, 64))})
     found = gshard.explain(moved)
     assert found.exact is False
-    assert found.measured.differs[0].startswith("params/w: 16,384 B on ")
-    assert "by the plan 2,048 B" in found.measured.differs[0]
-    assert "does NOT lie as the plan says" in str(found)
+    assert found.measured.differences[0].startswith("params/w: 16,384 B on ")
+    assert "planned 2,048 B" in found.measured.differences[0]
+    assert "is NOT placed as planned" in str(found)
     found = gshard.explain(state.replace(params={"w": np.ones((64, 64), np.float32)}))
-    assert found.measured.differs == ("params/w: not on a device, a ndarray",)
+    assert found.measured.differences == ("params/w: not on a device, a ndarray",)
 
 
 def test_state_on_the_host_that_came_to_the_device_is_named():
-    state, plan = divided(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "os", offload=True)
+    state, plan = sharded(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "os", offload=True)
     here = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("device")),
                         state.opt_state)  # fmt: skip
     found = gshard.explain(state.replace(opt_state=here), plan)
     assert found.exact is False
-    assert found.measured.differs[0].startswith("opt_state/inner/0/mu/w: on the device of")
+    assert found.measured.differences[0].startswith("opt_state/inner/0/mu/w: on the device of")
 
 
 @pytest.mark.parametrize("options", [{"replica": 2}, {"extra": {"model": 2}}])
-def test_copies_of_the_divided_state_and_the_users_axis(options):
+def test_replicas_of_the_sharded_state_and_an_axis_of_the_user(options):
     mesh = gshard.make_mesh(**options)
     place = NamedSharding(mesh, P(None, "model" if "extra" in options else None))
     params = {"w": jax.device_put(jnp.ones((64, 64)), place), "b": jnp.ones((64,))}
@@ -303,7 +306,7 @@ def test_what_paddles_face_wrapped():
 
 
 def test_the_text_lists_what_holds_most():
-    found = gshard.explain(divided(linen(), "os")[0])
+    found = gshard.explain(sharded(linen(), "os")[0])
     sizes = [x.bytes for x in found.leaves]
     assert sizes == sorted(sizes, reverse=True)
     assert f"(3 of {len(sizes)} arrays" in found.text(3)
@@ -318,10 +321,10 @@ def test_what_cannot_be_explained():
         gshard.explain(linen())
     with pytest.raises(GShardError, match="explain: state is a dict"):
         gshard.explain({"w": 1})
-    model, optimizer = divided(pair(), "os")[0]
+    model, optimizer = sharded(pair(), "os")[0]
     with pytest.raises(GShardError, match=r"explain\(\(model, optimizer\)\)"):
         gshard.explain(model, optimizer)
-    state, plan = divided(linen(), "os")
+    state, plan = sharded(linen(), "os")
     with pytest.raises(GShardError, match=r"explain\(state, plan\)"):
         gshard.explain((model, optimizer), plan)
     with pytest.raises(GShardError, match="micro_batches=0"):

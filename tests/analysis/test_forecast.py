@@ -32,7 +32,7 @@ LEVELS = ("dp", "os", "os_g", "p_g_os")
 @pytest.mark.parametrize("devices", [1, 3, 8])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("make", [setups.mlp, setups.norm, setups.pair], ids=lambda x: x.__name__)
-def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
+def test_stored_bytes_are_those_of_the_live_shards(make, level, devices):
     setup = make()
     found = gshard.forecast(setup, devices, levels=[level]).levels[level]
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
@@ -51,7 +51,7 @@ def test_bytes_at_rest_are_those_of_the_live_shards(make, level, devices):
     assert found.params == live(parts.params)
     assert found.optimizer == live((parts.opt_state, parts.step))
     assert found.non_trainable == live(parts.non_trainable)
-    assert found.at_rest == live((parts.params, parts.opt_state, parts.step, parts.non_trainable))
+    assert found.stored == live((parts.params, parts.opt_state, parts.step, parts.non_trainable))
 
 
 def test_master_copies_count_as_optimizer_state():
@@ -110,7 +110,7 @@ def test_a_trillion_parameters_on_16384_devices():
     params = {f"w{i}": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32) for i in range(100)}
     found = gshard.forecast((params, optax.adam(1e-3)), 16384)
     assert found.parameters == 10**12
-    assert found.levels["dp"].at_rest == 12 * 10**12 + 4 * 8
+    assert found.levels["dp"].stored == 12 * 10**12 + 4 * 8
     # 100,000 rows lie as 7 on each device, the last ones padding.
     assert found.levels["p_g_os"].params == 100 * 7 * 100_000 * 4
 
@@ -322,9 +322,9 @@ def test_a_target_is_compiled_for_beside_the_forecast(capsys):
     found = json.loads(capsys.readouterr().out)
     assert list(found["compiled"]) == ["os", "p_g_os"]
     for name, of in found["compiled"].items():
-        at_rest = found["levels"][name]
-        stored = at_rest["params"] + at_rest["optimizer"] + at_rest["non_trainable"]
-        assert of["memory"]["argument"] == stored + at_rest["batch"]
+        level = found["levels"][name]
+        stored = level["params"] + level["optimizer"] + level["non_trainable"]
+        assert of["memory"]["argument"] == stored + level["batch"]
         assert of["fits"] is None
     assert main(words) == 0
     text = capsys.readouterr().out

@@ -14,8 +14,16 @@ from gshard.analysis.config import Config, read_config
 from gshard.analysis.cost_model import COMPUTE_SHARE, Cost, bandwidths, cost
 from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.setup import Choices
-from gshard.analysis.tune import Option, Verdict, advise, copies_of, options_of, ranked, replicas_of
-from gshard.analysis.tune_report import advice
+from gshard.analysis.tune import (
+    Option,
+    Verdict,
+    advice_text,
+    advise,
+    options_of,
+    ranked,
+    replicas_of,
+    with_replicas,
+)
 from gshard.cli.main import main
 from gshard.sharding.mesh import data_group
 
@@ -35,14 +43,14 @@ def group_of(devices, replica=1):
 # ---- options ------------------------------------------------------------------------------------
 
 
-def test_options_take_the_same_rows():
+def test_options_take_the_same_examples():
     config = config_of(choices=Choices(micro_batch_size=6, micro_batches=2))
     found = list(options_of(config))
     assert {x.choices.micro_batches * x.choices.micro_batch_size for x in found} == {12}
     assert {x.choices.micro_batches for x in found} == {1, 2, 3, 4, 6, 12}
     assert {x.level for x in found} == {"dp", "os", "os_g", "p_g_os"}
     # Copies only where a level divides; keeping what is gathered only where it gathers.
-    copies = {x.level: [y.replica for y in copies_of(x, H100)] for x in found}
+    copies = {x.level: [y.replica for y in with_replicas(x, H100)] for x in found}
     assert copies == {"dp": [], "os": [2], "os_g": [2], "p_g_os": [2]}
     kept = {x.level for x in found if x.choices.reshard_after_forward is False}
     assert kept == {"p_g_os"}
@@ -151,7 +159,7 @@ def test_what_does_not_fit_is_tried_with_the_host():
     assert fits[("dp", True)] is True  # parameters and gradients are 40 GB
     assert fits[("p_g_os", False)] is True
     assert ("p_g_os", True) not in fits
-    text = advice(config, found)
+    text = advice_text(config, found)
     assert "Fits, fastest first" in text
     assert "Does not fit: " in text
 
@@ -222,12 +230,12 @@ def test_what_is_too_small_to_be_divided_is_not_tried_both_ways(recwarn):
     """By name the two would be the same line twice, with a warning about what nobody asked for."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
     small = config_of(arguments={"width": 16, "layers": 2}, **host)
-    assert [x.option.beside for x in advise(small)] == [""]
+    assert [x.option.extras_text for x in advise(small)] == [""]
     assert not [x for x in recwarn if "reshard_after_forward" in str(x.message)]
-    assert {x.option.beside for x in advise(config_of(**host))} == {"", "kept for backward"}
+    assert {x.option.extras_text for x in advise(config_of(**host))} == {"", "kept for backward"}
     asked = dataclasses.replace(small, choices=Choices(reshard_after_forward=False))
     with pytest.warns(gshard.GShardWarning, match="reshard_after_forward=False changes nothing"):
-        assert [x.option.beside for x in advise(asked)] == ["kept for backward"]
+        assert [x.option.extras_text for x in advise(asked)] == ["kept for backward"]
 
 
 @pytest.mark.filterwarnings("ignore:100% of the parameters stay whole")
@@ -235,7 +243,7 @@ def test_what_is_frozen_is_gathered_too():
     """Adapters are too small to be divided, and the layers beside them are not."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
     config = dataclasses.replace(config_of(**host), model="tests.setups:adapters", arguments={})
-    found = {x.option.beside: x for x in advise(config)}
+    found = {x.option.extras_text: x for x in advise(config)}
     assert found["kept for backward"].needs > found[""].needs
     assert found["kept for backward"].cost.wire < found[""].cost.wire
     assert {x.cost.all_gather_params for x in found.values()} == {0}

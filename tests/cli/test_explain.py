@@ -121,7 +121,7 @@ def test_audit_says_which_budget_is_exceeded(folder, capsys):
     assert code == 1
     lines = err.splitlines()
     assert lines and all(x.startswith("over budget: level p_g_os: ") for x in lines)
-    assert "promised 0 elements, found" in lines[0] and " for compiler" in lines[0]
+    assert "the budget is 0 elements, found" in lines[0] and " for compiler" in lines[0]
     levels = json.loads(out)["levels"]
     assert levels["dp"]["exceeded"] == [] and len(levels["p_g_os"]["exceeded"]) == len(lines)
 

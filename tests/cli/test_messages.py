@@ -19,9 +19,9 @@ import pytest
 
 import gshard
 from gshard._util.tables import text_of, text_table
-from gshard.analysis.aot.report import compiled_report
-from gshard.analysis.audit_report import report as audit_report
-from gshard.analysis.html.tables import shown_value
+from gshard.analysis.aot.compiled import compiled_report
+from gshard.analysis.audit import audit_text
+from gshard.analysis.html.markup import shown_value
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
@@ -61,7 +61,7 @@ def test_a_plan_and_an_explanation_name_every_leaf():
 def test_an_audit_names_every_axis():
     row = gshard.audit(jax.jit(lambda x: x), jnp.zeros(3))
     found = dataclasses.replace(row, memory={"x[/red]": 1})
-    assert "x[/red]" in audit_report(found)
+    assert "x[/red]" in audit_text(found)
 
 
 # ---- what is not known --------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_one_level_is_enough():
         ({"accumulate": ["local"]}, "accumulate=['local'] is unknown"),
         ({"reshard_after_forward": 0}, "reshard_after_forward=0 must be"),
         ({"platform": "gpus"}, "Did you mean 'gpu'?"),
-        ({"arguments": {"layers": 3}}, "model is a Setup, which takes none"),
+        ({"arguments": {"layers": 3}}, "model is a TrainSetup, which takes none"),
         ({"devices": 10**20}, "is too large"),
     ],
 )

@@ -1,1 +1,1 @@
-"""A step compiled for a machine that is not there, in a process of its own."""
+"""Compiling for machines that are not there: `compiled` runs `child`, `target` names machines."""

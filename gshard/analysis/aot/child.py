@@ -1,10 +1,15 @@
-"""Compiles one step for a machine that is not there: `python -m gshard.analysis.aot.child`.
+"""Compiles one step for a target machine in a process of its own, and reads what XLA reports.
 
-A process of its own: some compilers abort theirs for what they cannot do, and libtpu takes locks.
-It is given one JSON object on stdin (see `gshard.analysis.aot.compiled.compile_for`) and writes
-JSON objects to stdout, one a line: `{"stage": ...}` as it goes on, and at last one of
-`{"result": ...}`, `{"error": ...}` (what a user can mend) and `{"failed": ...}` (what a library
-said).
+Run as `python -m gshard.analysis.aot.child`: some compilers abort their process, and libtpu takes
+locks. The request is one JSON object on stdin (see `gshard.analysis.aot.compiled.compile_for`). The
+answer is JSON on stdout, one object a line: `{"stage": ...}` for progress, and at last one of
+`{"result": ...}`, `{"error": ...}` (a user can fix it) and `{"failed": ...}` (what a library
+raised).
+
+Memory is read from the files that XLA dumps while it compiles, since a TPU program that is too
+large leaves no compiled program to ask. Three of them are read: the buffer assignment (allocations,
+and which values share one), the live ranges (which values are alive at the peak), and the optimized
+program (which operation makes a value).
 """
 
 from __future__ import annotations
@@ -17,18 +22,21 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
-from gshard.analysis.aot.buffers import CompiledMemory, read_buffers, traffic
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.audit import memory_of, rows_of
+from gshard.analysis.audit import collective_rows, compiled_memory, sum_known
+from gshard.analysis.hlo import Collective, read_program
+from gshard.analysis.hlo.parser import read_module
 from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
 from gshard.sharding.mesh import make_mesh
 
@@ -38,9 +46,186 @@ _TOO_LARGE = re.compile(
 )
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
+_ASSIGNMENT, _RANGES, _PROGRAM = (
+    f"*after_optimizations{end}" for end in ("-buffer-assignment.txt", "-live-range.txt", ".txt")
+)
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+),(.*)")
+_VALUE = re.compile(
+    r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
+)
+_ALIVE = re.compile(r"    (\S+?)\{([\d,]*)\}: (\d+) bytes")
+_COLOR = re.compile(r"color (\d+)")
+_LAYOUT = re.compile(r"\{[^}]*\}")
+_CALL = re.compile(r"jit\(\w+\)/(shard_map/)?")
+# A TPU's main memory has color 0, its memories on the chip have others. All colors of a GPU are
+# its main memory. The host's memory is 5 on both.
+_HOST = 5
+
+
+class _Slice(NamedTuple):
+    """The part of an allocation that a value occupies."""
+
+    allocation: int
+    offset: int
+    size: int
+    shape: str
+
+
+@dataclass(frozen=True)
+class CompiledBuffer:
+    """Values of one shape and origin that are alive at the peak.
+
+    Attributes:
+      bytes: bytes of each value.
+      count: number of values.
+      shape: such as `f32[16,4096]`.
+      what: the operation that makes them, or the name of the argument.
+    """
+
+    bytes: int
+    count: int
+    shape: str
+    what: str
+
+
+@dataclass(frozen=True)
+class CompiledMemory:
+    """The memory of a compiled program on one device, in bytes.
+
+    Attributes:
+      arguments: bytes of the program's arguments.
+      peak: bytes of all allocations.
+      largest: the values that are alive at the peak, largest first.
+      text: the optimized program.
+    """
+
+    arguments: int
+    peak: int
+    largest: tuple[CompiledBuffer, ...]
+    text: str
+
+
+def read_dumped_memory(
+    folder: Path, platform: str, names: Mapping[str, str]
+) -> CompiledMemory | None:
+    """Reads the files that XLA dumped; None if it dumped none.
+
+    Args:
+      folder: the folder of `xla_dump_to`, with the files of one program.
+      platform: `cpu`, `gpu` or `tpu`.
+      names: readable names of arguments, by their names in the program, such as `leaves[2]`.
+    """
+    texts = []
+    for name in (_ASSIGNMENT, _RANGES, _PROGRAM):
+        found = sorted(folder.glob(name))
+        if not found:
+            return None
+        texts.append(found[-1].read_text())
+    assignment, ranges, program = texts
+    arguments = peak = 0
+    slices: dict[tuple[str, str], _Slice] = {}  # by the value's name and index
+    number = -1
+    for line in assignment.splitlines():
+        if found := _ALLOCATION.match(line):
+            number, size, rest = int(found[1]), int(found[2]), found[3]
+            if "thread-local" not in rest and _on_device(rest, platform):
+                peak += size
+                arguments += size if " parameter " in rest else 0
+            else:
+                number = -1
+        elif (found := _VALUE.match(line)) and number >= 0:
+            name, index, size, offset, shape = found.groups()
+            slice_ = _Slice(number, int(offset), int(size), _LAYOUT.sub("", shape))
+            slices[name, (index or "{}")[1:-1]] = slice_
+    return CompiledMemory(
+        arguments, peak, _largest_at_peak(ranges, slices, _origins(program), names), program
+    )
+
+
+def _on_device(allocation: str, platform: str) -> bool:
+    color = _COLOR.search(allocation)
+    space = int(color[1]) if color else 0
+    return space != _HOST if platform == "gpu" else space == 0
+
+
+def _origins(program: str) -> dict[str, str]:
+    """The op_name of every instruction."""
+    return {
+        instruction.name: instruction.op_name
+        for computation in read_module(program).computations.values()
+        for instruction in computation.instructions
+    }
+
+
+def _largest_at_peak(
+    ranges: str,
+    slices: Mapping[tuple[str, str], _Slice],
+    origins: Mapping[str, str],
+    names: Mapping[str, str],
+) -> tuple[CompiledBuffer, ...]:
+    """The values alive at the peak; those that share a slice of memory count once."""
+    _, _, rest = ranges.partition("(peak):\n")
+    alive: dict[tuple[int, int], _Slice] = {}
+    made_by: dict[_Slice, list[str]] = {}
+    for line in rest.splitlines():
+        found = _ALIVE.match(line)
+        if not found:
+            break
+        if slice_ := slices.get((found[1], found[2])):
+            known = alive.setdefault(slice_[:2], slice_)
+            alive[slice_[:2]] = max(known, slice_, key=lambda x: x.size)
+            made_by.setdefault(slice_, []).append(found[1])
+    sharing: dict[_Slice, list[str]] = {}
+    for (name, _), slice_ in slices.items():
+        sharing.setdefault(slice_, []).append(name)
+    counts = Counter[tuple[int, str, str]]()
+    for slice_ in alive.values():
+        candidates = [_origin(name, origins) for name in made_by[slice_]]
+        if all(map(_is_indirect, candidates)):
+            candidates += [_origin(name, origins) for name in sharing[slice_]]
+        what = min(candidates, key=lambda what: (_is_indirect(what), -len(what)))
+        counts[slice_.size, slice_.shape, names.get(what, what)] += 1
+    found = [
+        CompiledBuffer(size, count, shape, what) for (size, shape, what), count in counts.items()
+    ]
+    return tuple(sorted(found, key=lambda x: -x.bytes * x.count))
+
+
+def _origin(name: str, origins: Mapping[str, str]) -> str:
+    """The operation in the user's program that made a value, or else the compiler's name for it."""
+    origin = _CALL.sub("", origins.get(name, ""))
+    return origin if "/" in origin or "[" in origin else (origin or name).split(".")[0]
+
+
+def _is_indirect(what: str) -> bool:
+    """Whether an origin is only the loop around a value, or nothing that a user wrote."""
+    return what.endswith("/while") or not ("/" in what or "[" in what)
+
+
+def wire_traffic(text: str) -> dict[str, dict[str, int | None]]:
+    """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
+
+    Returns:
+      `wire_bytes` of all collectives, and `asynchronous_bytes` of those that overlap with
+      computation. None for a kind with a collective in a loop of unknown length.
+    """
+    by_kind: dict[str, list[Collective]] = defaultdict(list)
+    for collective in read_program(text).collectives:
+        if collective.group_size > 1:
+            by_kind[collective.kind].append(collective)
+    return {
+        "wire_bytes": {
+            kind: sum_known(x.wire_bytes for x in members) for kind, members in by_kind.items()
+        },
+        "asynchronous_bytes": {
+            kind: sum_known(x.wire_bytes if x.asynchronous else 0 for x in members)
+            for kind, members in by_kind.items()
+        },
+    }
+
 
 def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
-    """Lowers and compiles the step of a request; what is known of it, ready for JSON."""
+    """Lowers and compiles the step of a request; returns the result, ready for JSON."""
     target = parse_target(request["target"])
     mesh = make_mesh(devices=target.described_devices(), replica=request.get("replica", 1))
     say("importing the model")
@@ -56,11 +241,11 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     say("compiling")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gshard-") as folder:
-        compiled, said = _compiled(lowered, folder)
+        compiled, said = _compile(lowered, folder)
         compiling = time.perf_counter() - start
         say("reading the program")
         paths = {f"leaves[{i}]": path for i, path in enumerate(flatten(plan.layouts)[0])}
-        buffers = read_buffers(Path(folder), target.platform, paths)
+        buffers = read_dumped_memory(Path(folder), target.platform, paths)
     text = compiled.as_text() if compiled else buffers and buffers.text
     return {
         "target": target.text,
@@ -70,14 +255,16 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "versions": versions(),
         "lowering_seconds": round(lowering, 1),
         "compile_seconds": round(compiling, 1),
-        "collectives": [dataclasses.asdict(row) for row in rows_of(text, mesh)] if text else [],
-        **(traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
+        "collectives": [dataclasses.asdict(row) for row in collective_rows(text, mesh)]
+        if text
+        else [],
+        **(wire_traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
         **_memory(target, compiled, buffers, said),
     }
 
 
-def _compiled(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Compiled | None, str]:
-    """The compiled program, or why the target's memory is too small for it."""
+def _compile(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Compiled | None, str]:
+    """The compiled program, or the message that the target's memory is too small for it."""
     try:
         return lowered.compile(compiler_options={"xla_dump_to": folder}), ""
     except jax.errors.JaxRuntimeError as error:
@@ -89,12 +276,12 @@ def _compiled(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Comp
 def _memory(
     target: Target, compiled: jax.stages.Compiled | None, buffers: CompiledMemory | None, said: str
 ) -> dict[str, Any]:
-    """The verdict: what one device has, what the program needs, and what that is.
+    """The bytes that one device has and the program needs, whether it fits, and its buffers.
 
-    A TPU's compiler refuses what is too large. Others do not, and what they call the peak leaves
-    out the temporaries on CPU (JAX 0.10); their buffers are added up.
+    A TPU's compiler refuses a program that is too large. Others do not, and the peak that XLA:CPU
+    reports leaves out temporaries (JAX 0.10), so the buffers are added up.
     """
-    memory = memory_of(compiled) if compiled else {}
+    memory = compiled_memory(compiled) if compiled else {}
     if buffers:
         needs = buffers.peak
         if not compiled:
@@ -115,17 +302,17 @@ def _memory(
 
 
 def _bytes_in(said: str) -> int | None:
-    """What an error says that a program needs, such as `25.00G`."""
+    """The bytes that a program needs by an error message, such as `25.00G`."""
     found = _TOO_LARGE.search(said)
     text = (found["needs"] or found["used"]) if found else ""
     number = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
     return round(float(number[1]) * _UNITS.get(number[2], 1)) if number else None
 
 
-def answer(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
-    """Reads a request from stdin, does the work, and says on stdout how it goes and ends.
+def answer_request(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
+    """Reads a request from stdin, does the work, and writes progress and the result to stdout.
 
-    What the model prints meanwhile goes to stderr.
+    What the model prints goes to stderr.
     """
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
@@ -144,4 +331,4 @@ def answer(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    answer(compile_step)
+    answer_request(compile_step)

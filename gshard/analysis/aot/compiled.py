@@ -1,4 +1,4 @@
-"""A step compiled ahead of time in a process of its own, which may abort without harm to this one.
+"""Compiles a step ahead of time in a child process, which may abort without harm; the report of it.
 
 found = compile_for({"model": "my_model:setup", "target": "h100:32x8", "level": "p_g_os"})
 found["fits"], found["needs"], found["has"]
@@ -20,41 +20,49 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from gshard._util.errors import GShardError
+from gshard._util.tables import text_of, text_table
+from gshard._util.units import bytes_of
 from gshard.analysis.aot.target import Target, parse_target
+from gshard.analysis.audit import sum_known
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 
-Report = Callable[[str, float], None]
-_LINES = 400  # of stderr, enough for a stack trace of C++ below the message
+if TYPE_CHECKING:
+    from gshard.analysis.forecast import Forecast
+
+
+Report = Callable[[str, float], None]  # called with the stage and the seconds since the start
+_LINES = 400  # of stderr that are kept: enough for a C++ stack trace below the message
 
 
 def compile_for(
     request: Mapping[str, Any], timeout: float = 1800, report: Report | None = None
 ) -> dict[str, Any]:
-    """Compiles the step of a model for a machine that is not there. Nothing is initialised.
+    """Compiles the step of a model for a machine that is not there. Nothing is initialized.
 
     Args:
-      request: `model` (`module:function`, see `gshard.analysis.setup.load_setup`), its `arguments`,
-        `target` and `level`; `replica` (1), and the attributes of `Choices` where they are not
-        their defaults. All of it must go into JSON.
-      timeout: seconds.
-      report: called with what is going on and the seconds since the start, once a second and when
-        that changes. By default a terminal shows it.
+      request: the `model` (`module:function`, see `gshard.analysis.setup.load_setup`) and its
+        `arguments`, the `target` and the `level`; optionally `replica` and the fields of `Choices`.
+        All values must be JSON.
+      timeout: seconds until compilation is given up.
+      report: called with the stage and the seconds since the start, every second and when the stage
+        changes. By default a terminal shows them.
 
     Returns:
-      `fits`, None of a CPU; `needs` and `has`, bytes of one device, and `largest`, the buffers that
-      are alive where memory peaks (`bytes` of each, `count`, `shape`, `what`); `memory` by use and
-      `collectives`, as `gshard.audit` has them; `wire_bytes` and `asynchronous_bytes` by kind; the
-      `mesh`, `versions`, `lowering_seconds` and `compile_seconds`. Being too large is a verdict,
-      not an error.
+      `fits` (None for a CPU); `needs` and `has`, bytes of one device; `largest`, the buffers that
+      are alive at the peak (`bytes` of each, `count`, `shape`, `what`); `memory` by use and
+      `collectives` as in `gshard.audit`; `wire_bytes` and `asynchronous_bytes` by kind; the
+      `mesh`, `versions`, `lowering_seconds` and `compile_seconds`. A step that is too large is a
+      result, not an error.
 
     Raises:
-      GShardError: one line that says why it does not compile.
+      GShardError: the step does not compile; one line says why.
     """
     target = parse_target(request["target"])
     check_json(request.get("arguments") or {})
@@ -63,10 +71,10 @@ def compile_for(
 
 
 def check_json(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments of a model that the process which compiles cannot be told.
+    """Checks that arguments of a model can be passed to the compiling process.
 
     Raises:
-      GShardError: names the one that is no JSON.
+      GShardError: one of them is not JSON.
     """
     for name, value in arguments.items():
         try:
@@ -86,23 +94,23 @@ def ask(
     timeout: float,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Runs a module that answers a request (see `child.answer`) until it has a result.
+    """Runs a module that answers requests (see `child.answer_request`); returns its result.
 
     Args:
-      module: run as by `python -m`, with the current folder on its path.
-      request: what it reads, as JSON.
-      target: whose compiler it needs.
-      what: it compiles, for people.
-      timeout: seconds.
-      report: as in `compile_for`.
+      module: run like `python -m`, with the current folder on its path.
+      request: the request, ready for JSON.
+      target: the machine whose compiler the module needs.
+      what: what the module compiles, for messages.
+      timeout: seconds until it is given up.
+      report: called as in `compile_for`.
 
     Raises:
-      GShardError: one line that says why there is none.
+      GShardError: there is no result; one line says why.
     """
     start = time.monotonic()
     with _started(module, target) as (process, lines, errors), _shown(what, report) as show:
         pipe: Any = process.stdin
-        with suppress(BrokenPipeError), pipe:  # it may end before it reads; how, is said below
+        with suppress(BrokenPipeError), pipe:  # it may end before it reads; see below
             pipe.write(json.dumps(request))
         stage = "importing"
         while True:
@@ -142,16 +150,16 @@ class _Lines(NamedTuple):
 def _started(
     module: str, target: Target
 ) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[dict[str, Any] | None], _Lines]]:
-    """The process, what it says on stdout (None at the end), and its last lines of stderr.
+    """The process, its lines of stdout (None at the end), and its last lines of stderr.
 
-    It ends with this block, and with this process, however that ends.
+    The process ends with this block, and with this process, however that ends.
     """
     said: queue.Queue[dict[str, Any] | None] = queue.Queue()
     errors: deque[str] = deque(maxlen=_LINES)
 
     def read() -> None:
         for line in process.stdout or ():
-            if line.endswith("\n"):  # not one that its end cut short
+            if line.endswith("\n"):  # the process may end within a line
                 said.put(json.loads(line))
         said.put(None)
 
@@ -160,13 +168,13 @@ def _started(
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", module],
-            env=_environment(target) | {"TMPDIR": folder.name},  # it may not clear up itself
+            env=_environment(target) | {"TMPDIR": folder.name},  # it may leave files behind
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # it leads a group, with the ptxas and nvlink that it starts
+            start_new_session=True,  # one process group with the ptxas and nvlink that it starts
         )
         guardian.watch(process.pid)
         threads = [
@@ -181,7 +189,7 @@ def _started(
             (kill_group if process.poll() is None else kill_rest)(process.pid)
             for thread in threads:
                 thread.join()
-            with process:  # waits, and closes its pipes
+            with process:  # waits for it and closes its pipes
                 guardian.forget(process.pid)
     finally:
         guardian.close()
@@ -189,24 +197,26 @@ def _started(
 
 
 def _environment(target: Target) -> dict[str, str]:
-    here = str(Path(__file__).parents[3])  # the same gshard, however this process found it
-    more = target.environment | {"JAX_ENABLE_COMPILATION_CACHE": "false"}  # it keeps no buffers
+    here = str(Path(__file__).parents[3])  # the same gshard as in this process
+    more = target.environment | {
+        "JAX_ENABLE_COMPILATION_CACHE": "false"
+    }  # cached programs have no dumps
     more["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here)))
-    if "XLA_FLAGS" in more:  # of two of the same, the later counts
+    if "XLA_FLAGS" in more:  # the last of two equal flags counts
         more["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more['XLA_FLAGS']}".strip()
     return os.environ | more
 
 
 @contextmanager
 def _shown(what: str, report: Report | None) -> Iterator[Report]:
-    """Where the progress goes: to `report`, or to a terminal."""
+    """The function to call with progress: `report`, or one that shows it in a terminal."""
     console = Console(stderr=True)
     if report is not None:
         yield report
     elif not console.is_terminal:
         yield lambda stage, seconds: None
     else:
-        with console.status(Text(what)) as status:  # no markup
+        with console.status(Text(what)) as status:  # `Text` is not read as markup
             yield lambda stage, seconds: status.update(Text(f"{what}: {stage}, {seconds:.0f} s"))
 
 
@@ -220,17 +230,17 @@ _NO_MEMORY = (
 
 
 def reason(said: str, code: int) -> str:
-    """Why a compilation failed.
+    """A readable reason why a compilation failed.
 
     Args:
-      said: the message of its error, or the last lines that its process wrote.
-      code: the exit code of the process, or the negative number of the signal that ended it.
+      said: the message of the error, or the last lines that the process wrote.
+      code: exit code of the process, or the negative number of the signal that ended it.
     """
     tool = re.search(r"Couldn't find a suitable version of (\w+)", said)
     if tool:
-        return f"XLA finds no {tool[1]}: pip install nvidia-cuda-nvcc, of 'gshard[aot-gpu]'."
+        return f"XLA finds no {tool[1]}: pip install 'gshard[aot-gpu]', which has nvidia-cuda-nvcc."
     if "No space left on device" in said or "Errno 28" in said:
-        return "the disk is full: make room, or set TMPDIR to a folder where there is some."
+        return "the disk is full: free some space, or set TMPDIR to a folder on another disk."
     if code == -signal.SIGKILL:
         return f"the kernel killed the compiler (SIGKILL): probably {_NO_MEMORY}"
     if "std::bad_alloc" in said or "MemoryError" in said:
@@ -244,3 +254,95 @@ def reason(said: str, code: int) -> str:
     if code < 0:
         return f"the compiler was ended by {signal.Signals(-code).name}: {last}"[:_MOST]
     return f"the compiler ended with code {code}: {last}"[:_MOST]
+
+
+_KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """A report of the compiled levels: memory, collectives, and why a level is too large.
+
+    Args:
+      target: name of the machine.
+      forecast: the forecast to compare with.
+      found: by level, the result of `compile_for` or `{"error": ...}`.
+    """
+    known = {name: of for name, of in found.items() if "error" not in of}
+    parts: list[Table | str] = []
+    if known:
+        parts += [_memory_table(target, forecast, known), _wire_table(known)]
+    for name, of in found.items():
+        if "error" in of:
+            parts.append(f"{name}: {of['error']}")
+        elif of["fits"] is False:
+            parts.append(_too_large(name, of))
+    return text_of(parts)
+
+
+def verdict(of: Mapping[str, Any]) -> str:
+    """Whether a compiled level fits, for a table."""
+    return {True: "fits", False: "does not fit", None: "-"}[of["fits"]]
+
+
+def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, Any]]) -> Table:
+    made = text_table(
+        f"Compiled for {target}: memory of one device",
+        ("level", "verdict"),
+        ("arguments", "temporaries", "peak", "of it usable", "on the host", "forecast", "ratio",
+         "compiled in"),
+    )  # fmt: skip
+    for name, of in found.items():
+        memory, expected = of["memory"], forecast.levels[name].peak
+        needs, has = of["needs"], of["has"]
+        made.add_row(
+            name,
+            verdict(of),
+            _bytes(memory.get("argument")),
+            _bytes(memory.get("temp")),
+            _bytes(needs),
+            _bytes(has),
+            _bytes(memory.get("host_argument", 0)),
+            _bytes(expected),
+            f"{expected / needs:.3f}" if expected and needs else "-",
+            f"{of['compile_seconds']:.0f} s",
+        )
+    return made
+
+
+def _wire_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    made = text_table(
+        "Sent by one device in one step, as compiled",
+        ("level",),
+        (*_KINDS, "others", "in all", "overlapped", "collectives"),
+    )
+    for name, of in found.items():
+        wire = of["wire_bytes"]
+        others = [wire[kind] for kind in wire if kind not in _KINDS]
+        in_all, overlapped = sum_known(wire.values()), sum_known(of["asynchronous_bytes"].values())
+        amounts = (*(wire.get(kind, 0) for kind in _KINDS), sum_known(others), in_all)
+        made.add_row(
+            name,
+            *("?" if x is None else bytes_of(x) for x in amounts),
+            _share(overlapped, in_all),
+            str(sum(row["count"] for row in of["collectives"])),
+        )
+    return made
+
+
+def _share(part: int | None, total: int | None) -> str:
+    if part is None or total is None:
+        return "?"
+    return f"{part / total:.0%}" if total else "-"
+
+
+def _too_large(name: str, of: Mapping[str, Any]) -> str:
+    over = bytes_of(of["needs"] - of["has"]) if of["needs"] else "more than it has"
+    lines = [f"{name} does not fit: too much by {over}. Largest buffers at the peak:"]
+    for buffer in of["largest"][:8]:
+        times = f" x {buffer['count']}" if buffer["count"] > 1 else ""
+        lines.append(f"  {bytes_of(buffer['bytes'])}{times}  {buffer['shape']}  {buffer['what']}")
+    return "\n".join(lines)
+
+
+def _bytes(count: int | None) -> str:
+    return "-" if count is None else bytes_of(count)

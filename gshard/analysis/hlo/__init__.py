@@ -4,8 +4,7 @@ Judging what was read is `gshard.audit`'s task. The counting rules hold for CPU,
 what only the TPU compiler does is in `tpu`.
 """
 
-from gshard.analysis.hlo.collective import KINDS, Collective
 from gshard.analysis.hlo.parser import Array
-from gshard.analysis.hlo.program import CompiledProgram, read_program
+from gshard.analysis.hlo.program import KINDS, Collective, CompiledProgram, read_program
 
 __all__ = ["KINDS", "Array", "Collective", "CompiledProgram", "read_program"]

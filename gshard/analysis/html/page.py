@@ -1,4 +1,4 @@
-"""A forecast as one HTML page that needs nothing else: no network, no script, no font."""
+"""A forecast as one HTML page that loads nothing: no network, no script, no font."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import Any
 from gshard._util.units import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.config import Config
-from gshard.analysis.forecast_report import Forecast, LevelForecast
-from gshard.analysis.html.bars import Bar, bars, definitions, legend
-from gshard.analysis.html.markup import STYLE, Markup, el, joined
-from gshard.analysis.html.mesh import mesh_grid
-from gshard.analysis.html.tables import amount, leaves_of_level, records, shown_value, table
+from gshard.analysis.forecast import Forecast, LevelForecast
+from gshard.analysis.html.arrays import leaves_of_level, mesh_grid
+from gshard.analysis.html.markup import (
+    STYLE,
+    Markup,
+    amount,
+    el,
+    html_table,
+    joined,
+    records_table,
+    shown_value,
+)
+from gshard.analysis.html.pictures import Bar, bars, definitions, legend
 from gshard.checkpoint.safetensors.save import NewFile, file_path
 
 # Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
@@ -147,7 +155,7 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
         legend(used),
         bars("memory-bars", title, rows, limit),
     )
-    return joined([picture, note, table("The same in numbers", columns, lines)])
+    return joined([picture, note, html_table("The same in numbers", columns, lines)])
 
 
 def _parts(level: LevelForecast) -> dict[str, int]:
@@ -170,7 +178,7 @@ def _wire(found: Forecast) -> Markup:
     )
     return joined([
         el("figure", el("figcaption", title), bars("wire-bars", title, rows)),
-        table("By the way to accumulate", ["level", "as chosen", *flavours], lines),
+        html_table("By the way to accumulate", ["level", "as chosen", *flavours], lines),
         el("p", notes),
     ])  # fmt: skip
 
@@ -236,7 +244,7 @@ def advised(advice: Iterable[Mapping[str, Any]]) -> Markup:
     """
     rows = [{"rank": n, **row} for n, row in enumerate(advice, 1)]
     caption = "Ways to train that were compared, the best first"
-    return records(caption, rows)
+    return records_table(caption, rows)
 
 
 def _level(name: str, of: Mapping[str, Any]) -> list[Markup]:
@@ -245,13 +253,15 @@ def _level(name: str, of: Mapping[str, Any]) -> list[Markup]:
         if key == "memory":
             rows = [(use.replace("_", " "), amount(count)) for use, count in value.items()]
             caption = f"Memory of one device at level {name}, by the compiler"
-            made.append(table(caption, ("use", "bytes"), rows))
+            made.append(html_table(caption, ("use", "bytes"), rows))
         elif key == "collectives":
             caption = f"Collectives of the compiled step at level {name}, on one device"
             rows = [{k: row.get(k) for k in _COLLECTIVES} for row in value]
-            made.append(records(caption, rows) if rows else el("p", "No collectives."))
+            made.append(records_table(caption, rows) if rows else el("p", "No collectives."))
         elif _is_records(value):
-            made.append(records(f"{key.replace('_', ' ').capitalize()} at level {name}", value))
+            made.append(
+                records_table(f"{key.replace('_', ' ').capitalize()} at level {name}", value)
+            )
         else:
             words += [el("dt", key.replace("_", " ")), el("dd", shown_value(key, value))]
     return ([el("dl", words)] if words else []) + made

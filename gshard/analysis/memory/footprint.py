@@ -1,8 +1,8 @@
-"""What one device needs for a train step, from its trace alone: nothing is compiled.
+"""What one device needs, computes and transfers in a train step, from its trace alone.
 
-The peak is that of the compiler's buffers: everything that the step is given, and what it makes on
-the way. Results take over the memory of the state they replace, where the state is donated.
-`compiled_peak` is the figure of a compiled step that it stands beside.
+Nothing is compiled. The peak models the compiler's buffers: everything that the step is given, and
+what it makes on the way; results take over the memory of a donated state. `compiled_peak` is the
+same figure of a compiled step, for comparison.
 
 `benchmarks/footprint.py` prints every figure; docs/development/planner-accuracy.md lists them. Off
 by more than 10 % are, on GPU, models that are mostly tables (0.86 times what is needed); on CPU,
@@ -11,6 +11,9 @@ with JAX 0.12, convolutions whose kernels are gathered (0.86).
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +22,133 @@ import jax
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard.analysis.memory.combine import Kernel
+from gshard.analysis.memory.fusion import fused
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
-from gshard.analysis.memory.program import NEW_CPU, TracedProgram
-from gshard.analysis.memory.traffic import Exchange, exchanges_of, flops_of, traffic_of
+from gshard.analysis.memory.program import (
+    COLLECTIVES,
+    FREE,
+    NEW_CPU,
+    RESHAPED,
+    Op,
+    TracedProgram,
+    flops_of,
+)
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep
+
+_PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they give
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """All collectives of one kind, dtype and group size in a step, on one device.
+
+    Attributes:
+      kind: HLO's name, such as `reduce-scatter`.
+      dtype: as the compiler moves it.
+      group_size: devices that exchange.
+      scalar: each moves one element: a norm, a loss.
+      count: executions.
+      elements: outputs of all-gathers, inputs of everything else, as `gshard.audit` counts.
+      payload_bytes: the same in bytes.
+      wire_bytes: what the device sends, by the ring algorithms.
+    """
+
+    kind: str
+    dtype: str
+    group_size: int
+    scalar: bool
+    count: int
+    elements: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+def traffic_of(program: TracedProgram, platform: str) -> int:
+    """Bytes that the kernels of a program read from the device's memory and write to it."""
+    whole = fused(program, platform)
+    program = whole.program
+    reads: dict[int, list[Op]] = defaultdict(list)
+    for op in program.ops:
+        for i in op.ins:
+            reads[i].append(op)
+
+    def read(i: int) -> int:
+        size, users = program.values[i].bytes, reads[i]
+        if users and all(op.name in _PARTS[:3] for op in users):
+            return min(size, max(program.values[op.outs[0]].bytes for op in users))
+        return size
+
+    def written(kernel: Kernel) -> int:
+        op = kernel.op
+        part = {"stack_slice": 0, "dynamic_update_slice": 1}.get(op.name)
+        if part is not None and op.ins[part] != FREE:
+            return program.values[op.ins[part]].bytes
+        return sum(program.values[i].bytes for i in kernel.writes)
+
+    found = 0
+    for kernel in whole.kernels:
+        bodies = kernel.op.bodies
+        if bodies:
+            found += kernel.op.trips * max(traffic_of(body, platform) for body in bodies)
+        else:
+            found += written(kernel) + sum(map(read, kernel.reads))
+    return found
+
+
+def exchanges_of(
+    program: TracedProgram, mesh: Mapping[str, int], wide: bool
+) -> tuple[Exchange, ...]:
+    """The collectives that are written in a program, of more than one device.
+
+    Args:
+      program: of one device.
+      mesh: sizes of the axes by name.
+      wide: the compiler moves what has 16 bits as float32.
+    """
+    rows: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
+    for op, where, times in _collectives(program, 1):
+        kind, group = COLLECTIVES[op.name], _group_size(op, mesh)
+        for i in op.outs if kind == "all-gather" else op.ins:
+            if group == 1 or i == FREE:
+                continue
+            value = where.values[i]
+            narrow = wide and str(value.dtype) in ("bfloat16", "float16")
+            dtype, width = ("float32", 4) if narrow else (str(value.dtype), value.dtype.itemsize)
+            row = rows[kind, dtype, group, value.size == 1]
+            row[0] += times
+            row[1] += times * value.size
+            row[2] += times * value.size * width
+    return tuple(
+        Exchange(*key, count, elements, payload, _wire(key[0], key[2], payload))
+        for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2])
+    )
+
+
+def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, TracedProgram, int]]:
+    """The collectives of a program, where they are, and how often each runs."""
+    for op in program.ops:
+        if op.name in COLLECTIVES:
+            yield op, program, times
+        if op.bodies:
+            body = max(op.bodies, key=lambda body: len(list(_collectives(body, 1))))
+            yield from _collectives(body, times * op.trips)
+
+
+def _group_size(op: Op, mesh: Mapping[str, int]) -> int:
+    groups: Any = op.params.get("axis_index_groups")
+    if groups is not None:
+        return len(groups[0])
+    names = op.params.get("axes", op.params.get("axis_name"))
+    return math.prod(mesh[name] for name in ((names,) if isinstance(names, str) else names))
+
+
+def _wire(kind: str, group: int, payload: int) -> int:
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return (2 if kind == "all-reduce" else 1) * payload * (group - 1) // group
+
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _LARGEST = 40  # of the buffers at the peak, as many are told

@@ -15,8 +15,7 @@ from typing import Any
 
 from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.fusion import Fused
-from gshard.analysis.memory.program import COLLECTIVES, Op, TracedProgram
-from gshard.analysis.memory.traffic import flops_of_op
+from gshard.analysis.memory.program import COLLECTIVES, Op, TracedProgram, flops_of_op
 
 _EDGE = 1.0  # microseconds from a kernel to one that waits for it
 

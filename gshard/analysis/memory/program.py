@@ -306,3 +306,36 @@ def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
         found[first] = to
         i, j = i + 1, j + 1
     return found
+
+
+def flops_of(program: TracedProgram) -> dict[str, float]:
+    """Of matrix products and convolutions, two for each multiplication with its addition.
+
+    A loop counts as often as it runs, one of unknown length once; of the branches of a condition
+    the dearest. Zeros that pad or dilate what a convolution reads are multiplied too.
+
+    Returns:
+      The number by name of the dtype that is multiplied.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for op in program.ops:
+        if op.bodies:
+            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
+            for dtype, count in dearest.items():
+                found[dtype] += op.trips * count
+        elif count := flops_of_op(op, program):
+            found[str(program.values[op.ins[0]].dtype)] += count
+    return dict(found)
+
+
+def flops_of_op(op: Op, program: TracedProgram) -> float:
+    """Of one matrix product or convolution, or of all parts of one that is split; else 0."""
+    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
+        return 0
+    left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
+    if op.name == "dot_general":
+        (dims, _), _ = op.params["dimension_numbers"]
+        each = math.prod(left.shape[d] for d in dims)
+    else:  # the kernel may lie here as it was before a reshape
+        each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
+    return 2.0 * out.size * each / op.params.get("parts", 1)

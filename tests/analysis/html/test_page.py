@@ -17,10 +17,9 @@ import optax
 import pytest
 
 import gshard
-from gshard.analysis.html.bars import FILLS
+from gshard.analysis.html.arrays import leaves_of
 from gshard.analysis.html.page import page
-from gshard.analysis.html.tables import leaves_of
-from gshard.analysis.html.treemap import Rectangle, squarified
+from gshard.analysis.html.pictures import FILLS, Rectangle, squarified
 from gshard.cli.main import main
 
 VOID = {"meta", "link", "br", "hr", "col"}

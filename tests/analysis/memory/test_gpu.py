@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from gshard.analysis.memory import gpu
-from gshard.analysis.memory.fusion import Fused, fused
-from gshard.analysis.memory.fusion_rewrites import split_k
+from gshard.analysis.memory.fusion import Fused, fused, split_k
 from gshard.analysis.memory.gpu import latency_hidden, padded_kernel
 from gshard.analysis.memory.liveness import depth_first
 from gshard.analysis.memory.opening import program_of

@@ -281,7 +281,7 @@ def test_a_group_waits_for_the_one_before(monkeypatch):
         program = step.lower(state, small_batch(0, ROWS, 0)).as_text()
         barriers.append(program.count("optimization_barrier"))
     assert barriers[1] - barriers[0] == 3  # the bias, odd, the stack; gathers have their own
-    assert "promised: optimizer on host" in str(gshard.audit(step, state, small_batch(0, ROWS, 0)))
+    assert "budget: optimizer on host" in str(gshard.audit(step, state, small_batch(0, ROWS, 0)))
 
 
 def test_small_groups_are_fetched_together():

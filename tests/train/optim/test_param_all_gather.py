@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.analysis.audit import memory_of
+from gshard.analysis.audit import compiled_memory
 from gshard.analysis.hlo import read_program
 from gshard.train.comm import collectives
 from tests.ahead_of_time import found_by
@@ -94,7 +94,7 @@ def test_a_stack_takes_the_memory_of_the_one_it_replaces(level, monkeypatch):
         (12, layer),
         (12, layer),
     ]
-    before, after = memory_of(whole)["temp"], memory_of(turns)["temp"]
+    before, after = compiled_memory(whole)["temp"], compiled_memory(turns)["temp"]
     assert after <= before + layer, (before, after)
 
 
