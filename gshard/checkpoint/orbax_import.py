@@ -17,7 +17,7 @@ from gshard.checkpoint.arrays import layouts_of, parts_of, split_like, with_part
 from gshard.checkpoint.directory import MANIFEST
 from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.orbax_io import ARRAYS, how_to_read, unreadable
-from gshard.train_state.opt_state import ShardedOptState
+from gshard.train_state.components import ShardedOptState
 
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 

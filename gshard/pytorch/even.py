@@ -25,7 +25,7 @@ from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_leaf, shard_train_state
 from gshard.train.value_and_grad import finish_reduction
-from gshard.train_state.opt_state import ShardedOptState
+from gshard.train_state.components import ShardedOptState
 
 
 class Even:

@@ -87,7 +87,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         )
 
     def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
-        """What belongs to a parameter lies as that does; the rest by the rule."""
+        """Gives arrays that belong to a parameter its layout; the rule decides the others."""
         paths, leaves, structure = flatten(tree)
         same = (
             by_path if divides else {p: x.replicated() for p, x in by_path.items() if x.model_axes}
@@ -147,11 +147,11 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
 
 
 def _offloaded(plan: Plan) -> Plan:
-    """The plan with the optimizer state and divided parameters in the host's memory.
+    """Returns the plan with the optimizer state and sharded parameters in host memory.
 
-    A number stays on the device, and so does a parameter that every device holds whole: fetching it
-    would take longer than it saves. So does what is small and belongs to no parameter, such as
-    Muon's coefficients: all would have to be fetched together with it.
+    Scalars and replicated parameters stay on the device: fetching them would cost more time than
+    the memory is worth. So do small arrays that belong to no parameter, such as Muon's
+    coefficients, since every group of an update would have to fetch them.
     """
     if isinstance(plan.mesh, Mesh):
         try:
@@ -184,13 +184,13 @@ def _offloaded(plan: Plan) -> Plan:
     if not plan.bytes_per_device["host"]:
         warn(
             "offload=True puts nothing into the host's memory: this optimizer keeps no arrays, and "
-            f"no parameter is divided at level {plan.level.name!r}."
+            f"no parameter is sharded at level {plan.level.name!r}."
         )
     return plan
 
 
 def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
-    """Warns of patterns on paths that no path matches: they would do nothing."""
+    """Warns of path patterns that match no path, since they would do nothing."""
     if not isinstance(patterns, Mapping):
         return
     for text in patterns:
@@ -205,9 +205,9 @@ def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
 def _like_parameters(
     paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Layout]
 ) -> list[Layout | None]:
-    """Layouts of leaves whose path ends in a parameter's, and that have its shape.
+    """Finds the layouts of leaves whose path ends in a parameter's path, with the same shape.
 
-    Not found by jitting `tx.init`, which put every moment on one device.
+    Compiling `tx.init` instead would not tell: XLA placed every moment on one device.
     """
 
     def same_shape(position: int, name: str) -> bool:
@@ -224,7 +224,7 @@ def _like_parameters(
 def _in_precision(
     divided: list[Layout], precision: Precision | None
 ) -> tuple[list[Layout], dict[str, Layout], list[Layout]]:
-    """Parameters as they are computed with, their master copies by path, and reduced gradients."""
+    """Layouts of parameters in their compute dtype, master copies by path, reduced gradients."""
     if precision is None:
         return divided, {}, divided
     computed = [  # complex ones stay
@@ -257,7 +257,7 @@ def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any)
 
 
 def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
-    """One warning when more than 5 % of the parameters stay whole although the level divides."""
+    """Warns when more than 5 % of the parameters are replicated although the level shards."""
     if not level.shards_opt_state or not layouts or layouts[0].group.size == 1:
         return
     total = sum(layout.local().size for layout in layouts)

@@ -1,8 +1,8 @@
-"""Which dimensions of a leaf lie over mesh axes of the user's own, such as tensor parallelism.
+"""Which dimensions of a leaf are sharded over the user's model-parallel mesh axes.
 
 Flax's metadata says so (`nn.with_partitioning(init, (None, "model"))`, NNX `out_sharding=`, logical
-names by their rules), or the sharding of the arrays themselves. XLA does what these axes need;
-gshard divides nothing over them.
+names by their rules), or the sharding of the arrays themselves. XLA inserts the collectives for
+these axes; gshard shards nothing over them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from gshard._util.errors import GShardError, some, warn
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group, entry_axes
 
-Names = tuple[tuple[str, ...], ...]  # for every dimension the axes it lies over
+Names = tuple[tuple[str, ...], ...]  # by dimension, the axes that it is sharded over
 
 
 def model_axes_of(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Group) -> Names:
-    """The user's axes of every dimension of a leaf.
+    """Returns, by dimension, the model-parallel axes that a leaf is sharded over.
 
     Args:
-      path: of the leaf, for messages.
+      path: path of the leaf, for messages.
       leaf: an array, concrete or abstract.
-      metadata: what Flax's metadata names the dimensions, if anything. Names that are no axis of
-        the mesh say nothing.
+      metadata: the names of its dimensions in Flax's metadata, if any. Names that are not a mesh
+        axis are ignored.
       group: the axes of the mesh.
 
     Raises:
-      GShardError: a dimension does not divide by its axes, an axis is named twice, or a dimension
-        that there is not.
+      GShardError: a dimension is not divisible by its axes, an axis is named twice, or there are
+        more names than dimensions.
     """
     sharding = getattr(leaf, "sharding", None)
     said = [entry_axes(name) for name in metadata or ()]
@@ -59,7 +59,7 @@ def model_axes_of(path: str, leaf: Any, metadata: Sequence[Any] | None, group: G
 
 
 def warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:
-    """Warns of axes of the user's over which nothing lies: their devices repeat each other."""
+    """Warns of model-parallel axes that shard nothing: devices along them repeat work."""
     used = {name for layout in layouts for names in layout.model_axes for name in names}
     idle = [name for name, size in group.model_axes if size > 1 and name not in used]
     if idle:
@@ -72,7 +72,7 @@ def warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:
 
 
 def warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> None:
-    """Warns once of metadata, by path, that names data axes: gshard divides over these itself."""
+    """Warns once if metadata names data axes, which gshard shards over by its own rules."""
     paths: dict[str, list[str]] = {}
     for path, names in metadata.items():
         for name in {x for entry in names for x in entry_axes(entry)} & set(group.axes):

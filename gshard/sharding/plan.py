@@ -25,7 +25,7 @@ from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
 from gshard.train_state import Components, Kind, kind_of
-from gshard.train_state.opt_state import ShardedOptState
+from gshard.train_state.components import ShardedOptState
 
 
 class ShardedTransformation(optax.GradientTransformationExtraArgs):

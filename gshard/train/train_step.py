@@ -22,9 +22,9 @@ from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import StepOptions, check_options
 from gshard.train.post_update import apply_post_update
 from gshard.train_state import Components
+from gshard.train_state.components import ShardedOptState
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch
-from gshard.train_state.opt_state import ShardedOptState
 
 
 def make_train_step(

@@ -1,7 +1,7 @@
-"""The only folder that knows Flax: every kind of train state as `Parts`, and back.
+"""The only core folder that knows Flax: it converts train states to `Components` and back.
 
-A *kind* (`Linen` or `Nnx`) splits a state into parts, merges parts into a state, and turns the
-user's loss into one pure function of whole parameters.
+A *kind* (`Linen` or `Nnx`) splits a state into components, merges components into a state, and
+turns the user's loss into one pure function of unsharded parameters.
 
 May import: `_util`.
 Start reading: `components`, then `linen`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 from gshard.train_state.components import SCAN_NAMES as SCAN_NAMES
 from gshard.train_state.components import Components as Components
 from gshard.train_state.components import PureLoss as PureLoss
+from gshard.train_state.components import ShardedOptState as ShardedOptState
 from gshard.train_state.fp8 import OVERWRITTEN as OVERWRITTEN
 from gshard.train_state.frozen import FROZEN as FROZEN
 from gshard.train_state.kind import Kind as Kind

@@ -16,14 +16,14 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 
-OVERWRITTEN = "overwritten parameters"  # their place among the extras; no field can have this name
+OVERWRITTEN = "overwritten parameters"  # their key in `non_trainable`; no field can have this name
 
 
 def updated(params: Any) -> Any:
-    """The parameters that an optimizer updates.
+    """Returns the parameters that an optimizer updates.
 
     Raises:
-      GShardError: there are others beside them than Flax's `TrainState` keeps.
+      GShardError: there are collections that Flax's `TrainState` would drop.
     """
     if not _has_overwritten(params):
         return params
@@ -37,13 +37,13 @@ def updated(params: Any) -> Any:
 
 
 def overwritten(params: Any) -> dict[str, Any]:
-    """The parameters that their gradient replaces, as an extra; nothing where there are none."""
+    """Returns the parameters that their gradient replaces, as non-trainable state."""
     if not _has_overwritten(params):
         return {}
     return {OVERWRITTEN: {OVERWRITE_WITH_GRADIENT: params[OVERWRITE_WITH_GRADIENT]}}
 
 
-def together(params: Any, non_trainable: Mapping[str, Any]) -> Any:
+def join_overwritten(params: Any, non_trainable: Mapping[str, Any]) -> Any:
     """The inverse of `updated` and `overwritten`."""
     return (
         {"params": params, **non_trainable[OVERWRITTEN]} if OVERWRITTEN in non_trainable else params
@@ -51,7 +51,7 @@ def together(params: Any, non_trainable: Mapping[str, Any]) -> Any:
 
 
 def check_overwritten(params: Any) -> None:
-    """Refuses what has no gradient to be replaced by."""
+    """Refuses parameters that cannot be replaced by their gradient, since they have none."""
     updated(params)
     for path, x in zip(*flatten(overwritten(params).get(OVERWRITTEN, {}))[:2], strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating):

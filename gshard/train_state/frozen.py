@@ -16,11 +16,11 @@ import optax
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, path_of
 
-FROZEN = "frozen parameters"  # their place among the extras; no field can have this name
+FROZEN = "frozen parameters"  # their key in `non_trainable`; no field can have this name
 
 
 def take_out(params: Any, frozen: Set[str]) -> tuple[Any, dict[str, Any]]:
-    """The trained parameters, and the frozen ones by path."""
+    """Splits parameters into the trained ones and, by path, the frozen ones."""
     if not frozen:
         return params, {}
     taken: dict[str, Any] = {}
@@ -45,7 +45,7 @@ def put_back(trained: Any, frozen: dict[str, Any]) -> Any:
 
 
 def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state: Any) -> Any:
-    """The part of an optimizer state that belongs to the trained parameters.
+    """Drops what belongs to frozen parameters from an optimizer state.
 
     Raises:
       GShardError: `opt_state` was not made by `tx` for these parameters.
@@ -69,11 +69,11 @@ def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state:
 
 
 class Frozen(optax.GradientTransformationExtraArgs):
-    """An optimizer of a whole tree that leaves the parameters of `paths` as they are.
+    """An optimizer of all parameters that leaves those at `paths` unchanged.
 
     Attributes:
-      tx: of the others.
-      paths: of the frozen ones.
+      tx: the optimizer of the other parameters.
+      paths: paths of the frozen parameters.
     """
 
     tx: optax.GradientTransformation
@@ -81,10 +81,10 @@ class Frozen(optax.GradientTransformationExtraArgs):
 
 
 def thawed(tx: optax.GradientTransformation, frozen: Set[str]) -> optax.GradientTransformation:
-    """The optimizer that `without_frozen` wrapped, for a state that freezes `frozen`.
+    """Returns the optimizer that `without_frozen` wrapped, for a state that freezes `frozen`.
 
     Raises:
-      GShardError: it has no state for parameters that are to be trained from now on.
+      GShardError: the optimizer has no state for a parameter that is no longer frozen.
     """
     if not isinstance(tx, Frozen):
         return tx
@@ -102,7 +102,7 @@ def thawed(tx: optax.GradientTransformation, frozen: Set[str]) -> optax.Gradient
 def without_frozen(
     tx: optax.GradientTransformation, frozen: Set[str]
 ) -> optax.GradientTransformation:
-    """`tx` for the trained parameters of a whole tree; the frozen ones stay as they are."""
+    """Wraps `tx` to take all parameters and leave the frozen ones unchanged."""
     if not frozen:
         return tx
     inner = optax.with_extra_args_support(tx)
@@ -123,7 +123,7 @@ def without_frozen(
 
 
 def no_change(params: dict[str, Any]) -> dict[str, Any]:
-    """Updates that leave parameters as they are, bit for bit: -0.0 keeps the sign of a zero."""
+    """Returns updates that change no bit of the parameters: -0.0 keeps the sign of a zero."""
     return {
         path: jnp.full_like(x, -0.0 if jnp.issubdtype(x.dtype, jnp.inexact) else 0)
         for path, x in params.items()

@@ -23,8 +23,8 @@ from gshard.train_state.components import Components, PureLoss
 from gshard.train_state.fp8 import (
     OVERWRITTEN,
     check_overwritten,
+    join_overwritten,
     overwritten,
-    together,
     updated,
 )
 from gshard.train_state.frozen import (
@@ -213,7 +213,7 @@ class Linen:
         Those that replace their parameter are among `updates`.
         """
         structure = jax.tree.structure(self.trained(updated(params)))
-        return together(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
+        return join_overwritten(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
 
 
 PARAMETERS = (FROZEN, OVERWRITTEN)  # extras that are parameters of the user's state
@@ -221,7 +221,7 @@ PARAMETERS = (FROZEN, OVERWRITTEN)  # extras that are parameters of the user's s
 
 def _all_params(trained: Any, non_trainable: Mapping[str, Any]) -> Any:
     """The user's own tree of parameters, from the trained ones and those among the extras."""
-    return together(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
+    return join_overwritten(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
 
 
 def unbox(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, in the compiled step: no value travels to the host.
+"""Loss scaling for float16, inside the compiled step: no value is copied to the host.
 
 Source: mixed precision training (Micikevicius et al., 2018), section 3.2; parameters, defaults and
 dynamics are those of Paddle's `GradScaler`.
@@ -22,12 +22,18 @@ _COUNTS = {"incr_count": "good", "decr_count": "bad"}
 
 
 class ScalerState(NamedTuple):
-    """What a `GradScaler` keeps in the train state.
+    """The state of a `GradScaler`, kept in the train state.
 
     Attributes:
-      scale: float32 scalar; 0 before the first step.
-      good: int32 scalar, good steps since the last change.
-      bad: int32 scalar, bad steps in a row.
+      scale: float32 scalar, the current loss scale; 0 before the first step.
+      good: int32 scalar, number of finite steps since the scale last changed.
+      bad: int32 scalar, number of non-finite steps in a row.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero1", min_shard_size=0)
+      >>> isinstance(state.opt_state.scaler, gshard.ScalerState)
+      True
     """
 
     scale: Any
@@ -36,23 +42,37 @@ class ScalerState(NamedTuple):
 
     @classmethod
     def unused(cls) -> ScalerState:
-        """Of a state that no scaler has seen."""
+        """Makes the state before the first step."""
         return cls(np.float32(0), np.int32(0), np.int32(0))
 
 
 @dataclass(frozen=True)
 class GradScaler:
-    """Multiplies the loss so that small float16 gradients do not vanish; pass it as `scaler=`.
+    """Settings of loss scaling, which keeps small float16 gradients from becoming 0.
 
-    A step whose gradient is not finite on any device changes nothing and lowers the scale.
+    Pass it as `scaler=` of `make_train_step`. A step whose gradient is not finite on any device
+    changes nothing but the scale, which it lowers.
 
-    Attributes:
-      enable: False makes it do nothing.
-      init_loss_scaling: the first scale, of a state that no scaler has seen.
-      incr_ratio: above 1, what the scale is multiplied by after `incr_every_n_steps` good steps.
-      decr_ratio: below 1, after `decr_every_n_nan_or_inf` bad steps in a row; not below a scale
-        of 1.
-      use_dynamic_loss_scaling: False is `init_loss_scaling` at every step.
+    Args:
+      enable: False turns loss scaling off.
+      init_loss_scaling: the scale at the first step.
+      incr_ratio: factor above 1 by which the scale grows after `incr_every_n_steps` finite steps.
+      decr_ratio: factor below 1 by which the scale shrinks after `decr_every_n_nan_or_inf`
+        non-finite steps in a row. The scale does not fall below 1.
+      incr_every_n_steps: number of finite steps in a row, 1 or more.
+      decr_every_n_nan_or_inf: number of non-finite steps in a row, 1 or more.
+      use_dynamic_loss_scaling: False keeps the scale at `init_loss_scaling`.
+
+    Raises:
+      GShardError: an argument is out of range.
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero1", min_shard_size=0)
+      >>> step = gshard.make_train_step(loss_fn, plan, scaler=gshard.GradScaler())
+      >>> state, metrics = step(state, gshard.shard_batch(batch, plan))
+      >>> float(metrics["loss_scale"])
+      65536.0
     """
 
     enable: bool = True
@@ -78,7 +98,7 @@ class GradScaler:
             check_integer(name, getattr(self, name), 1)
 
     def scale(self, state: ScalerState) -> jax.Array:
-        """The scale of the next step, float32."""
+        """Returns the scale of the next step, a float32 scalar."""
         if not isinstance(state, ScalerState):
             raise GShardError(
                 f"GradScaler.scale({shown(state)}): a gshard.GradScaler is only the settings. In "
@@ -90,7 +110,7 @@ class GradScaler:
         return jnp.where(kept > 0, kept, first) if self.use_dynamic_loss_scaling else first
 
     def after(self, state: ScalerState, finite: jax.Array) -> ScalerState:
-        """The state after a step whose gradient was finite, or was not."""
+        """Returns the state after a step, given whether its gradient was finite."""
         scale = self.scale(state)
         if not self.use_dynamic_loss_scaling:
             return state._replace(scale=scale)
@@ -104,10 +124,10 @@ class GradScaler:
         return ScalerState(scale, jnp.where(grows, 0, good), jnp.where(shrinks, 0, bad))
 
     def state_dict(self, state: ScalerState) -> dict[str, Any]:
-        """Parameters and counts by Paddle's names; empty when not enabled.
+        """Returns settings and counts by Paddle's names; empty when not enabled.
 
         Args:
-          state: `state.opt_state.scaler` of a divided train state; NNX: of the optimizer.
+          state: `state.opt_state.scaler` of a sharded train state; for NNX of its optimizer.
         """
         if not self.enable:
             return {}
@@ -121,13 +141,15 @@ class GradScaler:
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Any]) -> tuple[GradScaler, ScalerState]:
-        """The scaler and its state that `state_dict` described.
+        """Restores a scaler and its state from what `state_dict` returned.
 
         Raises:
           GShardError: keys are missing or unknown.
         """
         if not isinstance(saved, Mapping):
-            raise GShardError(f"{shown(saved)} is not what GradScaler.state_dict returned.")
+            raise GShardError(
+                f"{shown(saved)} is not what GradScaler.state_dict returned. Pass that mapping."
+            )
         known = {*cls().state_dict(ScalerState.unused())}
         if not saved:
             return cls(enable=False), ScalerState.unused()

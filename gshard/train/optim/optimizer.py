@@ -31,7 +31,7 @@ from gshard.train.optim.param_shards import (
     cut_padding,
     local_shards,
 )
-from gshard.train_state.opt_state import ShardedOptState
+from gshard.train_state.components import ShardedOptState
 
 
 def shard_optimizer(plan: Plan) -> ShardedTransformation:
