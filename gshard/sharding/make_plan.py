@@ -263,7 +263,7 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
     total = sum(layout.local().size for layout in layouts)
     could = [
         x for x in layouts if not x.model_axes or not all(x.model_axes)
-    ]  # else all lies over other axes
+    ]  # others are fully sharded over model axes
     whole = sorted((x.local() for x in could if x.dim is None), key=lambda x: -x.size)
     share = sum(x.size for x in whole) / total if total else 0
     if share > 0.05:

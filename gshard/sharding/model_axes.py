@@ -64,7 +64,7 @@ def warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:
     idle = [name for name, size in group.model_axes if size > 1 and name not in used]
     if idle:
         warn(
-            f"no parameter lies over the mesh axes {some(idle)}: the devices along them repeat the "
+            f"no parameter is sharded over mesh axes {some(idle)}: devices along them repeat the "
             "same work. Name them in the model's metadata (nn.with_partitioning; logical names "
             "need rules, nn.logical_axis_rules, where shard_train_state is called), give it arrays "
             f"that lie over them, or divide over them too: shard_axes={(*group.shard, *idle)}."

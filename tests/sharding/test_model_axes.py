@@ -356,7 +356,9 @@ def test_what_cannot_be_is_said():
     with pytest.raises(gshard.GShardError, match="dimension 0 of w .*sharded over your own"):
         boxed_state(("model", None), rules={"w": 0})
     for box in (nn.Partitioned, nn.LogicallyPartitioned):
-        with pytest.warns(gshard.GShardWarning, match="no parameter lies over .* model.*rules"):
+        with pytest.warns(
+            gshard.GShardWarning, match="no parameter is sharded over .* model.*rules"
+        ):
             boxed_state((None, "embed"), box=box)
     two = gshard.make_mesh({"x": 2, "model": 4})
     with pytest.warns(gshard.GShardWarning, match=r"metadata of w names.*'model'.*\('x',\)"):
