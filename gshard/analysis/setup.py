@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, flag, shown
-from gshard.sharding.level import check_accumulate
+from gshard.sharding.level import check_accumulate, parse_level
 from gshard.sharding.plan import Plan
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.train_step import TrainStep, make_train_step
@@ -111,7 +111,7 @@ def initialized_setup(
 ) -> tuple[Any, Plan]:
     """The state of a setup, initialized and sharded over a mesh, and its plan."""
     arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
-    return shard_train_state(setup.state, mesh, level, **arguments)
+    return shard_train_state(setup.state, mesh, parse_level(level), **arguments)
 
 
 def step_of(setup: TrainSetup, plan: Plan, choices: Choices) -> TrainStep:

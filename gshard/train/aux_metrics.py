@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import reduce_scalar
-from gshard.train.loss import Reduced, Weighted, has_reduction
+from gshard.train.loss import Reduced, Reduction, Weighted, has_reduction
 
+_SAME_AS: dict[str, Reduction] = {"any": "max", "all": "min"}
 _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
@@ -32,7 +33,7 @@ def as_sums(aux: Any, weight: Any) -> Any:
             return _weighed(value, weight)
         if x.by == "sum":
             return Reduced(_wide(value), "sum")
-        return Reduced(value, {"any": "max", "all": "min"}.get(x.by, x.by))
+        return Reduced(value, _SAME_AS.get(x.by, x.by))
 
     return jax.tree.map(total, aux, is_leaf=has_reduction)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ class Weighted:
     weight: Any
 
 
-REDUCTIONS = ("sum", "mean", "max", "min", "any", "all")
+Reduction = Literal["sum", "mean", "max", "min", "any", "all"]
+REDUCTIONS = get_args(Reduction)
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +48,7 @@ class Reduced:
     """
 
     value: Any
-    by: str = field(metadata={"static": True})
+    by: Reduction = field(metadata={"static": True})
 
 
 @dataclass(frozen=True)

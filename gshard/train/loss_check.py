@@ -35,6 +35,7 @@ from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.eval_step import evaluate_on_devices
 from gshard.train.loss import Weighted
+from gshard.train.options import TrainStepOptions
 from gshard.train_state import Components, PureLoss
 
 VARIABLE = "GSHARD_CHECK_LOSS"
@@ -54,7 +55,7 @@ def is_on() -> bool:
 
 
 def check_mean(
-    loss: PureLoss, parts: Components, batch: Any, has_rng: bool, has_aux: bool, k: int, plan: Plan
+    loss: PureLoss, parts: Components, batch: Any, options: TrainStepOptions, plan: Plan
 ) -> None:
     """Warns where the loss is not a mean over examples; no verdict where that cannot be told.
 
@@ -62,12 +63,10 @@ def check_mean(
       loss: pure, of full parameters and the examples of one device.
       parts: of the state.
       batch: global arrays.
-      has_rng: the loss is given a key.
-      has_aux: the loss returns `(loss, aux)`.
-      k: micro-batches.
+      options: of the step.
       plan: where everything is placed.
     """
-    devices = plan.group.devices
+    devices, k = plan.group.devices, options.micro_batches
     rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
     count = min(rows // k, _MOST) // 2 * 2
     parts = dataclasses.replace(parts, opt_state=None, step=None)
@@ -77,9 +76,8 @@ def check_mean(
     tolerances: list[float] = []
 
     def value(params: Any, non_trainable: Any, examples: Any) -> Any:
-        # Its draws are replaced: any key will do.
-        out, _ = loss(params, non_trainable, examples, jax.random.key(0) if has_rng else None)
-        out = out[0] if has_aux else out
+        out, _ = loss(params, non_trainable, examples, options.rng)
+        out = out[0] if options.has_aux else out
         if isinstance(out, Weighted):
             raise _NotComparableError
         return jnp.asarray(out)

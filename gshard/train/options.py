@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-from gshard._util.errors import warn
-from gshard._util.validation import check_integer, flag
+import jax
+
+from gshard._util.errors import GShardError, warn
+from gshard._util.validation import check_integer, flag, shown
 from gshard.sharding.budget import accumulation, resharding
+from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
+from gshard.train_state.loss_scale import GradScaler
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class StepOptions:
 
     has_aux: bool = False
     micro_batches: int = 1
-    accumulate: str = "level"
+    accumulate: Accumulate = "level"
     bucket_size: int = BUCKET_SIZE
     sync_buffers: bool = False
     reshard_after_forward: bool | int = True
@@ -34,6 +40,35 @@ class StepOptions:
             flag(name, getattr(self, name))
         check_integer("bucket_size", self.bucket_size, 0, " of elements (0: no buckets)")
         check_integer("end_bucket_size", self.end_bucket_size, 1, " of elements")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStepOptions(StepOptions):
+    """The options of a whole train step; the same names as in `make_train_step`."""
+
+    mutable: tuple[str, ...] = ()
+    rng: jax.Array | None = None
+    scaler: GradScaler | None = None
+    max_bad_steps: int | None = 10
+    post_update: Callable[..., Any] | None = None
+    donate: bool = True
+    check_loss: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaler is not None and not isinstance(self.scaler, GradScaler):
+            raise GShardError(
+                f"make_train_step: scaler={shown(self.scaler)} is not a gshard.GradScaler. Pass "
+                "one, such as scaler=gshard.GradScaler()."
+            )
+        if self.max_bad_steps is not None:
+            check_integer("max_bad_steps", self.max_bad_steps, 1, " (None: never)")
+        if self.post_update is not None and not callable(self.post_update):
+            raise GShardError(
+                f"post_update={shown(self.post_update)} is not a function. Linen: "
+                "post_update(state) -> state; NNX: post_update(model, optimizer), in place."
+            )
+        flag("check_loss", self.check_loss)
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:

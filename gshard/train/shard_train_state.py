@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import flag, shown
 from gshard.sharding.layout import Layout
-from gshard.sharding.level import Level, is_auto, parse_level
+from gshard.sharding.level import Level, LevelName, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state, warn_of_unused
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan, ShardedTransformation
@@ -25,12 +26,58 @@ from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen
 from gshard.train.auto_level import choose_plan
 from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
+from gshard.train_state.linen import TrainState
+from gshard.train_state.nnx import nnx
+
+LevelChoice = LevelName | int | Level
+State = TypeVar("State", bound=TrainState)
+Model = TypeVar("Model", bound=nnx.Module)
+Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
+Plain = tuple[Any, optax.GradientTransformation]
+
+
+class ShardingOptions(TypedDict, total=False):
+    """The keyword arguments of `shard_train_state`, for type checkers."""
+
+    init_args: Sequence[Any]
+    min_shard_size: int
+    rules: Any
+    scan_axes: ScanAxes
+    frozen: Any
+    precision: Any
+    offload: bool
+    indivisible: Literal["pad", "replicate"]
+    shard_axes: str | Sequence[str] | None
+    replica_axes: str | Sequence[str] | None
+
+
+@overload
+def shard_train_state(
+    state: tuple[Model, Optimizer] | Callable[..., tuple[Model, Optimizer]],
+    mesh: Mesh | AbstractMesh,
+    level: LevelChoice,
+    **options: Unpack[ShardingOptions],
+) -> tuple[tuple[Model, Optimizer], Plan]: ...
+@overload
+def shard_train_state(
+    state: Plain | Callable[..., Plain],
+    mesh: Mesh | AbstractMesh,
+    level: LevelChoice,
+    **options: Unpack[ShardingOptions],
+) -> tuple[TrainState, Plan]: ...
+@overload
+def shard_train_state(
+    state: State | Callable[..., State],
+    mesh: Mesh | AbstractMesh,
+    level: LevelChoice,
+    **options: Unpack[ShardingOptions],
+) -> tuple[State, Plan]: ...
 
 
 def shard_train_state(
     state: Any,
     mesh: Mesh | AbstractMesh,
-    level: str | int | Level,
+    level: LevelChoice,
     *,
     init_args: Sequence[Any] = (),
     min_shard_size: int = 2**14,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import check_integer, flag, names_of, shown
+from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.budget import Budget, budget
+from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
 from gshard.train import loss_check
@@ -19,12 +20,14 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.gradients import compute_gradients
 from gshard.train.loss import fold_keys, typed_key
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
-from gshard.train.options import StepOptions, check_options
+from gshard.train.options import TrainStepOptions, check_options
 from gshard.train.post_update import apply_post_update
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
 from gshard.train_state.loss_scale import GradScaler
 from gshard.train_state.nonfinite import Guard, Watch
+
+State = TypeVar("State")
 
 
 def make_train_step(
@@ -37,7 +40,7 @@ def make_train_step(
     scaler: GradScaler | None = None,
     max_bad_steps: int | None = 10,
     micro_batches: int = 1,
-    accumulate: str = "level",
+    accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
     prefetch: bool = True,
     sync_buffers: bool = False,
@@ -108,71 +111,50 @@ def make_train_step(
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
     plan.kind.check_step(plan.template)
-    options = StepOptions(
-        has_aux,
-        micro_batches,
-        accumulate,
-        bucket_size,
-        sync_buffers,
-        reshard_after_forward,
-        prefetch,
+    options = TrainStepOptions(
+        has_aux=has_aux,
+        micro_batches=micro_batches,
+        accumulate=accumulate,
+        bucket_size=bucket_size,
         end_bucket_size=end_bucket_size,
+        sync_buffers=sync_buffers,
+        reshard_after_forward=reshard_after_forward,
+        prefetch=prefetch,
+        mutable=names_of("mutable", mutable),
+        rng=typed_key(rng),
+        scaler=scaler,
+        max_bad_steps=max_bad_steps,
+        post_update=post_update,
+        donate=donate,
+        check_loss=check_loss,
     )
     check_options(plan, options)
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
-    if max_bad_steps is not None:
-        check_integer("max_bad_steps", max_bad_steps, 1, " (None: never)")
-    if post_update is not None and not callable(post_update):
-        raise GShardError(
-            f"post_update={shown(post_update)} is not a function. Linen: post_update(state) -> "
-            "state; NNX: post_update(model, optimizer), in place."
-        )
-    flag("check_loss", check_loss)
-    if scaler is not None and not scaler.enable:
-        scaler = None
-    names, key = names_of("mutable", mutable), typed_key(rng)
-    return TrainStep(
-        loss_fn,
-        plan,
-        names,
-        key,
-        scaler,
-        max_bad_steps,
-        options,
-        post_update,
-        donate,
-        check_loss and loss_check.is_on(),
-    )
+    return TrainStep(loss_fn, plan, options)
 
 
 class TrainStep:
-    """What `make_train_step` returns; `lower(*args)` is that of `jax.jit`."""
+    """The train step that `make_train_step` returns; call it, or `lower` it as a jitted function.
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        plan: Plan,
-        mutable: tuple[str, ...],
-        rng: jax.Array | None,
-        scaler: GradScaler | None,
-        max_bad_steps: int | None,
-        options: StepOptions,
-        post_update: Callable[..., Any] | None,
-        donate: bool,
-        check_loss: bool,
-    ):
+    Attributes:
+      plan: the plan that it follows.
+      options: its options.
+      jitted: the jitted program, a function of the leaves of the state, their structure, the batch
+        and the key.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
-        self._loss_fn, self._mutable, self._rng = loss_fn, mutable, rng
-        self._scaler, self._watch = scaler, Watch(max_bad_steps)
-        self._post_update, self._check_loss = post_update, check_loss
+        self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
+        scaler = options.scaler
+        self._scaler = scaler if scaler is not None and scaler.enable else None
+        self._check_loss = options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
-        self._check = Fit(wanted, "the state is", donated=donate)
+        self._check = Fit(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run_leaves,
             static_argnums=1,
-            donate_argnums=(0,) if donate else (),
+            donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, plan.sharding(), plan.sharding()),
         )
 
@@ -186,6 +168,10 @@ class TrainStep:
             reshard_after_forward=self.options.reshard_after_forward,
         )
 
+    @overload
+    def __call__(self, state: State, batch: Any, /) -> tuple[State, dict[str, Any]]: ...
+    @overload
+    def __call__(self, model: Any, optimizer: Any, batch: Any, /) -> dict[str, Any]: ...
     def __call__(self, *args: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, (leaves, structure), batch = self._take(args)
@@ -193,10 +179,9 @@ class TrainStep:
         batch = self._place(batch)
         if self._check_loss:
             self._check_loss = False
-            loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
-            k, aux = self.options.micro_batches, self.options.has_aux
-            loss_check.check_mean(loss, parts, batch, self._rng is not None, aux, k, self.plan)
-        leaves, metrics, guard = self.jitted(leaves, structure, batch, self._rng)
+            loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
+            loss_check.check_mean(loss, parts, batch, self.options, self.plan)
+        leaves, metrics, guard = self.jitted(leaves, structure, batch, self.options.rng)
         self._check.made(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
@@ -212,7 +197,7 @@ class TrainStep:
         *_, (leaves, structure), batch = self._take(args)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
-        return self.jitted.trace(leaves, structure, batch, self._rng)
+        return self.jitted.trace(leaves, structure, batch, self.options.rng)
 
     def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """What the step is called with for a state: a pair of NNX is two of them."""
@@ -235,7 +220,7 @@ class TrainStep:
         self, parts: Components, batch: Any, rng: Any
     ) -> tuple[Components, dict[str, Any], Guard]:
         """The stages: gradients, update (which publishes); the counts of the guard come apart."""
-        loss = self.plan.kind.loss(self._loss_fn, self._mutable, parts.static)
+        loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
@@ -276,8 +261,8 @@ class TrainStep:
             parts.step + updates.astype(parts.step.dtype),
             {**parts.non_trainable, **keep_unless(updates, result.updates, non_trainable)},
         )
-        if self._post_update is not None:
-            new = apply_post_update(self._post_update, new, parts.static, self.plan, updates)
+        if self.options.post_update is not None:
+            new = apply_post_update(self.options.post_update, new, parts.static, self.plan, updates)
         return new, metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
+from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.comm.collectives import mean_over_devices
@@ -31,7 +32,7 @@ def value_and_grad(
     has_aux: bool = False,
     mutable: str | Sequence[str] = (),
     micro_batches: int = 1,
-    accumulate: str = "level",
+    accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
     prefetch: bool = True,
     sync_buffers: bool = False,

@@ -86,7 +86,7 @@ def numbers(virtual: int) -> dict[str, Any]:
         wanted = _on_one_device(params, tx, batch)
         found = {}
         for level in LEVELS:
-            state, plan = shard_train_state((params, tx), mesh, level, min_shard_size=0)
+            state, plan = shard_train_state((params, tx), mesh, LEVELS[level], min_shard_size=0)
             step = make_train_step(_loss, plan)
             for _ in range(_STEPS):
                 state, _ = step(state, batch)
