@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard._util.errors import GShardError
 from gshard.analysis.audit import audit
-from gshard.sharding.budget import Budget, Movement
+from gshard.sharding.budget import Budget, Traffic
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
 WHOLE, BOTH = P(), P(("a", "b"))
@@ -81,10 +81,10 @@ BUDGET = Budget(
     8,
     {"params": 2048, "gradients": 2048, "optimizer": 0},
     (
-        Movement(AG, "gather", 64 * 64 + 64 * 32, 4, at_most=True),
-        Movement(RS, "scatter", 64 * 64, 4),
-        Movement(RS, "scatter", 64 * 32, 4),
-        Movement(AG, "update", 1234567, 4),
+        Traffic(AG, "gather", 64 * 64 + 64 * 32, 4, at_most=True),
+        Traffic(RS, "scatter", 64 * 64, 4),
+        Traffic(RS, "scatter", 64 * 32, 4),
+        Traffic(AG, "update", 1234567, 4),
     ),
 )
 
