@@ -23,8 +23,7 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train_state.loss_scale import GradScaler
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.groups import mesh_of
-from gshard.wrapped.linen_bridge import as_module, refuse_wrapped
+from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
 from gshard.wrapped.wrapped_model import Wrapped, wrapped
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 

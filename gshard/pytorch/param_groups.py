@@ -1,9 +1,17 @@
-"""What is optimized: a tree of arrays, or the Variables of a model, in one group or several."""
+"""What is optimized: parameters in one or several groups, and the hyperparameters of each."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from numbers import Real
 from typing import Any
 
@@ -13,10 +21,9 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 
-from gshard._util.errors import ArgumentTypeError, GShardError, some
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
 from gshard._util.validation import shown
 from gshard.pytorch.coupling import dependence
-from gshard.pytorch.optax_names import in_optax
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.data_parallel import DataParallel
@@ -600,3 +607,45 @@ def group_states(state: Any, groups: Sequence[ParamGroup], labels: Labels) -> li
     if is_plain(groups, labels):
         return [state]
     return [state.inner_states[str(i)].inner_state for i in range(len(groups))]
+
+
+# What optax calls the hyperparameters of PyTorch's and Paddle's optimizers.
+_OPTAX_NAMES = {
+    "betas": ("b1", "b2"),
+    "beta1": ("b1",),
+    "beta2": ("b2",),
+    "epsilon": ("eps",),
+    "alpha": ("decay",),
+    "rho": ("decay",),
+    "use_nesterov": ("nesterov",),
+}
+_ADVICE = {
+    "weight_decay": "Use optax.adamw, or for an L2 penalty a function that returns optax.chain("
+    "optax.add_decayed_weights(...), ...).",
+    "momentum": "Use optax.sgd or optax.rmsprop, which have it.",
+    "amsgrad": "Use optax.amsgrad.",
+    "maximize": "Minimize the negative of the loss.",
+    "grad_clip": "Pass a function that returns optax.chain(optax.clip_by_global_norm(...), ...).",
+    "parameters": "Pass the parameters as the first argument, params.",
+    **dict.fromkeys(
+        ("foreach", "fused", "capturable", "differentiable"), "Leave it out: XLA fuses the update."
+    ),
+}
+
+
+def in_optax(name: str, value: Any, known: Collection[str]) -> str:
+    """Says what to pass in place of an unknown hyperparameter; empty where nothing is known.
+
+    Args:
+      name: the unknown hyperparameter, such as `betas`.
+      value: its value.
+      known: the hyperparameters that the optax factory takes.
+    """
+    names = _OPTAX_NAMES.get(name, ())
+    if not names or not set(names) <= set(known):
+        return f" {_ADVICE[name]}" if name in _ADVICE else did_you_mean(name, known)
+    values = value if len(names) > 1 else (value,)
+    text = " and ".join(names)
+    if isinstance(values, (tuple, list)) and len(values) == len(names):
+        text = ", ".join(f"{n}={shown(x)}" for n, x in zip(names, values, strict=True))
+    return f" optax calls it {' and '.join(names)}: pass {text}."

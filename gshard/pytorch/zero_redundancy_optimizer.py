@@ -27,7 +27,7 @@ from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_groups import ParamGroup, Tree, factory_of, options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
 from gshard.train.local_gradients import LocalGradients
-from gshard.wrapped.groups import mesh_of
+from gshard.wrapped.arguments import mesh_of
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}
 _INSTEAD = {  # of attributes that PyTorch's optimizers have
@@ -122,9 +122,9 @@ class ZeroRedundancyOptimizer:
         return None if keep is None else keep.model
 
     @property
-    def step(self) -> Step:
-        """`opt.step(grads)` updates the parameters and returns them; see `Step`."""
-        return Step(self._now)
+    def step(self) -> OptimizerStep:
+        """`opt.step(grads)` updates the parameters and returns them; see `OptimizerStep`."""
+        return OptimizerStep(self._now)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of a `DataParallel`; others are the caller's."""
@@ -309,7 +309,7 @@ class ZeroRedundancyOptimizer:
         ddp = self._target.accumulation
         if ddp is not None:
             ddp.stepped_by = made
-            ddp.updating = Overlapped(made, self._values) if self._overlaps else None
+            ddp.updating = OverlappedUpdate(made, self._values) if self._overlaps else None
         return made
 
     def _values(self) -> list[dict[str, Any]]:
@@ -331,7 +331,7 @@ class ZeroRedundancyOptimizer:
         return ParamGroup(self._factory, self._defaults, options, tree, params)
 
 
-class Step:
+class OptimizerStep:
     """`opt.step(grads)` or `opt.step(closure=...)`; with a `DataParallel`, `opt.step()`."""
 
     def __init__(self, now: Callable[[], tuple[Any, Tree, Any]]):
@@ -463,7 +463,7 @@ def _is_nothing(x: Any) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
-class Overlapped:
+class OverlappedUpdate:
     """What `DataParallel.backward` runs beside the gradients."""
 
     def __init__(self, engine: Even, values: Callable[[], Any]):

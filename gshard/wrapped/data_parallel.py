@@ -15,8 +15,7 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.groups import mesh_of
-from gshard.wrapped.linen_bridge import as_module, refuse_wrapped
+from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
 from gshard.wrapped.wrapped_model import Wrapped, owners, wrapped
 
 _MB = 2**20

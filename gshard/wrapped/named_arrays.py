@@ -16,10 +16,10 @@ from gshard._util.validation import shown
 from gshard.sharding.host_arrays import to_host
 from gshard.sharding.layout import Layout
 
-Named = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
+NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 
 
-def named(*pairs: tuple[Any, Any]) -> Named:
+def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
     """Stored arrays with their layouts, by dotted path.
 
     Args:
@@ -37,7 +37,7 @@ def named(*pairs: tuple[Any, Any]) -> Named:
     return dict(found)
 
 
-def full_values(stored: Named) -> dict[str, np.ndarray]:
+def full_values(stored: NamedArrays) -> dict[str, np.ndarray]:
     """Their logical values, gathered one after the other; of a PRNG key its data."""
     return {name: _data(to_host(x, place)) for name, (x, place) in stored.items()}
 
@@ -50,7 +50,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def check(values: Any, stored: Named, what: str) -> tuple[list[str], list[str]]:
+def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[str]]:
     """Names that a state dict lacks, and names that are not known.
 
     Args:
@@ -91,7 +91,7 @@ def differences(missing: list[str], unknown: list[str], whose: str) -> str:
     return "; ".join(f"{words} {some(names)}" for words, names in told if names)
 
 
-def set_model(model: Any, values: Any, stored: Named) -> tuple[list[str], list[str]]:
+def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
     """Sets what both have; a warning tells of the rest.
 
     Returns:
@@ -107,7 +107,7 @@ def set_model(model: Any, values: Any, stored: Named) -> tuple[list[str], list[s
     return missing, unknown
 
 
-def check_optimizer(values: Any, stored: Named) -> None:
+def check_optimizer(values: Any, stored: NamedArrays) -> None:
     """Raises a `GShardError` where the state dict is not wholly that of the optimizer."""
     found = check(values, stored, "set_state_dict of the optimizer")
     if strange := differences(*found, "this optimizer"):
@@ -116,7 +116,7 @@ def check_optimizer(values: Any, stored: Named) -> None:
         )
 
 
-def write(target: Any, values: Mapping[str, Any], stored: Named) -> None:
+def write(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
     """Sets Variables of a model or an optimizer, each where it lies, one after the other.
 
     `stored` is emptied, so that no more than one value is there twice.

@@ -21,10 +21,10 @@ from gshard.checkpoint.errors import DamagedCheckpointError
 from gshard.sharding.mesh import data_group, make_mesh
 from gshard.sharding.plan import all_replicated
 from gshard.wrapped.named_arrays import (
-    Named,
+    NamedArrays,
     check_optimizer,
     full_values,
-    named,
+    name_arrays,
     set_model,
     write,
 )
@@ -85,7 +85,7 @@ def set_state_dict(target: Any, values: Any) -> None:
         write(target, values, stored)
 
 
-def _stored(target: Any, call: str) -> Named:
+def _stored(target: Any, call: str) -> NamedArrays:
     if isinstance(target, nnx.Optimizer):
         tree: Any = {
             "step": target.step.get_value(),
@@ -101,7 +101,7 @@ def _stored(target: Any, call: str) -> Named:
             "a Linen module are a tree already: save(variables, path)."
         )
     alone = data_group(make_mesh(devices=jax.devices()[:1]))
-    return named((tree, all_replicated(tree, alone)))
+    return name_arrays((tree, all_replicated(tree, alone)))
 
 
 # Other entries of the user's directory are left alone.

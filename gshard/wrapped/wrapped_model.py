@@ -21,7 +21,7 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import Inputs, OnModel
-from gshard.wrapped.named_arrays import Named, full_values, named, set_model
+from gshard.wrapped.named_arrays import NamedArrays, full_values, name_arrays, set_model
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
@@ -187,11 +187,11 @@ class Wrapped(Keeping):
         if hasattr(self, "_gshard"):
             self._gshard.settle()
 
-    def _gshard_named(self) -> Named:
+    def _gshard_named(self) -> NamedArrays:
         plan = self.plan
         self._gshard_settle()
         parts = plan.kind.split_target(cast(Any, self), {})
-        return named((parts.params, plan.params), (parts.non_trainable, plan.non_trainable))
+        return name_arrays((parts.params, plan.params), (parts.non_trainable, plan.non_trainable))
 
 
 def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:

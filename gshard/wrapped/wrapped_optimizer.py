@@ -11,13 +11,19 @@ import jax
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.train_state import Components
-from gshard.wrapped.named_arrays import Named, check_optimizer, full_values, named, write
+from gshard.wrapped.named_arrays import (
+    NamedArrays,
+    check_optimizer,
+    full_values,
+    name_arrays,
+    write,
+)
 from gshard.wrapped.wrapped_model import Keeping, kept
 
 LEARNING_RATE = "learning_rate"
 
 
-class Step:
+class StepVariable:
     """The Variable that counts the steps of an optimizer; called, it takes one."""
 
     def __init__(self, optimizer: WrappedOptimizer, count: Any):
@@ -81,7 +87,7 @@ class WrappedOptimizer(Keeping):
     }
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StepVariable:
         """`optimizer.step()` updates the model by the gradients of `backward`, which stay.
 
         `optimizer.step[...]` is the number of steps, as in NNX.
@@ -89,7 +95,7 @@ class WrappedOptimizer(Keeping):
         Raises:
           GShardError: there are no gradients, or they are not reduced, or scaled.
         """
-        return Step(self, vars(self)["step"])
+        return StepVariable(self, vars(self)["step"])
 
     @step.setter
     def step(self, value: Any) -> None:
@@ -149,10 +155,10 @@ class WrappedOptimizer(Keeping):
         keep = kept(self)
         return keep.plan.kind.split((keep.model, self))
 
-    def _gshard_named(self) -> Named:
+    def _gshard_named(self) -> NamedArrays:
         parts, layouts = self._gshard_parts(), kept(self).plan.layouts
         of, places = parts.opt_state, layouts.opt_state
-        return named(
+        return name_arrays(
             (
                 {"step": parts.step, "inner": of.inner, "master": of.master},
                 {"step": layouts.step, "inner": places.inner, "master": places.master},
