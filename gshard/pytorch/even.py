@@ -29,10 +29,10 @@ from gshard.train_state.components import ShardedOptState
 
 
 class Even:
-    """State and step of an optimizer whose every tensor is divided.
+    """State and step of an optimizer that shards every tensor.
 
     Attributes:
-      plan: where everything lies, level `os`.
+      plan: the layout of every array, at level `os`.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Even:
         )
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
-        """New parameters and state, traced, of gradients that lie as the plan says."""
+        """New parameters and state, traced, from gradients in the plan's layouts."""
         grads = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
         extra = {"hyperparameters": values}
         return update_and_all_gather(self.plan, grads, state, params, extra, None, self._size)
@@ -84,7 +84,7 @@ class Even:
 
     @property
     def state(self) -> ShardedOptState:
-        """The state as it lies; a step gives its arrays away."""
+        """The state as it is stored; a step donates its arrays."""
         return self._state
 
     def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
@@ -93,7 +93,7 @@ class Even:
         return self._step.lower(skipped, params, self._state, self._given(grads), values)
 
     def states(self) -> list[Any]:
-        """The state of each group, whole, in host memory."""
+        """The full state of each group, in host memory."""
         whole = jax.tree.leaves(to_host(self._state.inner, self.plan.opt_state))
         return [
             jax.tree.unflatten(jax.tree.structure(group.state), [whole[i] for i in places])
@@ -101,7 +101,7 @@ class Even:
         ]
 
     def load(self, states: Sequence[Any]) -> None:
-        """Sets the state of each group from whole arrays, in the trees of `states`."""
+        """Sets the state of each group from full arrays, in the trees of `states`."""
         layouts = jax.tree.leaves(self.plan.opt_state)
         self._set(
             {

@@ -48,7 +48,7 @@ class Greedy:
     """State and step of an optimizer whose every tensor is on one device.
 
     Attributes:
-      plan: where parameters and gradients lie, level `dp`.
+      plan: the layouts of parameters and gradients, at level `dp`.
       owners: of each parameter, by place in the group; None for one that is not optimized.
     """
 
@@ -114,11 +114,11 @@ class Greedy:
         return self._mark
 
     def states(self) -> list[Any]:
-        """The state of each group, whole, in host memory."""
+        """The full state of each group, in host memory."""
         return [self._group_state(g) for g in range(len(self._groups))]
 
     def load(self, states: Sequence[Any]) -> None:
-        """Sets the state of each group from whole arrays, in the trees of `states`."""
+        """Sets the state of each group from full arrays, in the trees of `states`."""
         values = [dict(zip(*flatten(tree)[:2], strict=True)) for tree in states]
         self._set({place: values for place in self._own})
 
@@ -194,7 +194,7 @@ class Greedy:
         return jax.tree.leaves(finish_reduction(sums, self.plan, StepOptions()).grads)
 
     def _whole(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Arrays whole on every device."""
+        """Replicates arrays on every device."""
         sharding = self.plan.sharding()
         same = [isinstance(x, jax.Array) and x.sharding == sharding for x in leaves]
         return [

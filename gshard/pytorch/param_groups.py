@@ -53,7 +53,7 @@ class Tree:
         return self.values(), tx
 
     def start(self, state: Any, plan: Plan) -> Any:
-        """Takes a divided state over; returns its parts."""
+        """Takes over a sharded state; returns its components."""
         parts = plan.kind.split(state)
         self.write(parts.params)
         return parts
@@ -128,7 +128,7 @@ class Model(Tree):
         return self.tree
 
     def start(self, state: Any, plan: Plan) -> Any:
-        """Takes a divided state over; returns its parts."""
+        """Takes over a sharded state; returns its components."""
         nnx.update(self.tree, nnx.state(state[0]))
         if self.accumulation is not None:
             follow(self.tree, plan)

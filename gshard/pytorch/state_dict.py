@@ -68,7 +68,7 @@ def entries(given: Any, count: int) -> Any:
 
 
 def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
-    """Refuses parts of a state that was divided otherwise, or of another process.
+    """Refuses local shards of a state that was sharded otherwise, or of another process.
 
     Raises:
       GShardError: names an entry that differs.

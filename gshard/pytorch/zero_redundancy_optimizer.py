@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer:
         self._overlaps = overlap_with_ddp
         self._consolidated: tuple[Any, list[Any]] = (None, [])
         self._warn_of_useless()
-        self._engine = self._divided()
+        self._engine = self._shard_state()
 
     def __getattr__(self, name: str) -> Any:
         if name not in _INSTEAD:
@@ -112,7 +112,7 @@ class ZeroRedundancyOptimizer:
 
     @property
     def plan(self) -> Any:
-        """Where everything lies; `print(opt.plan)` is a table."""
+        """The layout of every array; `print(opt.plan)` shows a table."""
         return self._engine.plan
 
     @property
@@ -148,7 +148,7 @@ class ZeroRedundancyOptimizer:
             self._target, self._labels = self._target.with_group(self._labels, param_group)
             group = self._group(len(states), options_of(param_group))
             self.param_groups = (*self.param_groups, group)
-            engine = self._divided()
+            engine = self._shard_state()
         except BaseException:
             self._target, self._labels, self.param_groups = before
             raise
@@ -237,7 +237,7 @@ class ZeroRedundancyOptimizer:
         """Nothing: under `gshard.pytorch.Join` every device takes part in every step."""
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Of each device its groups of whole parameters, as PyTorch's."""
+        """Lists, for each device, the groups of parameters that it owns, as in PyTorch."""
         owners = getattr(self._engine, "owners", None)
         if owners is None:
             raise GShardError(
@@ -303,7 +303,7 @@ class ZeroRedundancyOptimizer:
     def _sizes(self) -> list[int]:
         return [x.size for x in jax.tree.leaves(self._target.values())]
 
-    def _divided(self) -> Any:
+    def _shard_state(self) -> Any:
         buckets = self._buckets or self._overlaps
         made = self._make(self._target, self.param_groups, self._labels, *self._mesh, buckets)
         ddp = self._target.accumulation
@@ -340,14 +340,14 @@ class OptimizerStep:
 
     @property
     def plan(self) -> Any:
-        """Where everything lies."""
+        """The layout of every array."""
         return self._now()[0].plan
 
     def __call__(self, grads: Any = None, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters.
 
         Args:
-          grads: like the parameters: whole averaged arrays, or as the plan divides them, or
+          grads: a tree like the parameters: full averaged arrays, or sharded as in the plan, or
             `LocalGradients`. None for a leaf: it and its state stay what they are, and what is of
             all parameters, such as a count, goes on.
           closure: a function that returns `(loss, grads)`, called once; with a `DataParallel` one
@@ -382,7 +382,7 @@ class OptimizerStep:
         """The next step, lowered; nothing runs. `gshard.audit(opt.step)`.
 
         Args:
-          grads: as given to a call; by default as the plan divides them.
+          grads: as passed to a call; by default abstract arrays in the plan's layouts.
         """
         engine, target, values = self._now()
         if grads is None:
@@ -459,12 +459,12 @@ def _called(closure: Any, keep: Any) -> tuple[Any, Any]:
 
 
 def _is_nothing(x: Any) -> bool:
-    """What `jax.grad(allow_int=True)` gives for a whole number."""
+    """Whether `jax.grad(allow_int=True)` made it for an integer."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
 class OverlappedUpdate:
-    """What `DataParallel.backward` runs beside the gradients."""
+    """The update that `DataParallel.backward` runs after the gradients."""
 
     def __init__(self, engine: Even, values: Callable[[], Any]):
         """`values` returns the hyperparameters of now."""
@@ -472,7 +472,7 @@ class OverlappedUpdate:
         self._done = False
 
     def arguments(self) -> tuple[Any, Any]:
-        """The optimizer's state, which is given away, and hyperparameters."""
+        """The optimizer's state, which is donated, and its hyperparameters."""
         return self._engine.state, self._values()
 
     def accept(self, new: Any, state: Any) -> None:

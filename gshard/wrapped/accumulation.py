@@ -36,7 +36,7 @@ class Updating(Protocol):
     """An optimizer whose update is in the program of `backward`."""
 
     def arguments(self) -> tuple[Any, Any]:
-        """Its state, which is given away, and hyperparameters."""
+        """Its state, which is donated, and its hyperparameters."""
         ...
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ class Accumulation:
     """The gradients of a wrapped model, and its compiled phases.
 
     Attributes:
-      plan: where everything lies.
+      plan: the layout of every array.
       model: the wrapped model.
       optimizer: the wrapped optimizer, if any.
       grads: an `nnx.State` like the trained parameters, reduced: the sum over the calls of
@@ -107,7 +107,7 @@ class Accumulation:
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(compiled_fns.unscale)
-        # The model's arrays are not given away: copies of a model (nnx.clone) have them too.
+        # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
         self._update_if = nnx.jit(compiled_fns.update_if, donate_argnums=1)
 

@@ -56,10 +56,10 @@ def mesh_of(
     """The mesh that `group=` and `dp_group=` mean, and its replica axes.
 
     Args:
-      group: devices of `gshard.distributed.new_group` over which state is divided, a mesh of
+      group: devices of `gshard.distributed.new_group` to shard the state over, a mesh of
         `gshard.make_mesh`, or None for all devices.
-      dp_group: devices, one in each copy of the divided state, which share one device with `group`;
-        or names of the axes of the mesh that is given as `group`.
+      dp_group: devices, one in each replica of the sharded state, of which one is in `group`; or
+        axis names of the mesh that is given as `group`.
       argument: what `group` is called in messages.
 
     Returns:
@@ -92,7 +92,7 @@ def mesh_of(
 
 
 def _grid(shard: list[Any], copies: list[Any], common: Any) -> Mesh:
-    """Replicas x shards: each copy lies as far from `shard` as its device from the common one."""
+    """Replicas x shards: each replica is `shard`, shifted as its device is from the common one."""
     every = jax.devices()
     place = {device: i for i, device in enumerate(every)}
     rows = [[place[d] + place[copy] - place[common] for d in shard] for copy in copies]

@@ -72,7 +72,7 @@ class Phases:
     `LocalGradients`, sums of means over its rows.
 
     Attributes:
-      plan: where everything lies.
+      plan: the layout of every array.
       sizes: of buckets: `bucket_size` and `end_bucket_size`, in elements.
       options: further ones of `gshard.value_and_grad`.
     """

@@ -1,4 +1,4 @@
-"""State dicts: logical whole values by dotted name, at every level, and back to their places."""
+"""State dicts: full logical arrays by dotted name, and how they are written into a model."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def check_optimizer(values: Any, stored: NamedArrays) -> None:
 
 
 def write(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
-    """Sets Variables of a model or an optimizer, each where it lies, one after the other.
+    """Sets Variables of a model or an optimizer, one after the other, in the layouts they have.
 
     `stored` is emptied, so that no more than one value is there twice.
     """

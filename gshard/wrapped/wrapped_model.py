@@ -1,6 +1,6 @@
 """A wrapped model: an instance of the user's own class that can do a little more.
 
-It is a copy with divided arrays whose class derives from the user's: what is not defined here is
+It is a copy with sharded arrays whose class derives from the user's: what is not defined here is
 the model's own, paths have no prefix, and NNX transforms take it as it is.
 """
 
@@ -43,7 +43,7 @@ class Keeping:
     """Something wrapped; what it keeps is in a slot, which NNX does not see and copies lack."""
 
     __slots__ = ("_gshard",)
-    plan: Plan  # where everything lies; print(model.plan) is a table
+    plan: Plan  # the layout of every array; print(model.plan) shows a table
     _gshard: Accumulation
     _gshard_forward: OnModel  # of the class, so that copies have it too
     _gshard_instead: ClassVar[Mapping[str, str]] = {}  # of what upstream has: what to use
@@ -142,7 +142,7 @@ class Wrapped(Keeping):
     def state_dict(
         self, destination: dict[str, Any] | None = None, include_sublayers: bool = True
     ) -> dict[str, Any]:
-        """Parameters and buffers by dotted path, whole, as NumPy arrays.
+        """Returns parameters and buffers by dotted path, as full NumPy arrays.
 
         Among the buffers are the keys and counts of an `nnx.Rngs` (a key as its data).
 
@@ -160,10 +160,10 @@ class Wrapped(Keeping):
     def set_state_dict(
         self, state_dict: Any, use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Sets parameters and buffers from whole values, each where it lies.
+        """Sets parameters and buffers to full values; their layouts stay the same.
 
         Args:
-          state_dict: of `state_dict`, of this model or of another that is divided otherwise.
+          state_dict: what `state_dict` returned, at any level and on any number of devices.
           use_structured_name: only True: a Variable has no name but its path.
 
         Returns:
@@ -218,7 +218,7 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
 
 
 def _placed(x: Any, plan: Plan) -> jax.Array:
-    """One input, by rows over the devices where these divide, else whole on each of them."""
+    """Shards an input by examples where they divide evenly; replicates it otherwise."""
     if x.ndim and x.shape[0] and x.shape[0] % plan.group.devices == 0:
         return shard_batch(x, plan)
     return jax.device_put(x, plan.sharding())
@@ -289,7 +289,7 @@ class Backward:
     """`model.backward`: called, a forward and a backward pass.
 
     Attributes:
-      plan: where everything lies.
+      plan: the layout of every array.
     """
 
     def __init__(self, keep: Accumulation):
@@ -299,10 +299,10 @@ class Backward:
         """Adds the gradient to `model.grads`.
 
         Args:
-          loss_fn: `loss_fn(model, batch)`, the mean over the rows it is given. It is compiled:
+          loss_fn: `loss_fn(model, batch)`, the mean over the given examples. It is compiled:
             define it once, and pass what changes from call to call in the batch; numbers that it
             reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
-          batch: of this process; its rows are laid over the devices.
+          batch: the batch of this process; its examples are sharded over the devices.
 
         Returns:
           The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`

@@ -1,4 +1,4 @@
-"""A wrapped optimizer: an `nnx.Optimizer` that steps in Paddle's rhythm."""
+"""A wrapped optimizer: an `nnx.Optimizer` with Paddle's `step()` and `clear_grad()`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StepVariable:
     def __call__(self) -> None:
         """Updates model and optimizer.
 
-        The optimizer's old arrays are given away; those of the model live on where you hold them.
+        The optimizer's old arrays are donated; the model's old arrays stay valid.
         """
         kept(self._optimizer).step()
 
@@ -138,11 +138,11 @@ class WrappedOptimizer(Keeping):
         write(self, dict.fromkeys(stored, number), stored)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by dotted path, whole, as NumPy arrays."""
+        """Returns the optimizer's state by dotted path, as full NumPy arrays."""
         return full_values(self._gshard_named())
 
     def set_state_dict(self, state_dict: Any) -> None:
-        """Sets the whole state of the optimizer, each value where it lies.
+        """Sets the full state of the optimizer; its layouts stay the same.
 
         Raises:
           GShardError: for names that are missing or unknown, or another shape; nothing is changed.
