@@ -24,11 +24,11 @@ from gshard.analysis.explain_report import Explanation
 from gshard.analysis.forecast import Forecast, LevelForecast, forecast
 from gshard.analysis.setup import TrainSetup
 from gshard.checkpoint.checkpointer import Checkpointer, Restored
-from gshard.checkpoint.checksums import Damage
-from gshard.checkpoint.errors import DamagedCheckpointError, SaveFailedError
+from gshard.checkpoint.checksums import Damage, DamagedCheckpointError
 from gshard.checkpoint.orbax_import import import_orbax
 from gshard.checkpoint.safetensors.load import load_safetensors
 from gshard.checkpoint.safetensors.save import save_safetensors
+from gshard.checkpoint.save import SaveFailedError
 from gshard.data.batch import shard_batch
 from gshard.data.loader import DataLoader, global_batches
 from gshard.sharding.budget import Budget, budget

@@ -157,7 +157,7 @@ CALLS: dict[str, tuple[str, Callable[..., bool]]] = {
     "fsync": ("fsync", lambda *_: True),
     # Of the directory: after a commit, and after the rename of what is deleted.
     "renamed": ("fsync", lambda number: os.readlink(f"/proc/self/fd/{number}").endswith("/steps")),
-    "part": ("rename", lambda old, new: old.endswith(".new")),
+    "manifest": ("rename", lambda old, new: "/manifests/" in new),
     "commit": ("rename", lambda old, new: old.endswith(".saving")),
     "delete": ("rename", lambda old, new: new.endswith(".deleted")),
     "unlink": ("unlink", lambda *_: True),

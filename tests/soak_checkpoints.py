@@ -32,7 +32,7 @@ MOST = {
     "mkdir": 5,
     "fsync": 40,
     "renamed": 2,
-    "part": 1,
+    "manifest": 1,
     "commit": 1,
     "delete": 1,
     "unlink": 14,
@@ -74,7 +74,7 @@ def random_life(draw: random.Random) -> Life:
     else:
         call = draw.choice(list(CALLS))
         # The first process alone makes folders, commits and deletes.
-        victim = draw.randrange(processes) if call in ("fsync", "part") else 0
+        victim = draw.randrange(processes) if call in ("fsync", "manifest") else 0
         most = MOST[call] // 3 if victim else MOST[call]
         point = f"{call} {draw.randint(1, max(most, 1))}"
     return Life(processes, devices, level, point, victim)

@@ -1,9 +1,14 @@
-"""A train state as arrays by path, and back: the same paths at every level and on every mesh."""
+"""A train state as arrays by path, and back.
+
+The paths are the same at every level and on every mesh. A state may have master copies or frozen
+parameters that the checkpoint has not, or the other way round; `source_of` finds the stored array.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,32 +20,122 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import check_unique, flatten
-from gshard.checkpoint.matching import LeafInfo, check_fit, differing, one_to_one, source_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_donated
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
-from gshard.train_state import Components
+from gshard.train_state import FROZEN, Components
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
+PARAMS, MASTER = "params/", "opt_state/master/"
+_FROZEN = f"non_trainable/{FROZEN}/"
+_SHOWN = 100  # differences that a message lists
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """The logical shape and the dtype of a stored array.
+
+    Attributes:
+      shape: of the keys, for keys of `jax.random`.
+      dtype: the dtype's name, such as `float32` or `key<fry>`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @runtime_checkable
 class KeepsGradients(Protocol):
-    """A model that keeps gradients beside its state, as a wrapped one does."""
+    """A model that stores gradients next to its state, as a wrapped one does."""
 
     def _gshard_refuse_waiting(self) -> None:
-        """Raises a `GShardError` where some wait to be reduced."""
+        """Raises a `GShardError` if some are not reduced yet."""
 
 
-def split_like(like: Any, call: str) -> tuple[Any, Plan]:
+# ---- from a state --------------------------------------------------------------------------------
+
+
+def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, ArrayInfo]]:
+    """A state's arrays as stored, by path, without empty ones, and the `ArrayInfo` of each.
+
+    Raises:
+      GShardError: arrays were donated, or gradients are not reduced yet.
+    """
+    for owner in state if isinstance(state, tuple) else ():
+        if isinstance(owner, KeepsGradients):
+            owner._gshard_refuse_waiting()
+    components = plan.kind.split(state)
+    refuse_traced(components, "save")
+    if any(map(_is_unreduced, jax.tree.leaves(components, is_leaf=_is_unreduced))):
+        raise GShardError(
+            "save: the state holds LocalGradients, which differ on every device. Reduce them "
+            "with gshard.reduce_gradients(acc, plan) and update before you save."
+        )
+    paths, leaves, _ = flatten(components)
+    check_unique(paths, "arrays of the state")
+    refuse_donated(leaves)
+    layouts = layouts_of(plan)
+    if paths != list(layouts):
+        raise GShardError(
+            "save: the state is not the one that its plan was made for: "
+            + "; ".join(differences(dict.fromkeys(layouts), dict.fromkeys(paths)))
+        )
+    infos = {path: ArrayInfo(x.shape, str(x.dtype)) for path, x in layouts.items()}
+    arrays = {p: _key_data(x) for p, x in zip(paths, leaves, strict=True) if np.size(x)}
+    return arrays, infos
+
+
+def layouts_of(plan: Plan) -> dict[str, Layout]:
+    """The layouts of a state's arrays, by path."""
+    paths, layouts, _ = flatten(plan.layouts)
+    return dict(zip(paths, layouts, strict=True))
+
+
+def refuse_traced(components: Components, call: str) -> None:
+    """Raises a `GShardError` inside `jit`, where arrays have no values."""
+    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(components)):
+        raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
+
+
+def check_same_run(
+    stored: Mapping[str, ArrayInfo], own: Mapping[str, ArrayInfo], where: str
+) -> None:
+    """Raises a `GShardError` when the parameters differ from those of the stored checkpoints."""
+    theirs, mine = _all_params(stored), _all_params(own)
+    if theirs != mine:
+        found = differences(theirs, mine)
+        raise GShardError(
+            f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
+            "was written. Choose another directory."
+        )
+
+
+def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """A phrase for each path that is missing in `mine`, added, or of another shape."""
+    found = [f"{p} is missing" for p in theirs if p not in mine]
+    found += [f"{p} is added" for p in mine if p not in theirs]
+    both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
+    return found + [f"{p} has the shape {mine[p]}, there {theirs[p]}" for p in both]
+
+
+def _all_params(arrays: Mapping[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the parameters, trained and frozen."""
+    names = {p: PARAMS + p.removeprefix(_FROZEN) if p.startswith(_FROZEN) else p for p in arrays}
+    return {n: arrays[p].shape for p, n in names.items() if n.startswith(PARAMS)}
+
+
+# ---- to a state ----------------------------------------------------------------------------------
+
+
+def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
     """The state and the plan to restore into.
 
     Args:
-      like: what `shard_train_state` returned, concrete or abstract; the state alone will do.
-      call: for messages.
+      like: what `shard_train_state` returned, concrete or abstract, or only the state or the plan.
+      call: the user's call, for messages.
 
     Raises:
       GShardError: it is none of these, or its mesh has no devices.
@@ -53,7 +148,7 @@ def split_like(like: Any, call: str) -> tuple[Any, Plan]:
     elif like is None:
         raise GShardError(
             f"{call} was given no like=: pass the state that gshard.shard_train_state returned, or "
-            "(abstract state, plan), so that arrays are read to where they will lie."
+            "(abstract state, plan), which says where to place each array."
         )
     else:
         state, plan = like, plan_of(like, call)
@@ -63,111 +158,139 @@ def split_like(like: Any, call: str) -> tuple[Any, Plan]:
     return state, plan
 
 
-def refuse_traced(parts: Components, call: str) -> None:
-    """Raises a `GShardError` inside `jit`, where there are no values."""
-    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(parts)):
-        raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
-
-
-def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, LeafInfo]]:
-    """A state's arrays as stored, by path, without empty ones, and what all of them are.
-
-    Raises:
-      GShardError: arrays were given away, or gradients wait to be reduced.
-    """
-    for owner in state if isinstance(state, tuple) else ():
-        if isinstance(owner, KeepsGradients):
-            owner._gshard_refuse_waiting()
-    parts = plan.kind.split(state)
-    refuse_traced(parts, "save")
-    waiting = [x for x in jax.tree.leaves(parts, is_leaf=_unreduced) if _unreduced(x)]
-    if waiting:
-        raise GShardError(
-            "save: the state holds LocalGradients, which differ on every device. End them "
-            "with gshard.reduce_gradients(acc, plan) and update before you save."
-        )
-    paths, leaves, _ = flatten(parts)
-    check_unique(paths, "arrays of the state")
-    refuse_donated(leaves)
-    described = layouts_of(plan)
-    if paths != list(described):
-        raise GShardError(
-            "save: the state is not the one that its plan was made for: "
-            + "; ".join(differing(dict.fromkeys(described), dict.fromkeys(paths)))
-        )
-    known = {path: LeafInfo(x.shape, str(x.dtype)) for path, x in described.items()}
-    arrays = {p: _data(x) for p, x in zip(paths, leaves, strict=True) if np.size(x)}
-    return arrays, known
-
-
-def layouts_of(plan: Plan) -> dict[str, Layout]:
-    """The layouts of all parts of a state, by path."""
-    paths, layouts, _ = flatten(plan.layouts)
-    return dict(zip(paths, layouts, strict=True))
-
-
-def parts_of(
+def read_components(
     read: Read,
-    stored: Mapping[str, LeafInfo],
+    stored: Mapping[str, ArrayInfo],
     plan: Plan,
     cast: bool,
     fresh: Mapping[str, Any] = MappingProxyType({}),
 ) -> Components:
-    """The arrays of a checkpoint as parts of a state.
+    """The arrays of a checkpoint as the components of a state.
 
     Args:
-      read: gives arrays by path, each as the abstract one says.
-      stored: what the checkpoint holds.
-      plan: where the arrays are to lie.
+      read: reads arrays by path, each with the shape, dtype and sharding of the abstract one.
+      stored: the arrays of the checkpoint.
+      plan: says where to place the arrays.
       cast: whether another dtype is converted.
-      fresh: values by path of what the checkpoint need not hold.
+      fresh: values by path for arrays that the checkpoint does not have to contain.
 
     Raises:
-      GShardError: paths, shapes or dtypes that differ, each by its name.
+      GShardError: paths, shapes or dtypes differ; each is named.
     """
     layouts = layouts_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
     check_fit(stored, layouts, sources, cast)
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
-    for paths in one_to_one(sources):
+    for paths in _with_distinct_sources(sources):
         found = read({sources[p]: _abstract(layouts[p], plan) for p in paths if layouts[p].size})
         arrays |= {p: found[sources[p]] for p in paths if layouts[p].size}
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
 
 
-def with_parts(parts: Components, state: Any, plan: Plan) -> Any:
-    """A state like `state` with these arrays; a concrete NNX pair is changed in place."""
+def with_components(components: Components, state: Any, plan: Plan) -> Any:
+    """A state like `state` with these components; a concrete NNX pair is changed in place."""
     own = plan.kind.split(state)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(own))
     if abstract or getattr(plan.kind.tx(state), "plan", None) is not plan:
-        parts = dataclasses.replace(parts, static=plan.kind.split(plan.template).static)
-        return plan.kind.merge(parts, state, plan.optimizer)
-    new = plan.kind.update(state, dataclasses.replace(parts, static=own.static))
+        static = plan.kind.split(plan.template).static
+        return plan.kind.merge(
+            dataclasses.replace(components, static=static), state, plan.optimizer
+        )
+    new = plan.kind.update(state, dataclasses.replace(components, static=own.static))
     return state if new is None else new
 
 
+def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str:
+    """The path of the stored array that the array at `path` is read from."""
+    if path.startswith(_FROZEN) and path not in stored:
+        return PARAMS + path.removeprefix(_FROZEN)
+    if path.startswith(PARAMS) and path not in stored:
+        frozen = _FROZEN + path.removeprefix(PARAMS)
+        if frozen in stored:
+            return frozen
+    if path.startswith(MASTER) and path not in stored:
+        return PARAMS + path.removeprefix(MASTER)
+    exact = _master(path)
+    if path.startswith(PARAMS) and exact in stored:
+        info = stored.get(path)
+        if info is None or info.dtype != str(layout.dtype):
+            return exact
+    return path
+
+
+def check_fit(
+    stored: Mapping[str, ArrayInfo],
+    layouts: Mapping[str, Layout],
+    sources: Mapping[str, str],
+    cast: bool,
+) -> None:
+    """Raises a `GShardError` that lists each array in which a checkpoint differs from a state."""
+    used = set(sources.values())
+    # A parameter may be read from its master copy, and a master copy may be unused.
+    unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
+    wrong = [f"  {p} is in the checkpoint alone" for p in unused]
+    wrong += [f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored]
+    dtypes = []
+    for path, source in sources.items():
+        info, layout = stored.get(source), layouts[path]
+        if info is None:
+            continue
+        if info.shape != layout.shape:
+            wrong.append(f"  {path} has the shape {layout.shape}, in the checkpoint {info.shape}")
+        elif info.dtype != str(layout.dtype):
+            rounded = path.startswith(PARAMS) and _master(path) in layouts
+            if not rounded and not (cast and "key" not in info.dtype + str(layout.dtype)):
+                dtypes.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
+    lines = [*wrong, *dtypes]
+    if not lines:
+        return
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    fix = (
+        "It is of another model or optimizer. Weights alone, by name: gshard.save_safetensors and "
+        "gshard.load_safetensors."
+        if wrong
+        else "Pass cast=True to convert them."
+    )
+    raise GShardError(
+        "\n".join(["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix])
+    )
+
+
+def _master(path: str) -> str:
+    return MASTER + path.removeprefix(PARAMS)
+
+
+def _with_distinct_sources(sources: Mapping[str, str]) -> Iterable[list[str]]:
+    """The paths in at most two groups; in each, no two are read from the same stored array."""
+    first: dict[str, str] = {}
+    for path, source in sources.items():
+        first.setdefault(source, path)
+    groups = [list(first.values()), [p for p, s in sources.items() if first[s] != p]]
+    return [group for group in groups if group]
+
+
 def _abstract(layout: Layout, plan: Plan) -> jax.ShapeDtypeStruct:
-    """How a leaf is read; keys are read as their data."""
+    """The abstract array to read; for random keys, their data."""
     if not _is_key(layout.dtype):
         return plan.abstract(layout)
-    data, _ = _data_of_keys(layout)
-    whole = NamedSharding(plan.mesh, jax.P())
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=whole)
+    data, _ = _abstract_key_data(layout)
+    replicated = NamedSharding(plan.mesh, jax.P())
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=replicated)
 
 
 def _as_stored(x: Any, layout: Layout, plan: Plan) -> jax.Array:
-    if x is None:  # no elements: nothing was written
+    if x is None:  # it has no elements, so nothing was written
         empty = jnp.zeros(layout.stored_shape, layout.dtype)
         return jax.device_put(empty, plan.sharding(layout))
     if _is_key(layout.dtype):
-        return jax.random.wrap_key_data(x, impl=_data_of_keys(layout)[1])
+        return jax.random.wrap_key_data(x, impl=_abstract_key_data(layout)[1])
     return x
 
 
-def _data_of_keys(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
-    """What keys are written as, abstract, and the generator that they are of."""
+def _abstract_key_data(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
+    """The abstract data of random keys, and their generator."""
     found: list[Any] = []
 
     def look(keys: jax.Array) -> jax.Array:
@@ -178,7 +301,7 @@ def _data_of_keys(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
     return data, found[0]
 
 
-def _data(x: jax.Array) -> jax.Array:
+def _key_data(x: jax.Array) -> jax.Array:
     return jax.random.key_data(x) if _is_key(x.dtype) else x
 
 
@@ -186,5 +309,5 @@ def _is_key(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _unreduced(x: Any) -> bool:
+def _is_unreduced(x: Any) -> bool:
     return isinstance(x, LocalGradients)

@@ -1,43 +1,40 @@
-"""`Checkpointer`: saves in the background, restores anywhere, and trusts no byte unchecked."""
+"""`Checkpointer`: saves in the background, restores onto any mesh, and verifies every byte."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
 
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
-from gshard.checkpoint.arrays import arrays_of, parts_of, split_like, with_parts
-from gshard.checkpoint.checksums import Damage
-from gshard.checkpoint.directory import Keep, as_directory, steps_in
-from gshard.checkpoint.errors import SaveFailedError
-from gshard.checkpoint.metadata import Description, as_metadata, packed_data_state
+from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
+from gshard.checkpoint.checksums import Damage, find_undamaged, steps_everywhere, verify_step
+from gshard.checkpoint.directory import RetentionPolicy, as_directory, existing_step, steps_in
+from gshard.checkpoint.metadata import StepInfo, as_metadata, packed_data_state, read_data_state
 from gshard.checkpoint.orbax_io import read
-from gshard.checkpoint.restore import checked, existing, steps_everywhere, undamaged
-from gshard.checkpoint.restore import data_state as read_data_state
-from gshard.checkpoint.save import Contents, Writer
+from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
-from gshard.train_state import Components
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 def one_at_a_time(
     method: Callable[Concatenate[Checkpointer, P], R],
 ) -> Callable[Concatenate[Checkpointer, P], R]:
-    """A method that waits while another thread is in one: who saves owns all that is half done."""
+    """A method that waits while another thread runs one: a save that begins removes all debris."""
 
     @functools.wraps(method)
     def alone(self: Checkpointer, *arguments: P.args, **options: P.kwargs) -> R:
@@ -48,18 +45,27 @@ def one_at_a_time(
 
 
 @dataclass(frozen=True)
-class Restored:
-    """What a checkpoint held.
+class Restored(Generic[S]):
+    """What `Checkpointer.restore` read.
 
     Attributes:
-      step: its number.
-      state: the train state, lying as the plan of `like` says.
-      data_state: what this process gave `save`, or None.
-      metadata: what `save` was given.
+      step: the number of the step.
+      state: the train state, of the type, mesh and level of `like`.
+      data_state: the data state that this process passed to `save`, or None.
+      metadata: the metadata that was passed to `save`.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=0)
+      >>> with gshard.Checkpointer("checkpoints") as checkpointer:
+      ...     checkpointer.save(0, state, metadata={"loss": 0.5})
+      ...     restored = checkpointer.restore(like=state)
+      >>> restored.step, restored.metadata, type(restored.state) is type(state)
+      (0, {'loss': 0.5}, True)
     """
 
     step: int
-    state: Any
+    state: S
     data_state: Any
     metadata: dict[str, Any]
 
@@ -67,31 +73,37 @@ class Restored:
 class Checkpointer:
     """The checkpoints of one run, in one directory.
 
-        with gshard.Checkpointer("checkpoints", keep_last=3) as checkpointer:
-            if checkpointer.latest_step() is not None:
-                state = checkpointer.restore(like=state).state
-            for batch in batches:
-                state, metrics = step(state, batch)
-                checkpointer.save(int(state.step), state)
-
-    With several processes all of them make one for the same directory, which they all see, and
-    make the same calls.
+    With several processes, each creates one for the same directory, on a file system that all of
+    them see, and all make the same calls.
 
     Args:
-      directory: made by the first save.
-      keep_last: this many of the newest steps stay.
-      keep_every: steps whose number it divides stay too.
-      keep_best: this many of the best steps stay too, by `metric`. With none of these three, all
-        stay.
-      metric: the key of `metadata` that says how good a step is.
-      mode: `"min"` or `"max"`: which metric is best.
-      asynchronous: `save` returns when the arrays are copied to the host; the next `save`, `wait`,
-        `restore`, `delete` or `close` waits for the rest. If not, `save` does.
+      directory: the path of the directory; the first save makes it.
+      keep_last: how many of the newest steps to keep.
+      keep_every: also keep the steps whose number is a multiple of this.
+      keep_best: also keep this many steps with the best `metric`. If none of these three is given,
+        all steps are kept.
+      metric: the key of `metadata` that `keep_best` compares.
+      mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best.
+      asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
+        `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
-        train on.
+        continue.
 
     Raises:
-      GShardError: for arguments that cannot be.
+      GShardError: an argument is invalid.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "p_g_os", min_shard_size=0)
+      >>> step = gshard.make_train_step(loss_fn, plan)
+      >>> with gshard.Checkpointer("checkpoints", keep_last=3) as checkpointer:
+      ...     if checkpointer.latest_step() is not None:
+      ...         state = checkpointer.restore(like=state).state
+      ...     for _ in range(2):
+      ...         state, metrics = step(state, batch)
+      ...         checkpointer.save(int(state.step), state)
+      >>> checkpointer.all_steps()
+      [1, 2]
     """
 
     def __init__(
@@ -102,40 +114,40 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int | None = None,
         metric: str = "loss",
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
-        on_failure: str = "raise",
+        on_failure: Literal["raise", "warn"] = "raise",
     ):
         self.directory = as_directory(directory)
-        self._keep = Keep(keep_last, keep_every, keep_best, metric, mode)
+        self._retention = RetentionPolicy(keep_last, keep_every, keep_best, metric, mode)
         self._asynchronous = flag("asynchronous", asynchronous)
         if on_failure not in ("raise", "warn"):
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
-        self._writer = Writer(self.directory, self._keep)
+        self._writer = StepWriter(self.directory, self._retention)
         self._closed = False
         self._turn = threading.RLock()
 
     def all_steps(self) -> list[int]:
-        """The steps that are complete, ascending. What is being saved is none yet."""
+        """The complete steps, ascending. A step that is being saved is not one of them yet."""
         return steps_in(self.directory)
 
     def latest_step(self) -> int | None:
-        """The newest step that is complete, or None."""
+        """The newest complete step, or None."""
         return max(self.all_steps(), default=None)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """What `save` was given as the metadata of a step; of the newest by default."""
-        return dict(Description.read(self.directory / str(self._one(step))).metadata)
+        """The metadata that `save` was given for a step, by default the newest."""
+        return dict(StepInfo.read(self._folder(step)).metadata)
 
     def verify(self, step: int | None = None) -> list[Damage]:
-        """Reads every byte of a step, of the newest by default.
+        """Reads every byte of a step, by default the newest, and compares the checksums.
 
         Returns:
-          What is not as it was written, by file and array; empty for an undamaged step.
+          The files that differ from what was written; empty for an undamaged step.
         """
-        folder = self.directory / str(self._one(step))
-        found = checked(folder)
+        folder = self._folder(step)
+        found = verify_step(folder)
         if found and not folder.exists():
             raise GShardError(f"{folder} was deleted while it was read.")
         return found
@@ -151,35 +163,35 @@ class Checkpointer:
     ) -> None:
         """Writes a train state as a step.
 
-        When this returns the state may be trained on and given away: it is copied. Each process
-        copies and writes its own parts, nothing is gathered.
+        The state is copied to the host before this returns, so it may be trained on and donated.
+        Each process copies and writes its local shards; nothing is gathered.
 
         Args:
-          step: its number, larger than those that are there. The one that was saved last may be
-            given again with the same state, and is not written again.
-          state: of `shard_train_state`, at any level; for NNX the `(model, optimizer)` pair.
-          data_state: where the data is, such as `loader.state_dict()`: JSON or bytes, each
-            process's own.
-          metadata: about the step: numbers, texts, lists and dictionaries of these; the first
-            process's counts.
+          step: the step's number, larger than those of existing steps. The step that was saved last
+            may be saved again with the same state; it is not written again.
+          state: what `shard_train_state` or a step returned, at any level; for NNX the
+            `(model, optimizer)` pair.
+          data_state: the position in the data, such as `loader.state_dict()`: JSON values or bytes,
+            of each process.
+          metadata: facts about the step: numbers, strings, lists and dictionaries of these. The
+            first process's metadata is written.
 
         Raises:
-          SaveFailedError: this step, or the one before, could not be written. Steps before are as
-            they were, and `save` may be called again.
-          GShardError: for a state, a step or metadata that cannot be saved, or another state under
-            the number that was saved last; nothing was written.
+          SaveFailedError: this step, or the one before, could not be written. Earlier steps are
+            unchanged, and `save` may be called again.
+          GShardError: the state, the step or the metadata cannot be saved, or the step that was
+            saved last has another state, data state or metadata; nothing was written.
         """
 
         def contents() -> Contents:
             self._refuse_closed()
             number = check_integer("step", step, 0)
             plan = plan_of(state, "save(step, state)")
-            arrays, leaves = arrays_of(state, plan)
+            arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
-            self._keep.check(table)
-            description = Description.of(number, leaves, plan, table)
-            return Contents(description, arrays, data)
+            self._retention.check(table)
+            return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
         self.wait()
         try:
@@ -187,23 +199,24 @@ class Checkpointer:
             if not self._asynchronous:
                 self._writer.wait()
         except SaveFailedError as error:
-            self._tell(error)
+            self._raise_or_warn(error)
 
     @one_at_a_time
     def wait(self) -> None:
-        """Waits until the last save is a step, on the disk.
+        """Waits until the last save is complete and on the disk.
 
         Raises:
-          SaveFailedError: it could not be written; with `on_failure="warn"` a warning says so.
+          SaveFailedError: the step could not be written; with `on_failure="warn"` this is a
+            warning.
         """
         try:
             self._writer.wait()
         except SaveFailedError as error:
-            self._tell(error)
+            self._raise_or_warn(error)
 
     @one_at_a_time
     def delete(self, step: int) -> None:
-        """Deletes a step: it is none any more at once, then its files go.
+        """Deletes a step: at once for readers, then file by file.
 
         Raises:
           GShardError: there is no such step, or it cannot be deleted.
@@ -212,30 +225,53 @@ class Checkpointer:
 
         def prepare() -> int:
             self._refuse_closed()
-            return existing(self.directory, step, self.all_steps())
+            return existing_step(self.directory, step, self.all_steps())
 
         self._writer.delete(run_on_all(prepare, what=lambda: f"delete(step={shown(step)})"))
+
+    @overload
+    def restore(
+        self, step: int | None = None, *, like: Plan, verify: bool = True, cast: bool = False
+    ) -> Restored[Any]: ...
+
+    @overload
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        like: tuple[S, Plan],
+        verify: bool = True,
+        cast: bool = False,
+    ) -> Restored[S]: ...
+
+    @overload
+    def restore(
+        self, step: int | None = None, *, like: S, verify: bool = True, cast: bool = False
+    ) -> Restored[S]: ...
 
     @one_at_a_time
     def restore(
         self, step: int | None = None, *, like: Any = None, verify: bool = True, cast: bool = False
-    ) -> Restored:
+    ) -> Restored[Any]:
         """Reads a step onto any mesh, at any level, with any number of processes.
 
         Each process reads what its devices need.
 
         Args:
-          step: which; None: the newest that is as it was written. Damaged ones are named in a
-            warning and passed over; the next save sets them aside.
+          step: the number of the step; None for the newest that is undamaged. A warning names the
+            damaged ones, which the next save sets aside.
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
             holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
-          verify: False does not compare the files with their checksums.
+          verify: False skips the comparison of the files with their checksums.
           cast: True converts arrays of another dtype.
 
+        Returns:
+          The restored state, of the type of the given one, with its data state and metadata.
+
         Raises:
-          DamagedCheckpointError: the step asked for is damaged, or all are.
-          GShardError: there is no such step, or it is of another model: each array that differs,
-            by its path.
+          DamagedCheckpointError: the requested step is damaged, or all are.
+          GShardError: there is no such step, or it is of another model; each array that differs is
+            named by its path.
         """
         self.wait()
 
@@ -243,41 +279,42 @@ class Checkpointer:
             self._refuse_closed()
             flag("verify", verify)
             flag("cast", cast)
-            asked = None if step is None else existing(self.directory, step, self.all_steps())
-            return *split_like(like, "restore(like=...)"), asked
+            asked = None if step is None else existing_step(self.directory, step, self.all_steps())
+            return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
         state, plan, asked = run_on_all(prepare, what=lambda: what)
         while True:
-            number, damaged = undamaged(self.directory, asked, verify)
+            number, damaged = find_undamaged(self.directory, asked, verify)
             self._writer.damaged |= damaged
-            self._writer.going_back()
+            self._writer.forget_last_step()
             try:
-                parts, found = run_on_all(lambda: self._read(number, plan, cast))  # noqa: B023
+                make_restored = run_on_all(lambda: self._read(number, state, plan, cast))  # noqa: B023
             except GShardError:
                 if asked is None and number not in steps_everywhere(self.directory):
                     continue  # another job has deleted it meanwhile
                 raise
-            return dataclasses.replace(found, state=with_parts(parts, state, plan))
+            return make_restored()
 
-    def _read(self, step: int, plan: Plan, cast: bool) -> tuple[Components, Restored]:
+    def _read(self, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
         folder = self.directory / str(step)
-        about = Description.read(folder)
+        info = StepInfo.read(folder)
         try:
-            parts = parts_of(functools.partial(read, folder), about.leaves, plan, cast)
+            components = read_components(functools.partial(read, folder), info.arrays, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
-        data = read_data_state(folder, about.processes)
-        return parts, Restored(step, None, data, dict(about.metadata))
+        data = read_data_state(folder, info.processes)
+        metadata = dict(info.metadata)
+        return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 
     @one_at_a_time
     def close(self) -> None:
-        """Waits for the last save, and lets another one write into the directory."""
+        """Waits for the last save, and lets another `Checkpointer` write into the directory."""
         self._closed = True
         try:
             self._writer.close()
         except SaveFailedError as error:
-            self._tell(error)
+            self._raise_or_warn(error)
 
     def __enter__(self) -> Self:
         return self
@@ -289,26 +326,23 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         alone = jax.process_count() == 1
-        told = (
-            isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
-        )  # all processes are
-        if error is not None and not (alone or told) and self._writer.busy:
-            return  # the others may never come to compare; the thread ends what can be ended
+        # A preemption is told to all processes, other errors may happen in one.
+        everywhere = isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
+        if error is not None and not (alone or everywhere) and self._writer.busy:
+            return  # the other processes may never call this; the thread ends by itself
         self.close()
 
-    def _one(self, step: int | None) -> int:
-        if step is not None:
-            return existing(self.directory, step, self.all_steps())
-        newest = self.latest_step()
-        if newest is None:
+    def _folder(self, step: int | None) -> Path:
+        """The folder of a step, by default the newest."""
+        if step is None and (step := self.latest_step()) is None:
             raise GShardError(f"{self.directory} holds no checkpoint.")
-        return newest
+        return self.directory / str(existing_step(self.directory, step, self.all_steps()))
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CallOrderError("this Checkpointer is closed. Make another one.")
 
-    def _tell(self, error: SaveFailedError) -> None:
+    def _raise_or_warn(self, error: SaveFailedError) -> None:
         if not self._warns:
             raise error
         warn(str(error))

@@ -1,8 +1,9 @@
-"""Manifests: checksums of every byte of a step, and what a damaged byte belongs to.
+"""Checksums of every byte of a step, what a damaged byte belongs to, and which steps are undamaged.
 
-Every process lists its own files in `manifests/process_K.json`; the first lists all others and the
-manifests themselves in `manifest.json`, written last. A file is a row of segments, each the value
-of one leaf or what lies between, with its CRC-32: so whatever differs is found, and named.
+Every process lists the files that it wrote in `manifests/process_K.json`. The first process lists
+all other files and these manifests in `manifest.json`, the combined manifest, which is written
+last. A file is a sequence of segments, each with its CRC-32: the bytes of one array, or the bytes
+between two of them. So every difference is found, and its array can be named.
 """
 
 from __future__ import annotations
@@ -16,118 +17,232 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from gshard._util.errors import some
-from gshard.checkpoint.directory import MANIFEST, fsync, write_durably
+import jax
 
-PARTS = "manifests"
+from gshard._util.durable import fsync, write_file
+from gshard._util.errors import GShardError, some, warn
+from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, steps_in
+from gshard.checkpoint.metadata import StepInfo
+from gshard.distributed.agree import tell_processes
+
+PROCESS_MANIFESTS = "manifests"
 _BLOCK = 2**22  # bytes that are read at once
+_SHOWN = 5  # damages of a step that a message lists
 
 Range = tuple[int, int, str]
-"""Offset and bytes of a value in its file, and the path of the leaf that it belongs to."""
+"""Offset and number of bytes in a file, and the path of the array that they belong to."""
 Segment = tuple[int, int, str | None]
-"""Bytes, their CRC-32, and the path of a leaf."""
-Report = Callable[[int], object]
-"""Called with the bytes of every block that was read."""
+"""Number of bytes, their CRC-32, and the path of an array."""
+Progress = Callable[[int], object]
+"""Called with the number of bytes of every block that was read."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One file that is not as it was written.
+    """A file of a checkpoint that differs from what was written; `Checkpointer.verify` lists them.
 
     Attributes:
-      file: its path within the step.
+      file: the file's path within the step.
       what: what is wrong with it.
-      leaves: paths of the arrays whose values it harms; empty where none can be told.
+      arrays: paths of the arrays whose values are harmed; empty if that cannot be determined.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=0)
+      >>> with gshard.Checkpointer("checkpoints") as checkpointer:
+      ...     checkpointer.save(0, state)
+      ...     checkpointer.wait()
+      ...     _ = checkpointer.directory.joinpath("0", "gshard.json").write_text("{}")
+      ...     [(damage.file, damage.what) for damage in checkpointer.verify(0)]
+      [('gshard.json', 'has 2 bytes instead of ...')]
     """
 
     file: str
     what: str
-    leaves: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        harmed = f", of {some(self.leaves)}" if self.leaves else ""
+        harmed = f", of {some(self.arrays)}" if self.arrays else ""
         return f"{self.file} {self.what}{harmed}"
 
 
-def part_name(process: int) -> str:
-    """The manifest of one process, within a step."""
-    return f"{PARTS}/process_{process}.json"
+class DamagedCheckpointError(GShardError):
+    """A step differs from what was written.
+
+    Attributes:
+      damages: the damages of each step.
+    """
+
+    def __init__(self, message: str, damages: Mapping[int, list[Damage]]):
+        super().__init__(message)
+        self.damages = dict(damages)
 
 
-def write_part(
-    step: Path, process: int, files: Iterable[str], ranges: Mapping[str, Sequence[Range]]
-) -> None:
-    """Lists the files of one process, and brings them onto the disk.
+# ---- which steps are undamaged -------------------------------------------------------------------
+
+
+def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[int, set[int]]:
+    """The step to read, the same on every process, and the steps that were found damaged.
+
+    If another job deletes a step during this call, the next one is tried.
 
     Args:
-      step: folder of the step.
-      process: its rank.
-      files: their paths within the step.
-      ranges: by file, where the values lie.
+      directory: the directory of the run.
+      asked: a step; None for the newest one that is undamaged.
+      verify: whether to compare the files with their checksums.
+
+    Raises:
+      DamagedCheckpointError: the requested step is damaged, or all are.
+      GShardError: there is no step.
+    """
+    bad: dict[int, list[Damage]] = {}
+    while True:
+        steps = steps_everywhere(directory) if asked is None else [asked]
+        left = [step for step in steps if step not in bad]
+        if not left:
+            break
+        found = _damages_found_together(directory / str(left[-1])) if verify else []
+        if not found:
+            if bad:
+                warn(f"{_list_damages(directory, bad)}\nStep {left[-1]} is restored instead.")
+            return left[-1], set(bad)
+        if left[-1] in steps_everywhere(directory):
+            bad[left[-1]] = found
+        elif asked is not None:
+            raise GShardError(f"step {asked} was deleted from {directory} while it was read.")
+    if not bad:
+        why = "holds no checkpoint" if directory.is_dir() else "does not exist"
+        raise GShardError(f"restore: {directory} {why}.{_orbax_hint(directory)}")
+    fix = (
+        "No step is undamaged; verify=False reads what can be read."
+        if asked is None
+        else "Without step= the newest step that is undamaged is restored."
+    )
+    raise DamagedCheckpointError(f"{_list_damages(directory, bad)}\n{fix}", bad)
+
+
+def steps_everywhere(directory: Path) -> list[int]:
+    """The steps of a directory as the first process sees them."""
+    return json.loads(tell_processes(json.dumps(steps_in(directory)))[0])
+
+
+def verify_step(
+    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = lambda count: None
+) -> list[Damage]:
+    """The damages of a step, or a folder whose name is not the number of the step in it."""
+    found = find_damages(step, share, progress)
+    if not found and (number := StepInfo.read(step).step) != int(step.name):
+        return [Damage(DESCRIPTION, f"is of step {number}: the folder was renamed or copied")]
+    return found
+
+
+def _damages_found_together(step: Path) -> list[Damage]:
+    """The damages of a step; each process reads its share of the files."""
+    own = verify_step(step, (jax.process_index(), jax.process_count()))
+    said = tell_processes(json.dumps([[x.file, x.what, x.arrays] for x in own]))
+    found = [Damage(f, w, tuple(x)) for text in said.values() for f, w, x in json.loads(text)]
+    return list(dict.fromkeys(found))
+
+
+def _list_damages(directory: Path, damages: Mapping[int, list[Damage]]) -> str:
+    """A message with a line for each damage."""
+    lines = []
+    for step, found in damages.items():
+        lines.append(f"step {step} in {directory} is damaged:")
+        lines += [f"  {damage}" for damage in found[:_SHOWN]]
+        lines += [f"  and {len(found) - _SHOWN} more files"] if len(found) > _SHOWN else []
+    return "\n".join(lines)
+
+
+def _orbax_hint(directory: Path) -> str:
+    theirs = [x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA")]
+    if not theirs:
+        return ""
+    return f" Orbax itself wrote {some(theirs)}: read it with gshard.import_orbax."
+
+
+# ---- writing manifests ---------------------------------------------------------------------------
+
+
+def process_manifest(process: int) -> str:
+    """The manifest of one process, within a step."""
+    return f"{PROCESS_MANIFESTS}/process_{process}.json"
+
+
+def write_process_manifest(
+    step: Path, process: int, files: Iterable[str], ranges: Mapping[str, Sequence[Range]]
+) -> None:
+    """Lists the files of one process, and syncs them to the disk.
+
+    Args:
+      step: the folder of the step.
+      process: the rank of the process.
+      files: the paths of its files, within the step.
+      ranges: for each file, the bytes of each array.
     """
     listed = {name: _segments(step / name, ranges.get(name, ())) for name in sorted(files)}
     for name in listed:
         fsync(step / name)
-    target = step / part_name(process)
-    new = target.with_suffix(".new")
-    write_durably(new, _sealed(listed))
-    new.rename(target)  # who waits for it finds it complete
+    write_file(step / process_manifest(process), _sealed(listed))
 
 
-def write_whole(step: Path, processes: int) -> None:
-    """Lists what no process has listed, and the manifests of all; then the step is complete."""
+def write_combined_manifest(step: Path, processes: int) -> None:
+    """Lists the files that no process listed, and all manifests: then the step is complete."""
     known: set[str] = set()
     for rank in range(processes):
-        known |= _unsealed((step / part_name(rank)).read_bytes()).keys()
+        known |= _unsealed((step / process_manifest(rank)).read_bytes()).keys()
     rest = sorted(_files(step) - known)
     for name in rest:
         fsync(step / name)
-    write_durably(step / MANIFEST, _sealed({name: _segments(step / name, ()) for name in rest}))
+    write_file(step / MANIFEST, _sealed({name: _segments(step / name, ()) for name in rest}))
     for folder, _, _ in os.walk(step):
         fsync(Path(folder))
 
 
-def write_all(folder: Path) -> None:
-    """Lists all files of a folder, of however many processes."""
-    (folder / PARTS).mkdir()
-    write_part(folder, 0, _files(folder), {})
-    write_whole(folder, 1)
+def write_manifests(folder: Path) -> None:
+    """Lists all files of a folder that one process wrote."""
+    (folder / PROCESS_MANIFESTS).mkdir()
+    write_process_manifest(folder, 0, _files(folder), {})
+    write_combined_manifest(folder, 1)
 
 
-def damages(
-    step: Path, share: tuple[int, int] = (0, 1), report: Report = lambda count: None
+# ---- comparing files with manifests --------------------------------------------------------------
+
+
+def find_damages(
+    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = lambda count: None
 ) -> list[Damage]:
-    """What is not as it was written.
+    """The files of a step that differ from what was written.
 
     Args:
-      step: folder of the step.
-      share: with several processes, which of how many shares of the files to read. What concerns
-        the step as a whole is in every share.
-      report: for a display of the progress.
+      step: the folder of the step.
+      share: `(i, n)` reads every n-th file from the i-th on. Missing and additional files are
+        found in every share.
+      progress: called for each block that was read.
     """
     try:
-        listed = _read(step, MANIFEST, None)
-        parts = [name for name in listed if PurePosixPath(name).parent.as_posix() == PARTS]
-        if not parts:  # another manifest in its place
+        listed = _read_manifest(step, MANIFEST, None)
+        own = [x for x in listed if PurePosixPath(x).parent.as_posix() == PROCESS_MANIFESTS]
+        if not own:  # another manifest in its place
             return [Damage(MANIFEST, "differs from what was written")]
-        for name in parts:
-            listed |= _read(step, name, listed[name])
+        for name in own:
+            listed |= _read_manifest(step, name, listed[name])
         present = _files(step) - {MANIFEST}
     except _DamagedError as error:
         return [error.damage]
     found = [
-        Damage(name, "is missing", _leaves(listed[name]))
+        Damage(name, "is missing", _arrays_in(listed[name]))
         for name in sorted(listed.keys() - present)
     ]
     found += [Damage(name, "is not of this step") for name in sorted(present - listed.keys())]
     number, count = share
     for name in sorted(present & listed.keys())[number::count]:
-        found += _compared(step, name, listed[name], report)
+        found += _damages_of_file(step, name, listed[name], progress)
     return found
 
 
 def size_of(step: Path) -> int:
-    """Bytes of all files of a step."""
+    """The bytes of all files of a step."""
     found = [path.lstat() for path in step.rglob("*")]
     return sum(x.st_size for x in found if stat.S_ISREG(x.st_mode))
 
@@ -137,10 +252,13 @@ class _DamagedError(Exception):
         self.damage = damage
 
 
-def _read(step: Path, name: str, segments: Sequence[Segment] | None) -> dict[str, list[Segment]]:
-    """What a manifest lists, after it is compared with what another manifest says of it."""
-    if segments is not None and (found := _compared(step, name, segments, lambda count: None)):
-        raise _DamagedError(found[0])
+def _read_manifest(
+    step: Path, name: str, segments: Sequence[Segment] | None
+) -> dict[str, list[Segment]]:
+    """The files that a manifest lists; it is compared with its own segments first, if given."""
+    if segments is not None:
+        if found := _damages_of_file(step, name, segments, lambda count: None):
+            raise _DamagedError(found[0])
     path = step / name
     try:
         if not _is_regular(path) and os.path.lexists(path):
@@ -155,12 +273,12 @@ def _read(step: Path, name: str, segments: Sequence[Segment] | None) -> dict[str
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether its bytes lie there: not elsewhere, nor in a pipe, which a reader would wait for."""
+    """Whether it contains its bytes itself: a link does not, and reading a pipe would block."""
     return path.is_file() and not path.is_symlink()
 
 
 def _sealed(listed: Mapping[str, Sequence[Segment]]) -> bytes:
-    """A manifest: one line of JSON, and one with the CRC-32 of it."""
+    """A manifest: one line of JSON, and one with its CRC-32."""
     line = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode() + b"\n"
     return line + b"%08x\n" % zlib.crc32(line)
 
@@ -178,7 +296,7 @@ def _unsealed(data: bytes) -> dict[str, list[Segment]]:
 
 
 def _files(step: Path) -> set[str]:
-    """Everything in a step that is no folder, by its path within."""
+    """The path of everything in a step that is not a folder, within the step."""
 
     def refuse(error: OSError) -> None:
         name = Path(str(error.filename)).relative_to(step).as_posix()
@@ -198,19 +316,19 @@ def _segments(path: Path, ranges: Sequence[Range]) -> list[Segment]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         at = 0
-        for offset, length, leaf in sorted(ranges):
+        for offset, length, array in sorted(ranges):
             if offset < at or offset + length > size:
                 continue  # two keys with one value
             if offset > at:
                 found.append((offset - at, _checksum(file, offset - at), None))
-            found.append((length, _checksum(file, length), leaf))
+            found.append((length, _checksum(file, length), array))
             at = offset + length
         if at < size or not found:
             found.append((size - at, _checksum(file, size - at), None))
     return found
 
 
-def _checksum(file: BinaryIO, length: int, report: Report = lambda count: None) -> int:
+def _checksum(file: BinaryIO, length: int, progress: Progress = lambda count: None) -> int:
     """CRC-32 of the next bytes of a file."""
     total = 0
     while length > 0:
@@ -219,27 +337,29 @@ def _checksum(file: BinaryIO, length: int, report: Report = lambda count: None) 
             return -1
         total = zlib.crc32(block, total)
         length -= len(block)
-        report(len(block))
+        progress(len(block))
     return total
 
 
-def _compared(step: Path, name: str, segments: Sequence[Segment], report: Report) -> list[Damage]:
+def _damages_of_file(
+    step: Path, name: str, segments: Sequence[Segment], progress: Progress
+) -> list[Damage]:
     path = step / name
     if not os.path.lexists(path):
-        return [Damage(name, "is missing", _leaves(segments))]
+        return [Damage(name, "is missing", _arrays_in(segments))]
     if not _is_regular(path):
         return [Damage(name, "is no regular file")]
     expected = sum(length for length, _, _ in segments)
     try:
         if (size := path.stat().st_size) != expected:
             what = f"has {size:,} bytes instead of {expected:,}"
-            return [Damage(name, what, _leaves(segments))]
+            return [Damage(name, what, _arrays_in(segments))]
         with path.open("rb") as file:
-            bad = [x for x in segments if _checksum(file, x[0], report) != x[1]]
+            bad = [x for x in segments if _checksum(file, x[0], progress) != x[1]]
     except OSError as error:
-        return [Damage(name, f"cannot be read ({error.strerror})", _leaves(segments))]
-    return [Damage(name, "differs from what was written", _leaves(bad))] if bad else []
+        return [Damage(name, f"cannot be read ({error.strerror})", _arrays_in(segments))]
+    return [Damage(name, "differs from what was written", _arrays_in(bad))] if bad else []
 
 
-def _leaves(segments: Iterable[Segment]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(leaf for _, _, leaf in segments if leaf is not None))
+def _arrays_in(segments: Iterable[Segment]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(path for _, _, path in segments if path is not None))

@@ -1,7 +1,7 @@
-"""The directory of a run: which steps it holds, and how one comes and goes.
+"""The directory of a run: which steps it contains, and how a step is added and removed.
 
 A step is a folder named by its number. It is written under another name and renamed when it is
-complete, and renamed before it is deleted, so a folder with a number is never half of a step.
+complete, and renamed before it is deleted, so a folder with a number is always a complete step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from gshard._util.durable import remove_folder, rename
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import check_integer, shown
 
@@ -30,7 +31,7 @@ def as_directory(path: Any) -> Path:
     """The absolute path of a directory that exists or can be made.
 
     Raises:
-      GShardError: it is no path, or a file is in the way.
+      GShardError: it is not a path, or a file is in the way.
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"directory={shown(path)} must be the path of a directory.")
@@ -49,21 +50,16 @@ def as_directory(path: Any) -> Path:
     return folder
 
 
-def make(directory: Path) -> None:
-    """Makes a directory, and those above it, on the disk."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        fsync(path.parent)
+# ---- steps ---------------------------------------------------------------------------------------
 
 
 def steps_in(directory: Path) -> list[int]:
-    """The steps of a directory, ascending; none where there is no directory.
+    """The steps of a directory, ascending; empty if the directory does not exist.
 
-    A folder that has a number is one when gshard wrote into it.
+    A folder named by a number is a step if gshard wrote into it.
 
     Raises:
-      GShardError: it cannot be read.
+      GShardError: the directory cannot be read.
     """
     try:
         found = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
@@ -76,58 +72,69 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in own)
 
 
-def delete(directory: Path, step: int) -> None:
-    """Deletes a step: at once for whoever looks, then file by file."""
-    doomed = directory / f"{step}{DELETED}"
-    shutil.rmtree(doomed, ignore_errors=True)
-    (directory / str(step)).rename(doomed)
-    fsync(directory)
-    shutil.rmtree(doomed, ignore_errors=True)
+def existing_step(directory: Path, step: Any, steps: Sequence[int]) -> int:
+    """A user's step as the number of one of `steps`.
+
+    Raises:
+      GShardError: there is no such step; the nearest are named.
+    """
+    number = check_integer("step", step, 0)
+    if number not in steps:
+        near = sorted(sorted(steps, key=lambda x: abs(x - number))[:3])
+        known = f"The nearest are {near}." if near else "It holds no checkpoint."
+        raise GShardError(f"step={number} is not in {directory}. {known}")
+    return number
 
 
-def set_aside(directory: Path, step: int) -> Path:
-    """Renames a damaged step, so that it can be looked at and is no step any more."""
-    aside = directory / f"{step}{DAMAGED}"
-    shutil.rmtree(aside, ignore_errors=True)
-    (directory / str(step)).rename(aside)
-    fsync(directory)
-    return aside
-
-
-def saving(directory: Path, step: int, lost: int) -> Path:
+def temporary_folder(directory: Path, step: int, failed: int) -> Path:
     """The folder in which a step is written.
 
     Args:
-      directory: of the run.
-      step: its number.
-      lost: saves before that failed: what still writes for them must not meet this one.
+      directory: the directory of the run.
+      step: the step's number.
+      failed: how many saves failed before; threads that still write for them use other folders.
     """
-    return directory / f"{step}{f'.{lost}' if lost else ''}{SAVING}"
+    return directory / f"{step}{f'.{failed}' if failed else ''}{SAVING}"
 
 
-def step_of(written: Path) -> int:
-    """The number of the step that is written in a folder."""
-    return int(written.name.partition(".")[0])
+def step_of(folder: Path) -> int:
+    """The number of the step that is written in a temporary folder."""
+    return int(folder.name.partition(".")[0])
 
 
-def commit(written: Path) -> None:
-    """Makes a complete folder of `saving` the step N."""
-    written.rename(written.with_name(str(step_of(written))))
-    fsync(written.parent)
+def commit(folder: Path) -> None:
+    """Renames a complete temporary folder to its step."""
+    rename(folder, folder.with_name(str(step_of(folder))))
 
 
-def clean(directory: Path) -> None:
-    """Removes what saves and deletions that were killed or failed left behind; for the writer."""
+def delete(directory: Path, step: int) -> None:
+    """Deletes a step: at once for readers, then file by file."""
+    remove_folder(directory / str(step), directory / f"{step}{DELETED}")
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Renames a damaged step, so that it can be examined and is no longer a step."""
+    aside = directory / f"{step}{DAMAGED}"
+    shutil.rmtree(aside, ignore_errors=True)
+    rename(directory / str(step), aside)
+    return aside
+
+
+def remove_debris(directory: Path) -> None:
+    """Removes what killed or failed saves and deletions left; only the writer may call it."""
     for name in os.listdir(directory):
         if _DEBRIS.fullmatch(name):
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
+# ---- the lock of the writer ----------------------------------------------------------------------
+
+
 def lock(directory: Path) -> int:
-    """Makes this process the one that writes, until it closes the descriptor returned, or ends.
+    """Makes this process the only writer, until it closes the returned descriptor or ends.
 
     Raises:
-      CallOrderError: another one writes there.
+      CallOrderError: another process writes there.
     """
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -147,54 +154,40 @@ def lock(directory: Path) -> int:
 
 
 def unlock(descriptor: int) -> None:
-    """Lets another one write; a forked child may still hold the descriptor."""
+    """Lets another process write, even if a forked child still has the descriptor."""
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def is_locked_by(descriptor: int, directory: Path) -> bool:
-    """Whether a descriptor of `lock` is of this directory, which may have been made anew."""
+    """Whether a descriptor of `lock` belongs to this directory, which may have been replaced."""
     try:
         return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
     except OSError:
         return False
 
 
-def fsync(path: Path) -> None:
-    """Brings a file, or the names in a folder, onto the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """A file with this content, on the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+# ---- which steps are kept ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Keep:
-    """A step stays when any of these wants it, and the newest always. All None: all stay.
+class RetentionPolicy:
+    """Which steps are kept: the newest, and each that any rule selects. Without rules, all.
 
     Attributes:
-      last: the newest so many.
-      every: those whose number it divides.
-      best: so many with the best `metric`; a step without it, or with NaN, is never one of them.
+      last: how many of the newest steps.
+      every: steps whose number is a multiple of it.
+      best: how many steps with the best `metric`, of those that have it and where it is not NaN.
       metric: a key of `metadata`.
-      mode: `"min"` or `"max"`: which is best.
+      mode: which metric is best.
     """
 
-    last: int | None
-    every: int | None
-    best: int | None
-    metric: str
-    mode: str
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
@@ -207,13 +200,13 @@ class Keep:
             raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
 
     @property
-    def all(self) -> bool:
-        """Whether nothing ever goes."""
+    def keeps_all(self) -> bool:
+        """Whether there are no rules."""
         return self.last is self.every is self.best is None
 
     def to_delete(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The steps that go, ascending, of steps with their metadata."""
-        if self.all:
+        """The steps to delete, ascending, given each step's metadata."""
+        if self.keeps_all:
             return []
         steps = sorted(metadata)
         kept = set(steps[-max(self.last or 1, 1) :])
@@ -225,12 +218,12 @@ class Keep:
         return [step for step in steps if step not in kept]
 
     def check(self, metadata: Mapping[str, Any]) -> None:
-        """Refuses metadata that say nothing of how good a step is, where the best are to stay."""
+        """Raises a `GShardError` for metadata without the metric that `best` needs."""
         if self.best and not _is_number(metadata.get(self.metric)):
             raise GShardError(
                 f"save: keep_best={self.best} needs the number {self.metric!r} in metadata, which "
                 f"has {shown(metadata.get(self.metric))} there. Pass metadata={{{self.metric!r}: "
-                "...}, or say metric= of the Checkpointer."
+                "...}, or pass metric= to the Checkpointer."
             )
 
     def _value(self, metadata: Mapping[str, Any]) -> float | None:

@@ -1,4 +1,4 @@
-"""What a step says of itself: JSON, for people and for the checks before anything is read."""
+"""What a step says about itself, in JSON, and the data states of its processes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard._util.errors import GShardError
+from gshard._util.durable import write_file
+from gshard._util.errors import GShardError, warn
 from gshard._util.validation import shown
 from gshard._util.version import __version__
-from gshard.checkpoint.directory import DESCRIPTION, write_durably
-from gshard.checkpoint.matching import LeafInfo
+from gshard.checkpoint.arrays import ArrayInfo
+from gshard.checkpoint.directory import DESCRIPTION
 from gshard.sharding.plan import Plan
 
 DATA = "data_state"
@@ -26,28 +27,28 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Description:
-    """Of one step.
+class StepInfo:
+    """What `gshard.json` says about a step.
 
     Attributes:
-      step: its number.
-      leaves: the arrays that it holds, by path.
-      made_by: level, mesh, processes and versions: for people, nothing depends on them.
-      metadata: the user's.
-      processes: how many wrote it.
+      step: the step's number.
+      arrays: shape and dtype of each array, by path.
+      made_by: level, mesh and versions, for people only.
+      metadata: what the user passed to `save`.
+      processes: how many processes wrote the step.
     """
 
     step: int
-    leaves: Mapping[str, LeafInfo]
+    arrays: Mapping[str, ArrayInfo]
     made_by: Mapping[str, Any]
     metadata: Mapping[str, Any]
     processes: int
 
     @classmethod
     def of(
-        cls, step: int, leaves: Mapping[str, LeafInfo], plan: Plan, metadata: Mapping[str, Any]
-    ) -> Description:
-        """Of a step that is about to be written."""
+        cls, step: int, arrays: Mapping[str, ArrayInfo], plan: Plan, metadata: Mapping[str, Any]
+    ) -> StepInfo:
+        """The description of a step that is about to be written."""
         made_by = {
             "level": plan.level.name,
             "mesh": dict(plan.mesh.shape),
@@ -56,56 +57,54 @@ class Description:
             "jax": jax.__version__,
             "python": platform.python_version(),
         }
-        return cls(step, leaves, made_by, metadata, jax.process_count())
+        return cls(step, arrays, made_by, metadata, jax.process_count())
 
     def write(self, folder: Path) -> None:
         """Writes it into the folder of its step."""
-        leaves = {path: [list(x.shape), x.dtype] for path, x in self.leaves.items()}
         table = {
             "format": FORMAT,
             "step": self.step,
             "processes": self.processes,
             "made_by": self.made_by,
             "metadata": self.metadata,
-            "leaves": leaves,
+            "arrays": {path: [list(x.shape), x.dtype] for path, x in self.arrays.items()},
         }
-        write_durably(folder / DESCRIPTION, json.dumps(table, indent=1).encode())
+        write_file(folder / DESCRIPTION, json.dumps(table, indent=1).encode())
 
     @classmethod
-    def read(cls, folder: Path) -> Description:
-        """Reads that of a step.
+    def read(cls, folder: Path) -> StepInfo:
+        """Reads the description of a step.
 
         Raises:
           GShardError: it is missing, damaged, or of a later format.
         """
+        path = folder / DESCRIPTION
         try:
-            table = json.loads((folder / DESCRIPTION).read_bytes())
+            table = json.loads(path.read_bytes())
             if table["format"] > FORMAT:
                 raise GShardError(
                     f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
                     f"(format {table['format']}, this one reads {FORMAT}). Update gshard."
                 )
-            leaves = {p: LeafInfo(tuple(s), d) for p, (s, d) in table["leaves"].items()}
+            arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
             return cls(
-                table["step"], leaves, table["made_by"], table["metadata"], table["processes"]
+                table["step"], arrays, table["made_by"], table["metadata"], table["processes"]
             )
+        except GShardError:
+            raise
         except FileNotFoundError:
-            raise GShardError(f"{folder / DESCRIPTION} is missing.") from None
+            raise GShardError(f"{path} is missing.") from None
         except OSError as error:
-            raise GShardError(
-                f"{folder / DESCRIPTION} cannot be read: {error.strerror}."
-            ) from error
+            raise GShardError(f"{path} cannot be read: {error.strerror}.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, GShardError):
-                raise
-            raise GShardError(f"{folder / DESCRIPTION} is damaged.") from error
+            raise GShardError(f"{path} is damaged.") from error
 
 
 def as_metadata(metadata: Any) -> dict[str, Any]:
-    """The user's metadata as JSON has it; scalar arrays become numbers.
+    """The user's metadata as JSON values; scalar arrays become numbers.
 
     Raises:
-      GShardError: it is no dictionary, or holds what JSON cannot.
+      GShardError: it is not a dictionary, or holds what JSON cannot.
     """
     if metadata is None:
         return {}
@@ -115,12 +114,12 @@ def as_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def data_state_name(process: int) -> str:
-    """The file of one process's data state within a step."""
+    """The file of one process's data state, within a step."""
     return f"{DATA}/process_{process}.json"
 
 
 def packed_data_state(data_state: Any) -> bytes:
-    """A data state as a file: what JSON can hold, or bytes.
+    """A data state, JSON values or bytes, as the content of its file.
 
     Raises:
       GShardError: it is neither.
@@ -130,10 +129,28 @@ def packed_data_state(data_state: Any) -> bytes:
     return json.dumps({"json": json.loads(_json("data_state", data_state))}).encode()
 
 
-def unpacked_data_state(data: bytes) -> Any:
-    """What `packed_data_state` was given."""
-    table = json.loads(data)
-    return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
+def read_data_state(folder: Path, processes: int) -> Any:
+    """This process's data state; after a change of their number, the one that all processes had."""
+    rank, now = jax.process_index(), jax.process_count()
+    files = [folder / data_state_name(i) for i in range(processes)]
+    if not any(path.exists() for path in files):
+        return None
+    found = [path.read_bytes() if path.exists() else None for path in files]
+    own = found[rank] if processes == now else found[0]
+    if processes != now and any(data != own for data in found):
+        warn(
+            f"{folder / DATA} holds another data state for each of the {processes} processes that "
+            f"wrote it, and there are {now} now: none is restored. A gshard.DataLoader has one "
+            "that holds for any number of processes."
+        )
+        return None
+    try:
+        if own is None:
+            return None
+        table = json.loads(own)
+        return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GShardError(f"{folder / DATA} is damaged.") from error
 
 
 def _json(name: str, value: Any) -> str:
@@ -141,14 +158,14 @@ def _json(name: str, value: Any) -> str:
         if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.size(x) == 1:
             return np.asarray(x).item()
         raise GShardError(
-            f"{name} holds {shown(x)}, which is no JSON: use numbers, texts, booleans, lists and "
-            "dictionaries of these."
+            f"{name} holds {shown(x)}, which is not JSON: use numbers, strings, booleans, lists "
+            "and dictionaries of these."
         )
 
     def keys(x: Any) -> None:
         if isinstance(x, Mapping):
             if wrong := [key for key in x if not isinstance(key, str)]:
-                raise GShardError(f"{name} has the key {shown(wrong[0])}, which is no text.")
+                raise GShardError(f"{name} has the key {shown(wrong[0])}, which is not a string.")
             for item in x.values():
                 keys(item)
         elif isinstance(x, (list, tuple)):
@@ -158,7 +175,7 @@ def _json(name: str, value: Any) -> str:
     try:
         keys(value)
         return json.dumps(value, default=number)
+    except GShardError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, GShardError):
-            raise
-        raise GShardError(f"{name} is no JSON: {error}.") from error
+        raise GShardError(f"{name} is not JSON: {error}.") from error

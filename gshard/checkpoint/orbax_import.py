@@ -1,4 +1,4 @@
-"""Checkpoints of a Flax `TrainState` that Orbax wrote without gshard."""
+"""Reads checkpoints of a Flax `TrainState` that Orbax wrote without gshard."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import numpy as np
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
-from gshard.checkpoint.arrays import layouts_of, parts_of, split_like, with_parts
+from gshard.checkpoint.arrays import (
+    ArrayInfo,
+    layouts_of,
+    read_components,
+    state_and_plan,
+    with_components,
+)
 from gshard.checkpoint.directory import MANIFEST
-from gshard.checkpoint.matching import LeafInfo
 from gshard.checkpoint.orbax_io import ARRAYS, how_to_read, unreadable
 from gshard.train_state.components import ShardedOptState
 
@@ -25,26 +30,37 @@ _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False) -> Any:
     """Reads a `TrainState` that plain Orbax saved, onto any mesh and at any level.
 
-    Parameters, optimizer state, step and further fields; each process reads what its devices need.
-    Such a checkpoint has no checksums: what Orbax gives is taken.
+    It reads parameters, optimizer state, step and further fields; each process reads what its
+    devices need. Such a checkpoint has no checksums, so damage may go unnoticed.
 
     Args:
-      path: of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or of a step of
-        a `CheckpointManager`.
-      like: as for `Checkpointer.restore`: of `shard_train_state`, of a Linen `TrainState`.
+      path: the folder of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or
+        of a step of a `CheckpointManager`.
+      like: what `shard_train_state` returned for a Linen `TrainState`: the state, or
+        `(abstract state, plan)`.
       cast: True converts arrays of another dtype.
 
     Returns:
-      The train state.
+      A train state like `like`, with the arrays of the checkpoint.
 
     Raises:
-      GShardError: there is no such tree, or it is of another model or optimizer: each array that
-        differs, by its path.
+      GShardError: there is no such tree, or it is of another model or optimizer; each array that
+        differs is named by its path.
+
+    Example:
+      >>> import os, orbax.checkpoint as ocp
+      >>> from flax.training.train_state import TrainState
+      >>> state = TrainState.create(apply_fn=None, params=params, tx=tx)
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     checkpointer.save(os.path.abspath("old"), state)
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state(state, mesh, "p_g_os", min_shard_size=0)
+      >>> state = gshard.import_orbax("old", like=state)
     """
     import orbax.checkpoint as ocp
     from etils import epath
 
-    state, plan = split_like(like, "import_orbax(path, like)")
+    state, plan = state_and_plan(like, "import_orbax(path, like)")
     flag("cast", cast)
     folder = _tree_in(path)
     handler = ocp.PyTreeCheckpointHandler()
@@ -55,7 +71,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     paths, described, structure = flatten(tree)
     names = [_own_name(name) for name in paths]
     stored = {
-        name: LeafInfo(tuple(x.shape), str(np.dtype(x.dtype)))
+        name: ArrayInfo(tuple(x.shape), str(np.dtype(x.dtype)))
         for name, x in zip(names, described, strict=True)
         if hasattr(x, "shape") and x.dtype is not None
     }
@@ -81,20 +97,20 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         # Python's own numbers were saved as 64 bits of their kind.
         if info.shape == () and name in layouts and info.dtype in ("int64", "float64"):
             if info.dtype.rstrip("64") in str(layouts[name].dtype):
-                stored[name] = LeafInfo((), str(layouts[name].dtype))
+                stored[name] = ArrayInfo((), str(layouts[name].dtype))
     try:
-        parts = parts_of(read, stored, plan, cast, dict(fresh))
+        components = read_components(read, stored, plan, cast, dict(fresh))
     except GShardError as error:
         raise GShardError(f"import_orbax: {folder}: {error}") from error
-    return with_parts(parts, state, plan)
+    return with_components(components, state, plan)
 
 
 def _own_name(path: str) -> str:
-    """What gshard calls an array of a `TrainState`."""
+    """Gshard's path of an array of a `TrainState`."""
     field, _, rest = path.partition("/")
     if field == "opt_state":
         return f"opt_state/inner/{rest}"
-    return path if field in ("params", "step") else f"extras/{path}"
+    return path if field in ("params", "step") else f"non_trainable/{path}"
 
 
 def _how(wanted: jax.ShapeDtypeStruct | None) -> Any:
@@ -104,7 +120,7 @@ def _how(wanted: jax.ShapeDtypeStruct | None) -> Any:
 
 
 def _tree_in(path: Any) -> Path:
-    """The folder of the tree that is meant."""
+    """The folder of the tree at or below a user's path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"import_orbax: path={shown(path)} must be the path of a folder.")
     folder = Path(path).expanduser().absolute()

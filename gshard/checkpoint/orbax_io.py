@@ -1,4 +1,4 @@
-"""Arrays on disk, by Orbax: each process writes its own parts, and reads what its devices need."""
+"""Arrays on disk, by Orbax: each process writes its shards, and reads what its devices need."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
 
 
 def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
-    """Copies this process's parts of the arrays to the host and begins to write them.
+    """Copies this process's shards to the host and begins to write them.
 
-    Once this has returned, the arrays may change or go.
+    After this returns, the arrays may be donated or deleted.
 
     Args:
       step: an existing folder, the same on every process.
-      arrays: by path; global ones, on all processes.
+      arrays: the global arrays, by path.
 
     Returns:
-      A function that waits until this process's parts are on the disk.
+      A function that waits until this process's shards are written.
     """
     import orbax.checkpoint as ocp  # takes most of a second
 
@@ -46,17 +46,17 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
 
 
 def finish(step: Path) -> None:
-    """Joins what all processes have written; called by the first."""
+    """Combines what all processes have written; called by the first."""
     _handler().finalize(_folder(step))
 
 
 def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Arrays by path, as `wanted` says: its dtypes, its shardings, and its shapes.
+    """Reads arrays by path with the shapes, dtypes and shardings of `wanted`.
 
-    A shape may be larger than what was written, which is filled up with zeros, or smaller.
+    A larger shape than the stored one is padded with zeros, a smaller one is cut.
 
     Raises:
-      GShardError: it is damaged, or gone.
+      GShardError: the arrays are damaged or deleted.
     """
     import orbax.checkpoint as ocp
 
@@ -68,11 +68,11 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         raise GShardError(f"{unreadable(error)} `gshard verify` names the files.") from error
 
 
-def differing(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Paths of the arrays that do not have the bits of what was written; one is read at a time.
+def differing_arrays(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+    """Paths of the arrays whose bits differ from the stored ones; one is read at a time.
 
     Raises:
-      GShardError: it is damaged, or gone.
+      GShardError: the stored arrays are damaged or deleted.
     """
     found = []
     for path, x in arrays.items():
@@ -88,7 +88,7 @@ def differing(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
 
 
 def how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
-    """What Orbax is to make of one array."""
+    """Orbax's options for reading one array."""
     import orbax.checkpoint as ocp
 
     return ocp.ArrayRestoreArgs(
@@ -96,28 +96,28 @@ def how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
         sharding=wanted.sharding,
         global_shape=wanted.shape,
         dtype=wanted.dtype,
-        strict=False,  # it may be padded otherwise
+        strict=False,  # it may have other padding
     )
 
 
 def unreadable(error: Exception) -> str:
-    """What TensorStore or Orbax said of arrays that it could not read, without its settings."""
+    """The message of TensorStore or Orbax about unreadable arrays, without its settings."""
     text = " ".join(str(error).partition("[tensorstore_spec")[0].split())
     return f"cannot be read: {text[:300]}{'...' if len(text) > 300 else ''}."
 
 
 def files_of(step: Path, process: int) -> list[str]:
-    """What one process has written, by path within the step."""
+    """The paths of the files that one process wrote, within the step."""
     own = step / ARRAYS / _own_folder(process)
     found = [path for path in own.rglob("*") if path.is_file()]
     return [path.relative_to(step).as_posix() for path in found]
 
 
-def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, list[Range]]:
-    """Where in the files of one process, which has some, the values of leaves lie.
+def ranges_of(step: Path, process: int, arrays: Collection[str]) -> dict[str, list[Range]]:
+    """The bytes of each array in each file of a process that wrote files.
 
     Orbax's format is OCDBT: a tree of keys, such as `params/w/c/0/1` for a block of an array, with
-    the place of each value.
+    the file, the offset and the length of each value.
     """
     import tensorstore as ts
 
@@ -131,11 +131,11 @@ def ranges_of(step: Path, process: int, leaves: Collection[str]) -> dict[str, li
             key = prefix + entry["key"]
             if "location" in entry:
                 walk(entry["location"], key[: len(prefix) + entry["subtree_common_prefix_length"]])
-            elif place := _VALUE.fullmatch(entry.get("indirect_value", "")):
-                name = f"{folder}/{place[1]}"
-                leaf = _leaf_of(key.decode(), leaves)
-                if leaf is not None:
-                    found.setdefault(name, []).append((int(place[2]), int(place[3]), leaf))
+            elif value := _VALUE.fullmatch(entry.get("indirect_value", "")):
+                name = f"{folder}/{value[1]}"
+                array = _array_of(key.decode(), arrays)
+                if array is not None:
+                    found.setdefault(name, []).append((int(value[2]), int(value[3]), array))
 
     newest = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
     if "location" in newest:
@@ -151,9 +151,9 @@ def _own_folder(process: int) -> str:
     return f"ocdbt.process_{process}"
 
 
-def _leaf_of(key: str, leaves: Collection[str]) -> str | None:
-    """The leaf whose block a key names: paths may themselves look like blocks."""
-    while key not in leaves and key:
+def _array_of(key: str, arrays: Collection[str]) -> str | None:
+    """The array whose block a key names. The path of an array may itself look like a block."""
+    while key not in arrays and key:
         key = key.rpartition("/")[0]
     return key or None
 
@@ -172,6 +172,6 @@ def _folder(step: Path) -> Any:
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """In a thread: a notebook's own has an event loop already."""
+    """Runs a coroutine in a thread, because the thread of a notebook has an event loop already."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

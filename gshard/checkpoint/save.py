@@ -1,4 +1,8 @@
-"""Writing steps into a directory: what is looked at before, begun, waited for, and deleted."""
+"""Writing steps: `StepWriter` prepares, starts, awaits and deletes; `BackgroundSave` is the thread.
+
+Each process writes its shards and lists its files. When all have done so, the first process writes
+the combined manifest and renames the folder to the step.
+"""
 
 from __future__ import annotations
 
@@ -10,102 +14,129 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
+from gshard._util.durable import make_folder, write_file
 from gshard._util.errors import GShardError, some, warn
-from gshard.checkpoint import directory, orbax_io
 from gshard.checkpoint import directory as folders
-from gshard.checkpoint.checksums import PARTS, part_name, write_part, write_whole
-from gshard.checkpoint.directory import Keep
-from gshard.checkpoint.errors import SaveFailedError
-from gshard.checkpoint.matching import check_same_run
-from gshard.checkpoint.metadata import DATA, Description, data_state_name
+from gshard.checkpoint import orbax_io
+from gshard.checkpoint.arrays import check_same_run
+from gshard.checkpoint.checksums import (
+    PROCESS_MANIFESTS,
+    process_manifest,
+    write_combined_manifest,
+    write_process_manifest,
+)
+from gshard.checkpoint.directory import RetentionPolicy
+from gshard.checkpoint.metadata import DATA, StepInfo, data_state_name
 from gshard.distributed.agree import FailedError, run_on_all, tell_processes
 
-# What a skipped step changes, which keeps the number of the step: the state counts as the same.
+# A skipped step changes these arrays but not the step's number.
 _COUNTS = ("opt_state/guard/", "opt_state/scaler/")
+
+
+class SaveFailedError(GShardError, RuntimeError):
+    """A step could not be written; the steps before it are unchanged.
+
+    Attributes:
+      step: the number of the step that is missing.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
 
 
 class Contents(NamedTuple):
     """What a process writes of a step: its description, its arrays, its data state."""
 
-    description: Description
+    info: StepInfo
     arrays: Mapping[str, jax.Array]
     data: bytes | None
 
     @property
     def step(self) -> int:
-        """Its number."""
-        return self.description.step
+        """The step's number."""
+        return self.info.step
 
 
-class Writer:
-    """Writes the steps of one run. All processes make the same calls; the first owns the names.
+class LastStep(NamedTuple):
+    """The step that was begun last, to recognize it when it is saved again."""
+
+    metadata: Mapping[str, Any]
+    data: bytes | None
+    arrays: Mapping[str, weakref.ref[jax.Array]]
+
+
+class StepWriter:
+    """Writes the steps of one run. All processes make the same calls; the first makes the folders.
 
     Attributes:
       damaged: steps that were found damaged; the next save sets them aside.
     """
 
-    def __init__(self, directory: Path, keep: Keep):
+    def __init__(self, directory: Path, retention: RetentionPolicy):
         self.damaged: set[int] = set()
-        self._directory, self._keep = directory, keep
+        self._directory, self._retention = directory, retention
         self._first = jax.process_index() == 0
         self._lock: int | None = None
         self._unlock: Callable[[], object] = str
-        self._saving: Saving | None = None
-        self._newest_own: int | None = None  # the last step that this one has written
-        self._arrays: dict[str, weakref.ref[jax.Array]] = {}  # of the last step that was begun
-        self._lost = 0  # saves begun that are not known to be steps
+        self._saving: BackgroundSave | None = None
+        self._newest_own: int | None = None  # the last step that this object has written
+        self._last = LastStep({}, None, {})
+        self._lost = 0  # saves that were begun and are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
-        """Copies the arrays to the host, and begins to write; nothing else is being written.
+        """Copies the arrays to the host and starts to write, when no other save is running.
 
         Args:
-          describe: gives what to write. What it raises is raised on every process.
+          describe: returns what to write. An error of one process is raised on all.
 
         Raises:
-          GShardError: the step may not be written; nothing was.
-          SaveFailedError: it could not be begun.
+          GShardError: the step must not be written; nothing was.
+          SaveFailedError: the save could not be started.
         """
-        contents = self._prepared(describe)
+        contents = self._prepare(describe)
         if contents.step == self._newest_own:
-            self._check_same(contents)
+            with self._as_save_failed(contents.step):
+                self._check_same(contents)
             return
         self._newest_own = None
-        self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
+        arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
+        self._last = LastStep(contents.info.metadata, contents.data, arrays)
         folder = self._folder(contents.step)
         self._lost += 1
         begun: list[Callable[[], None]] = []
-        try:
-            run_on_all(lambda: begun.append(self._write(folder, contents)))
-        except GShardError as error:
-            for finish in begun:
-                with contextlib.suppress(Exception):  # it fails too, or it does not matter
-                    finish()
-            run_on_all(lambda: None)  # nobody writes any more
-            self._remove(folder)
-            if not isinstance(error, FailedError):
+        with self._as_save_failed(contents.step):
+            try:
+                run_on_all(lambda: begun.append(self._write(folder, contents)))
+            except GShardError:
+                for finish in begun:
+                    with contextlib.suppress(Exception):  # the save has failed already
+                        finish()
+                run_on_all(lambda: None)  # nobody writes any more
+                self._remove(folder)
                 raise
-            raise self._failed(contents.step, error) from error.__cause__
-        self._saving = Saving(
+        self._saving = BackgroundSave(
             folder,
             jax.process_index(),
             jax.process_count(),
             begun[0],
-            contents.description.leaves,
+            contents.info.arrays,
             self._delete_old,
         )
         self._saving.start()
 
-    def _prepared(self, describe: Callable[[], Contents]) -> Contents:
-        """What to write, once its folder is there; where any process cannot, there is none.
+    def _prepare(self, describe: Callable[[], Contents]) -> Contents:
+        """What to write, after its folder was made; none is made if any process fails.
 
-        A step that this one has just written has none either.
+        The step that this object has written last gets no folder either.
         """
         found: list[Contents] = []
         made: list[Path] = []
@@ -133,49 +164,55 @@ class Writer:
         return found[0]
 
     def _check_same(self, contents: Contents) -> None:
-        """Refuses another state under the number of the step that was just written.
+        """Raises a `GShardError` unless `contents` is the step that was just written.
 
-        Arrays that are not those that were written are compared with the files.
+        Arrays that are other objects than those that were written are compared with the files.
+        After a skipped step the number is the same, and so are all arrays but the counts of skipped
+        steps: then the step stays as it is, with its data state and metadata.
         """
-        others = {path: x for path, x in contents.arrays.items() if self._is_other(path, x)}
+        last, read = self._last, contents.arrays
         # Every process reads the same arrays, as in a restore.
-        paths = set().union(*map(json.loads, tell_processes(json.dumps([*others])).values()))
+        others = _all_of(
+            [p for p, x in read.items() if p not in last.arrays or last.arrays[p]() is not x]
+        )
+        read = {path: x for path, x in read.items() if path in others}
         folder = self._directory / str(contents.step)
+        changed = _all_of(run_on_all(lambda: orbax_io.differing_arrays(folder, read)))
+        differing = [
+            path for path in contents.arrays if path in changed and not path.startswith(_COUNTS)
+        ]
+        if differing:
+            raise GShardError(
+                f"save: {folder} holds another state under this number: {some(differing)} "
+                f"differ{'s' * (len(differing) == 1)}. Nothing was written. Save this state under "
+                "a later number, such as the number of steps so far; or delete the other one "
+                f"first: checkpointer.delete({contents.step})."
+            )
 
-        def compare() -> None:
-            read = {path: x for path, x in contents.arrays.items() if path in paths}
-            found = orbax_io.differing(folder, read)
-            if found:
+        def refuse() -> None:
+            other = ["data_state"] if contents.data not in (None, last.data) else []
+            now, then = json.dumps(contents.info.metadata), json.dumps(last.metadata)
+            other += ["metadata"] if self._first and now not in ("{}", then) else []
+            if other and not changed:
                 raise GShardError(
-                    f"save: {folder} holds another state under this number: {some(found)} "
-                    f"differ{'s' * (len(found) == 1)}. Nothing was written. Save this state under "
-                    "a later number, such as the number of steps so far; or take the other one "
-                    f"away first: checkpointer.delete({contents.step})."
+                    f"save: {folder} holds this state with other {' and '.join(other)}. Nothing "
+                    "was written. Pass what was passed before, or nothing; or delete the step "
+                    f"first: checkpointer.delete({contents.step})."
                 )
 
-        try:
-            run_on_all(compare)
-        except FailedError as error:
-            raise self._failed(contents.step, error) from error.__cause__
-
-    def _is_other(self, path: str, x: jax.Array) -> bool:
-        """Whether an array may have other values than the one that was written."""
-        if path.startswith(_COUNTS):
-            return False
-        written = self._arrays.get(path)
-        return written is None or written() is not x
+        run_on_all(refuse)
 
     def wait(self) -> None:
         """Waits for the step that is being written.
 
         Raises:
-          SaveFailedError: it is not there.
+          SaveFailedError: it could not be written.
         """
         if (saving := self._saving) is None:
             return
         try:
-            run_on_all(saving.part)  # Ctrl-C ends the wait, not what is waited for
-            run_on_all(saving.whole)
+            run_on_all(saving.wait_for_files)  # Ctrl-C ends the wait, but not the save
+            run_on_all(saving.wait_for_commit)
         except GShardError as error:
             self._saving = None
             saving.give_up()
@@ -192,27 +229,27 @@ class Writer:
         """Whether a step is being written that nobody has waited for."""
         return self._saving is not None
 
-    def going_back(self) -> None:
-        """Another state comes, under numbers that were there before."""
+    def forget_last_step(self) -> None:
+        """After a restore, the numbers of existing steps may be reached with other states."""
         self._newest_own = None
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
 
-        def act() -> None:
+        def delete() -> None:
             if self._first:
-                self._own()
+                self._become_writer()
                 folders.delete(self._directory, step)
 
         try:
-            run_on_all(act, what=lambda: f"deletion of step {step}")
+            run_on_all(delete, what=lambda: f"deletion of step {step}")
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
         self._newest_own = None
 
     def close(self) -> None:
-        """Waits, and lets another one write."""
+        """Waits, and lets another writer write."""
         try:
             self.wait()
         finally:
@@ -223,28 +260,28 @@ class Writer:
             self._unlock()
             self._lock = None
 
-    def _own(self) -> None:
-        """Makes this the one that writes here, and clears what killed and failed saves left."""
+    def _become_writer(self) -> None:
+        """Locks the directory, and removes what killed and failed saves left."""
         if self._lock is not None and not folders.is_locked_by(self._lock, self._directory):
             self._release()  # the directory was deleted
         if self._lock is None:
-            folders.make(self._directory)
+            make_folder(self._directory)
             self._lock = folders.lock(self._directory)
-            # One may forget to close.
+            # The user may forget to close.
             self._unlock = weakref.finalize(self, folders.unlock, self._lock)
-        folders.clean(self._directory)
+        folders.remove_debris(self._directory)
 
     def _folder(self, step: int) -> Path:
-        return folders.saving(self._directory, step, self._lost)
+        return folders.temporary_folder(self._directory, step, self._lost)
 
     def _make(self, folder: Path, contents: Contents) -> None:
-        """Looks whether the step may be written, and makes its folder."""
-        self._own()
+        """Checks that the step may be written, and makes its folder."""
+        self._become_writer()
         there = folders.steps_in(self._directory)
         steps = [step for step in there if step not in self.damaged]
         if steps:
             newest = self._newest(steps[-1])
-            check_same_run(newest.leaves, contents.description.leaves, str(self._directory))
+            check_same_run(newest.arrays, contents.info.arrays, str(self._directory))
         if steps and steps[-1] >= contents.step:
             raise GShardError(
                 f"save: step {contents.step} is not after the newest one, {steps[-1]}, in "
@@ -264,16 +301,16 @@ class Writer:
             warn(f"the damaged step {step} is now {folders.set_aside(self._directory, step)}.")
         self.damaged.clear()
         try:
-            for name in (".", orbax_io.ARRAYS, PARTS, DATA):
+            for name in (".", orbax_io.ARRAYS, PROCESS_MANIFESTS, DATA):
                 (folder / name).mkdir()
-            contents.description.write(folder)
+            contents.info.write(folder)
         except BaseException:
             self._remove(folder)
             raise
 
-    def _newest(self, step: int) -> Description:
+    def _newest(self, step: int) -> StepInfo:
         try:
-            return Description.read(self._directory / str(step))
+            return StepInfo.read(self._directory / str(step))
         except GShardError as error:
             raise GShardError(
                 f"save: {error} Call restore(), which finds the newest undamaged step: then a save "
@@ -287,25 +324,32 @@ class Writer:
                 "made. All processes need one directory, on a file system that all machines share."
             )
         if contents.data is not None:
-            path = folder / data_state_name(jax.process_index())
-            folders.write_durably(path, contents.data)
+            write_file(folder / data_state_name(jax.process_index()), contents.data)
         return orbax_io.write(folder, contents.arrays)
 
     def _delete_old(self) -> None:
-        """In the thread of a save, after its commit."""
-        if self._keep.all:  # and no description needs to be read
+        """Deletes the steps that the policy does not keep; called in the thread of a save."""
+        if self._retention.keeps_all:
             return
         metadata: dict[int, Mapping[str, Any]] = {}
         for step in folders.steps_in(self._directory):
-            # What is damaged stays, to be looked at, and does not keep the others.
+            # A damaged step stays, to be examined, and the others are deleted nevertheless.
             with contextlib.suppress(GShardError):
-                metadata[step] = Description.read(self._directory / str(step)).metadata
-        for step in self._keep.to_delete(metadata):
+                metadata[step] = StepInfo.read(self._directory / str(step)).metadata
+        for step in self._retention.to_delete(metadata):
             folders.delete(self._directory, step)
 
     def _remove(self, folder: Path) -> None:
         if self._first:
             shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _as_save_failed(self, step: int) -> Iterator[None]:
+        """Turns a failure that is not a mistake in the arguments into a `SaveFailedError`."""
+        try:
+            yield
+        except FailedError as error:
+            raise self._failed(step, error) from error.__cause__
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:
         newest = max(folders.steps_in(self._directory), default=None)
@@ -315,128 +359,121 @@ class Writer:
         )
 
 
-_TICK = 0.02  # seconds between looks for the parts of others
-_AT_EXIT = 60.0  # seconds that the first waits for them when its program is over
+def _all_of(paths: Collection[str]) -> set[str]:
+    """The paths of all processes."""
+    return set().union(*map(json.loads, tell_processes(json.dumps([*paths])).values()))
+
+
+_TICK = 0.02  # seconds between looks for the manifests of other processes
+_AT_EXIT = 60.0  # seconds that the first process waits for them when its program has ended
 
 _program_over = threading.Event()
-_on_their_way: set[Saving] = set()
+_running: set[BackgroundSave] = set()
 
 
-class Saving:
-    """A step that is being written.
-
-    Args:
-      folder: of `directory.saving`, which exists.
-      process: this one's rank.
-      processes: how many write.
-      finish: waits until this process's parts are on the disk.
-      leaves: paths of the arrays.
-      then: the first process calls it after the commit.
+@dataclass(eq=False)
+class BackgroundSave:
+    """The thread that writes a step.
 
     Attributes:
-      afterwards: what `then` raised; the step itself is there.
+      folder: the temporary folder, which exists.
+      process: the rank of this process.
+      processes: how many processes write.
+      finish: waits until this process's shards are written.
+      arrays: the paths of the arrays.
+      then: the first process calls it after the commit.
+      afterwards: the error that `then` raised; the step itself is there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        process: int,
-        processes: int,
-        finish: Callable[[], None],
-        leaves: Collection[str],
-        then: Callable[[], None],
-    ):
-        self.folder, self._process, self._processes = folder, process, processes
-        self._finish, self._leaves, self._then = finish, leaves, then
-        self._part_over, self._given_up = threading.Event(), threading.Event()
+    folder: Path
+    process: int
+    processes: int
+    finish: Callable[[], None]
+    arrays: Collection[str]
+    then: Callable[[], None]
+    afterwards: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._files_written, self._given_up = threading.Event(), threading.Event()
         # Not `Thread.join`: in Python 3.11 a Ctrl-C in it lets the next one return at once.
         self._over = threading.Event()
         self._failure: Exception | None = None
-        self.afterwards: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="gshard-save")
 
     def start(self) -> None:
-        """Begins; apart, so that Ctrl-C finds what has begun in the hands of who waits for it."""
-        _on_their_way.add(self)
+        """Starts the thread; not in `__init__`, so that Ctrl-C cannot lose a started one."""
+        _running.add(self)
         self._thread.start()
 
     @property
     def step(self) -> int:
-        """Its number."""
-        return directory.step_of(self.folder)
+        """The step's number."""
+        return folders.step_of(self.folder)
 
-    def part(self) -> None:
-        """Waits for this process's part.
-
-        Raises:
-          Exception: why it could not be written.
-        """
+    def wait_for_files(self) -> None:
+        """Waits until this process has written its files, or raises why it could not."""
         if self._thread.ident is None:
             raise InterruptedError("it was interrupted before it began")
-        self._part_over.wait()
+        self._files_written.wait()
         if self._failure is not None:
             raise self._failure
 
-    def whole(self) -> None:
-        """Waits for the commit, once every process has written its part.
-
-        Raises:
-          Exception: why there is none.
-        """
+    def wait_for_commit(self) -> None:
+        """Waits for the commit, after every process has written its files, or raises the error."""
         self.join()
         if self._failure is not None:
             raise self._failure
 
     def give_up(self) -> None:
-        """Another process failed: nothing is committed, and the thread ends."""
+        """Ends the thread without a commit, because another process failed."""
         self._given_up.set()
         if self._thread.ident is not None:
             self.join()
 
     def join(self) -> None:
-        """Waits until the thread is done, however it ends."""
+        """Waits until the thread ends, successful or not."""
         self._over.wait()
 
     def _run(self) -> None:
         try:
             self._save()
         finally:
-            _on_their_way.discard(self)
+            _running.discard(self)
             self._over.set()
 
     def _save(self) -> None:
         try:
-            self._write_part()
-            self._part_over.set()
-            if self._process > 0 or not self._parts_are_there():
+            self._write_files()
+            self._files_written.set()
+            if self.process > 0 or not self._all_files_written():
                 return
             orbax_io.finish(self.folder)
-            write_whole(self.folder, self._processes)
-            directory.commit(self.folder)
+            write_combined_manifest(self.folder, self.processes)
+            folders.commit(self.folder)
         except Exception as error:  # raised where somebody waits
             self._failure = error
-            self._part_over.set()
-            if _program_over.is_set():  # nobody will
+            self._files_written.set()
+            if _program_over.is_set():  # nobody will wait
                 print(f"gshard: step {self.step} was not saved: {error}", file=sys.stderr)
             return
         try:
-            self._then()
+            self.then()
         except Exception as error:
             self.afterwards = error
 
-    def _write_part(self) -> None:
-        self._finish()
-        files = orbax_io.files_of(self.folder, self._process)
-        # Without any its devices hold copies alone, which others have written.
-        ranges = orbax_io.ranges_of(self.folder, self._process, self._leaves) if files else {}
-        if (self.folder / data_state_name(self._process)).exists():
-            files.append(data_state_name(self._process))
-        write_part(self.folder, self._process, files, ranges)
+    def _write_files(self) -> None:
+        self.finish()
+        files = orbax_io.files_of(self.folder, self.process)
+        # A process that has only copies of what others write has no files.
+        ranges = orbax_io.ranges_of(self.folder, self.process, self.arrays) if files else {}
+        if (self.folder / data_state_name(self.process)).exists():
+            files.append(data_state_name(self.process))
+        write_process_manifest(self.folder, self.process, files, ranges)
 
-    def _parts_are_there(self) -> bool:
-        """Waits for all parts; False when another process has failed."""
-        missing = [self.folder / part_name(rank) for rank in range(self._processes)]
-        own, end = missing[self._process], None
+    def _all_files_written(self) -> bool:
+        """Waits for the manifests of all processes; False if another process failed."""
+        missing = [self.folder / process_manifest(rank) for rank in range(self.processes)]
+        own, end = missing[self.process], None
         while missing := [path for path in missing if not path.exists()]:
             if self._given_up.wait(_TICK):
                 break
@@ -451,7 +488,7 @@ class Saving:
 
 def _wait_at_exit() -> None:
     _program_over.set()
-    for saving in list(_on_their_way):
+    for saving in list(_running):
         saving.join()
 
 

@@ -12,10 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from gshard._util.errors import GShardError
-from gshard.checkpoint.checksums import Damage, size_of
-from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, as_directory, steps_in
-from gshard.checkpoint.metadata import Description
-from gshard.checkpoint.restore import checked, existing
+from gshard.checkpoint.checksums import Damage, size_of, verify_step
+from gshard.checkpoint.directory import (
+    DESCRIPTION,
+    MANIFEST,
+    as_directory,
+    existing_step,
+    steps_in,
+)
+from gshard.checkpoint.metadata import StepInfo
 from gshard.cli.common import NO, NO_ANSWER, YES, print_answer
 
 _EXAMPLE = """example:
@@ -47,7 +52,7 @@ def main(words: list[str]) -> int:
             raise GShardError(f"{directory} does not exist.")
         steps = steps_in(directory)
         if given.step is not None:
-            steps = [existing(directory, given.step, steps)]
+            steps = [existing_step(directory, given.step, steps)]
         if not steps:
             raise GShardError(f"{directory} holds no checkpoint.")
         found = _verified(directory, steps)
@@ -79,7 +84,7 @@ def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[D
         for step, folder in zip(steps, folders, strict=True):
             bar.update(task, description=f"step {step}")
             try:
-                bad = checked(folder, report=lambda count: bar.advance(task, count))
+                bad = verify_step(folder, progress=lambda count: bar.advance(task, count))
             except GShardError as error:  # of a later format
                 bad = [Damage(DESCRIPTION, str(error))]
             found.append((step, folder, bad))
@@ -87,7 +92,7 @@ def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[D
 
 
 def _row(step: int, folder: Path, bad: list[Damage]) -> dict[str, Any]:
-    rows = [{"file": x.file, "what": x.what, "leaves": list(x.leaves)} for x in bad]
+    rows = [{"file": x.file, "what": x.what, "arrays": list(x.arrays)} for x in bad]
     return {"step": step, "ok": not bad, "bytes": size_of(folder), "damages": rows}
 
 
@@ -95,10 +100,10 @@ def _line(step: int, folder: Path, bad: list[Damage]) -> str:
     """The verdict on a step, and a line for each damage."""
     if bad:
         return "\n".join([f"[fail] step {step}", *(f"       {x}" for x in bad)])
-    about = Description.read(folder)
+    about = StepInfo.read(folder)
     made = about.made_by
     size = size_of(folder) / 1e6
     return (
-        f"[ok]   step {step}: {size:,.1f} MB, {len(about.leaves)} arrays, level {made['level']}, "
+        f"[ok]   step {step}: {size:,.1f} MB, {len(about.arrays)} arrays, level {made['level']}, "
         f"{about.processes} process{'es' if about.processes > 1 else ''}, saved {made['saved_at']}"
     )

@@ -13,11 +13,10 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
-from gshard.checkpoint.checksums import damages, write_all
-from gshard.checkpoint.directory import fsync
-from gshard.checkpoint.errors import DamagedCheckpointError
+from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
 from gshard.sharding.mesh import data_group, make_mesh
 from gshard.sharding.plan import all_replicated
 from gshard.wrapped.named_arrays import (
@@ -141,19 +140,20 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     if target.exists() and not (target / _MARK).exists():
         raise GShardError(f"save: {target} was not written by gshard. Choose another directory.")
     values = _writable(state_dict, "")
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+    first = jax.process_index() == 0
+    if first:
+        make_folder(folder)
         if not target.exists() and (old / _MARK).exists():
-            old.rename(target)  # an earlier call was ended between its two renamings
-    _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
-    if jax.process_index() == 0:
-        write_all(new)
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        new.rename(target)
-        fsync(folder)
-        shutil.rmtree(old, ignore_errors=True)
+            rename(old, target)  # an earlier call ended between its two renames
+    try:
+        _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
+        if first:
+            write_manifests(new)
+            replace_folder(new, target, old)
+    except BaseException:
+        for unfinished in folder.glob(f"{_NEW}*") if first else ():  # also Orbax's temporary one
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"gshard save {folder}")
 
@@ -181,7 +181,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if not found:
         what = "contains no saved state dict" if folder.exists() else "does not exist"
         raise GShardError(f"load: {folder} {what}. Pass the path that save() was given.")
-    if bad := damages(found[0]):
+    if bad := find_damages(found[0]):
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
         return _orbax(lambda checkpointer: checkpointer.restore(found[0]))

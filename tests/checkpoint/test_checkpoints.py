@@ -21,7 +21,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard.checkpoint.directory import Keep
+from gshard.checkpoint.directory import RetentionPolicy
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
@@ -296,7 +296,7 @@ def test_with_and_without_master_copies(tmp_path):
 def test_a_model_wrapped_as_in_paddle(tmp_path):
     def wrapped(level):
         model = nnx.Linear(7, 26, rngs=nnx.Rngs(0))
-        return gshard.paddle.group_sharded_parallel(model, tx(), level, min_shard_size=16)[:2]
+        return gshard.paddle.group_sharded_parallel(model, tx(), level, segment_size=16)[:2]
 
     def loss(model, batch):
         return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
@@ -397,10 +397,8 @@ def test_metadata_is_json_and_scalar_arrays_are_numbers(tmp_path):
 def test_which_steps_stay(rules, kept):
     losses = [None, 5.0, 1.0, float("nan"), 0.5, 4.0, 3.0]
     metadata = {i: {} if x is None else {"loss": x} for i, x in enumerate(losses)}
-    keep = Keep(
-        **{"last": None, "every": None, "best": None, "metric": "loss", "mode": "min"} | rules
-    )
-    assert [i for i in range(7) if i not in keep.to_delete(metadata)] == kept
+    policy = RetentionPolicy(**rules)
+    assert [i for i in range(7) if i not in policy.to_delete(metadata)] == kept
 
 
 def test_old_steps_go_after_a_new_one_is_there(tmp_path):
@@ -448,6 +446,18 @@ def test_another_state_under_the_number_saved_last_is_refused(tmp_path):
         assert checkpointer.all_steps() == [5]
 
 
+def test_another_data_state_or_metadata_of_the_step_saved_last_is_refused(tmp_path, run):
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        given = {"data_state": {"position": 5}, "metadata": {"loss": float("nan")}}
+        checkpointer.save(5, run.state, **given)
+        for same in ({}, given, {"metadata": given["metadata"]}):
+            checkpointer.save(5, run.state, **same)
+        for name, other in (("data_state", {"position": 6}), ("metadata", {"loss": 1.0})):
+            with pytest.raises(gshard.GShardError, match=f"with other {name}.*delete\\(5\\)"):
+                checkpointer.save(5, run.state, **given | {name: other})
+        assert checkpointer.restore(like=run.state).data_state == {"position": 5}
+
+
 def test_the_same_values_in_other_arrays_are_the_same_state(tmp_path):
     run = Training("p_g_os", 4)
     with gshard.Checkpointer(tmp_path) as checkpointer:
@@ -468,7 +478,8 @@ def test_after_a_skipped_step_the_state_counts_as_the_same(tmp_path):
     with gshard.Checkpointer(tmp_path) as checkpointer:
         for value in (1.0, np.nan, 1.0):
             state, _ = step(state, np.full((8, 8), value, np.float32))
-            checkpointer.save(int(state.step), state)
+            position = {} if np.isnan(value) else None  # it moves on, and the step stays
+            checkpointer.save(int(state.step), state, data_state=position)
     assert checkpointer.all_steps() == [1, 2]
 
 
@@ -677,12 +688,12 @@ def test_a_planted_pickle_is_not_opened(written, run):
 
 
 def test_a_manifest_cannot_name_what_is_outside(written):
-    from gshard.checkpoint.checksums import _sealed, damages
+    from gshard.checkpoint.checksums import _sealed, find_damages
 
     (written / "secret").write_text("x")
     for name in ("../secret", str(written / "secret"), "a/../../secret"):
         (written / "20" / "manifest.json").write_bytes(_sealed({name: []}))
-        assert [x.file for x in damages(written / "20")] == ["manifest.json"]
+        assert [x.file for x in find_damages(written / "20")] == ["manifest.json"]
 
 
 # ---- what others do in the directory -------------------------------------------------------------
@@ -735,16 +746,16 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path, run):
 
 def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, monkeypatch):
     """As beside a training that keeps the newest alone."""
-    from gshard.checkpoint import restore
+    from gshard.checkpoint import checksums
 
-    checkpointer, compare = gshard.Checkpointer(written), restore.damages
+    checkpointer, compare = gshard.Checkpointer(written), checksums.find_damages
 
     def deleting(step, *rest):
         if step.name == "20":
             shutil.rmtree(step)
         return compare(step, *rest)
 
-    monkeypatch.setattr(restore, "damages", deleting)
+    monkeypatch.setattr(checksums, "find_damages", deleting)
     assert checkpointer.restore(like=run.state).step == 10  # and no warning
     shutil.copytree(written / "10", written / "20")
     for act in (lambda: checkpointer.restore(20, like=run.state), lambda: checkpointer.verify(20)):

@@ -125,7 +125,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(written):
         after = bytearray(before)
         after[offset] ^= 1 << bit
         (step / name).write_bytes(after)
-        harmed = {leaf for damage in assert_found(written, name) for leaf in damage.leaves}
+        harmed = {path for damage in assert_found(written, name) for path in damage.arrays}
         if harmed and named < READ:
             named += 1
             other = differing(written, written.newest, sound)

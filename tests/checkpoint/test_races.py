@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.checkpoint.save import Saving
+from gshard.checkpoint.save import BackgroundSave
 from tests.tiers import quick
 
 # Orbax leaves its other writes behind when one fails, or is interrupted.
@@ -172,16 +172,16 @@ def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
     folder = tmp_path / "1.saving"
     for name in ("arrays", "manifests"):
         (folder / name).mkdir(parents=True)
-    saving = Saving(folder, 0, 2, lambda: None, (), lambda: None)
+    saving = BackgroundSave(folder, 0, 2, lambda: None, (), lambda: None)
     saving.start()
-    saving.part()
+    saving.wait_for_files()
     shutil.rmtree(folder)
     folder.mkdir()  # as one does that still writes there
     said = []
 
     def wait():
         with pytest.raises(FileNotFoundError) as error:
-            saving.whole()
+            saving.wait_for_commit()
         said.append(error.value.filename)
 
     waiting = threading.Thread(target=wait)

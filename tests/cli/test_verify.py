@@ -60,7 +60,7 @@ def test_a_damaged_step_is_named_with_its_file_and_array(directory, capsys):
     assert [(x["step"], x["ok"]) for x in table["steps"]] == [(3, True), (12, False)]
     (row,) = table["steps"][1]["damages"]
     assert (
-        row["file"] == name and row["leaves"] == ["params/w"] and table["steps"][0]["bytes"] > 1000
+        row["file"] == name and row["arrays"] == ["params/w"] and table["steps"][0]["bytes"] > 1000
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gshard._util.durable import NewFile, file_path
 from gshard._util.units import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.config import Config
@@ -22,7 +23,6 @@ from gshard.analysis.html.markup import (
     shown_value,
 )
 from gshard.analysis.html.pictures import Bar, bars, definitions, legend
-from gshard.checkpoint.safetensors.save import NewFile, file_path
 
 # Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"

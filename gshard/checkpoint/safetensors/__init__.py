@@ -1,1 +1,1 @@
-"""Weights as one file that other programs read: safetensors, whole values, by name."""
+"""The weights of a state as a safetensors file. Start reading: `save`, then `load`."""

@@ -1,4 +1,8 @@
-"""The safetensors format: which dtypes it has, what stands before the numbers, where these lie.
+"""What a safetensors file contains: the weights of a state, their names, and their bytes.
+
+A weight is a parameter or an array of a collection next to them. It is named by its path, joined by
+`.`, which is the same at every level, on every mesh and with every precision. The optimizer's state
+is not written, nor are random keys.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces
 to 8 bytes), and the numbers (little-endian, row-major, without gaps).
@@ -7,16 +11,23 @@ Source: https://github.com/huggingface/safetensors, "Format".
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten, same_leaves
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+from gshard.sharding.validate import refuse_donated
+from gshard.train_state import Components
 
 # In the order in which the library lays tensors out: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
@@ -40,25 +51,49 @@ DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 METADATA = "__metadata__"  # a name that no tensor can have
+BLOCK = 2**23  # bytes that are copied at a time if an array is not contiguous
 _LENGTH = struct.Struct("<Q")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
 class Tensor(NamedTuple):
-    """What the header says of one tensor, but for its place."""
+    """Name, dtype and shape of one tensor."""
 
     name: str
     dtype: Any
     shape: tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """One tensor in a file: the name of its dtype, its shape, the byte of the file it begins at."""
+class Stored(NamedTuple):
+    """One tensor in a file.
 
+    Attributes:
+      path: the path of the file.
+      dtype: the format's name of the dtype, such as `"F32"`.
+      shape: the full shape.
+      offset: the byte of the file at which the tensor begins.
+    """
+
+    path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of the tensor as a new array; only its bytes are read.
+
+        It maps the file, because the library has no NumPy arrays of float8.
+        """
+        dtype = DTYPES[self.dtype]
+        size = [len(range(*s.indices(n))) for s, n in zip(index, self.shape, strict=True)]
+        if 0 in size:
+            return np.zeros(size, dtype)
+        tensor = np.memmap(self.path, dtype, "r", self.offset, self.shape)
+        return np.array(tensor[index])
 
 
 def refuse_strange(tensors: Iterable[Tensor], call: str) -> None:
@@ -73,15 +108,15 @@ def refuse_strange(tensors: Iterable[Tensor], call: str) -> None:
 
 
 def in_file_order(tensor: Tensor) -> tuple[int, str]:
-    """A key for `sorted`: large alignment first, then by name, as the library has them."""
+    """A key for `sorted`: large alignment first, then by name, the order of the library."""
     return _ORDER[tensor.dtype], tensor.name
 
 
 def header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a file in which `tensors` follow one another, up to the first number.
+    """The bytes of a file before its first tensor.
 
     Raises:
-      GShardError: a name or a text cannot be written as UTF-8.
+      GShardError: a name or a string cannot be written as UTF-8.
     """
     said: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
@@ -96,20 +131,167 @@ def header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
         text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise GShardError(
-            f"a name or a text of metadata= cannot be written as UTF-8: {error}. Use another one."
+            f"a name or a string of metadata= cannot be written as UTF-8: {error}. Use another one."
         ) from error
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
 
 
-def places(path: Path) -> dict[str, Place]:
-    """Where the tensors of a file lie that the library has found to be good, by name."""
+def tensors_of(file: Path, call: str) -> dict[str, Stored]:
+    """The tensors of a file by name, after the safetensors library has checked the file.
+
+    Raises:
+      GShardError: the library is not installed, there is no file, or it is damaged.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise GShardError(
+            f"{call} reads with the safetensors library, which is not installed: "
+            "pip install 'gshard[export]'."
+        ) from error
+    if not file.is_file():
+        what = "is not a file" if file.exists() else "does not exist"
+        raise GShardError(f"{call}: {file} {what}. Pass the path of a safetensors file.")
+    try:
+        with safe_open(file, framework="numpy"):
+            return _stored_in(file)
+    except (SafetensorError, OSError) as error:
+        raise GShardError(
+            f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
+            f"{error}. Write or copy it again."
+        ) from error
+
+
+def _stored_in(path: Path) -> dict[str, Stored]:
     with path.open("rb") as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
         said = json.loads(file.read(length))
     said.pop(METADATA, None)
     start = _LENGTH.size + length
     return {
-        name: Place(x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
+        name: Stored(path, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
         for name, x in said.items()
     }
+
+
+def row_major(x: np.ndarray) -> Iterator[memoryview]:
+    """The bytes of an array in row-major order.
+
+    A contiguous array is not copied; of any other, one block at a time is.
+    """
+    if x.flags.c_contiguous:
+        yield x.reshape(-1).view(np.uint8).data
+        return
+    each = x.nbytes // len(x)
+    if each > BLOCK:
+        for row in x:
+            yield from row_major(row)
+        return
+    rows = BLOCK // each
+    for i in range(0, len(x), rows):
+        yield from row_major(np.ascontiguousarray(x[i : i + rows]))
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+class Weight(NamedTuple):
+    """One array as stored, the master copy if there is one, and its layout."""
+
+    array: Any
+    layout: Layout
+
+
+def name_of(layout: Layout) -> str:
+    """The name of a weight in a file."""
+    return layout.path.replace("/", ".")
+
+
+def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weight]:
+    """The weights of a state by name.
+
+    Raises:
+      GShardError: the state is abstract, its tree, shapes or dtypes differ from its plan, or two
+        weights would have the same name.
+    """
+    for tree, known in (
+        (components.params, plan.params),
+        (components.non_trainable, plan.non_trainable),
+    ):
+        same_leaves(tree, flatten(known)[0], f"{call}: the state is")
+    leaves = jax.tree.leaves((components.params, components.non_trainable, components.opt_state))
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise GShardError(
+            f"{call}: the state is abstract, it has no values. Pass what "
+            "gshard.shard_train_state returned for arrays."
+        )
+    refuse_donated(leaves)
+    params, layouts = plan.master_params(components.params, components.opt_state)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True)
+    found = [Weight(x, layout) for x, layout in pairs]
+    beside = zip(
+        jax.tree.leaves(components.non_trainable), jax.tree.leaves(plan.non_trainable), strict=True
+    )
+    random = plan.kind.random_paths(plan.template)
+    found += [Weight(x, layout) for x, layout in beside if _is_weight(layout, random)]
+    _refuse_other_layouts(found, call)
+    return _by_name(found, call)
+
+
+def replace_weights(
+    components: Components, plan: Plan, make: Callable[[str, Layout], jax.Array]
+) -> Components:
+    """The components with each weight and master copy replaced by `make(name, layout)`."""
+    random = plan.kind.random_paths(plan.template)
+
+    def replace_in(tree: Any, layouts: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        layouts = jax.tree.leaves(layouts)
+        new = [
+            make(name_of(layout), layout) if _is_weight(layout, random) else x
+            for x, layout in zip(leaves, layouts, strict=True)
+        ]
+        return jax.tree.unflatten(structure, new)
+
+    master = {path: make(name_of(x), x) for path, x in plan.master.items()}
+    return dataclasses.replace(
+        components,
+        params=replace_in(components.params, plan.params),
+        opt_state=components.opt_state._replace(master=master),
+        non_trainable=replace_in(components.non_trainable, plan.non_trainable),
+    )
+
+
+def _is_weight(layout: Layout, random: frozenset[str]) -> bool:
+    is_key = jnp.issubdtype(layout.dtype, jax.dtypes.prng_key)
+    return not is_key and layout.path not in random
+
+
+def _refuse_other_layouts(weights: list[Weight], call: str) -> None:
+    wrong = [
+        f"{layout.path} is {x.dtype}{list(x.shape)}, stored as "
+        f"{layout.dtype}{list(layout.stored_shape)}"
+        for x, layout in weights
+        if hasattr(x, "dtype") and (x.dtype != layout.dtype or x.shape != layout.stored_shape)
+    ]
+    if wrong:
+        raise GShardError(
+            f"{call}: the arrays of the state do not have the layouts of its plan: "
+            f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
+        )
+
+
+def _by_name(weights: list[Weight], call: str) -> dict[str, Weight]:
+    found: dict[str, Weight] = {}
+    for weight in weights:
+        name = name_of(weight.layout)
+        if name in found:
+            raise GShardError(
+                f"{call}: {found[name].layout.path} and {weight.layout.path} would both be called "
+                f"{name!r} in the file. Rename one of them."
+            )
+        if name == METADATA:
+            raise GShardError(f"{call}: a safetensors file keeps {name!r} for itself. Rename it.")
+        found[name] = weight
+    return found

@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard.checkpoint.safetensors.save import BLOCK, NewFile, row_major
+from gshard._util.durable import NewFile
+from gshard.checkpoint.safetensors.format import BLOCK, row_major
 from tests.export_models import LEVELS, divided, linen_state, named, trained
 from tests.processes import assert_all_well, run_together, run_workers
 from tests.reference import flat
@@ -239,7 +240,7 @@ def parts(text):
 
 @pytest.mark.parametrize("shape", [(3, 5, 700), (1, 2, 40, 9), (60, 11)])
 def test_arrays_that_lie_otherwise_are_written_by_blocks(monkeypatch, shape):
-    monkeypatch.setattr("gshard.checkpoint.safetensors.save.BLOCK", 1000)
+    monkeypatch.setattr("gshard.checkpoint.safetensors.format.BLOCK", 1000)
     whole = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     for x in (
         whole,
@@ -384,7 +385,7 @@ def test_too_large_for_the_dtype(tmp_path):
 ONES = np.ones(2, np.float32)
 BAD_EXPORTS = {
     "plain": (lambda: named, {}, "no plan"),
-    "metadata": (None, {"metadata": "x"}, "must be a mapping from names to texts"),
+    "metadata": (None, {"metadata": "x"}, "must be a mapping from names to strings"),
     "number": (None, {"metadata": {"loss": 1.5}}, "metadata has 1.5 by the name 'loss'"),
     "own": (None, {"metadata": {"step": "1"}}, r"metadata\['step'\] is gshard's own"),
     "surrogate": (None, {"metadata": {"a": "\ud800"}}, "cannot be written as UTF-8"),
