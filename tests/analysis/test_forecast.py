@@ -241,7 +241,7 @@ def test_a_wrong_model_says_what(name, arguments, said):
             lambda: gshard.forecast(
                 gshard.TrainSetup(setups.mlp().state, setups.mlp().loss_fn, {"a": 3}), 8
             ),
-            "give arrays of one row or more",
+            "give arrays of at least one example",
         ),
     ],
 )

@@ -54,7 +54,7 @@ def parameters(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_config_has_the_published_number_of_parameters(name):
+def test_a_config_has_the_number_of_parameters_of_its_paper(name):
     assert parameters(name) == PUBLISHED[name]
     assert f"{PUBLISHED[name]:,} parameters" in (CONFIGS / f"{name}.toml").read_text()
 

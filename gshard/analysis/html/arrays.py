@@ -23,7 +23,7 @@ _SMALL = 0.0005  # of all bytes: the smallest area that can be seen
 
 @dataclass(frozen=True)
 class StoredLeaf:
-    """One array of a train state at rest.
+    """One array of a train state, as it is stored between steps.
 
     Attributes:
       part: of the state, for people.
@@ -44,7 +44,7 @@ class StoredLeaf:
 
 
 def leaves_of(plan: Plan) -> list[StoredLeaf]:
-    """Every array of the state at rest, the largest first."""
+    """Every array of the state as stored between steps, largest first."""
     level, found = plan.level, []
     for part, kind, tree, sharded in (
         ("parameters", "params", plan.params, level.shards_params),
@@ -77,7 +77,7 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
     tiles = _tiles(leaves)
     kinds = [kind for kind in ("params", "optimizer", "non_trainable", "host")
              if any(tile.kind == kind for tile in tiles)]  # fmt: skip
-    title = f"Arrays of the train state on one device at level {name}, by bytes at rest"
+    title = f"Arrays of the train state on one device at level {name}, by stored bytes"
     if any("*" in tile.name for tile in tiles):
         title += "; * stands for any number"
     areas = treemap(f"leaves-{name}", title, tiles)
@@ -128,7 +128,7 @@ def _table(name: str, leaves: Sequence[StoredLeaf]) -> Markup:
     if rest := leaves[_LISTED:]:
         caption += f": {len(rows)} of {len(leaves):,}"
         rows.append((others(len(rest)), "", "", "", "", amount(_sum(rest)), ""))
-    columns = ("path", "part of", "shape", "dtype", "at rest", "bytes on one device", "reason")
+    columns = ("path", "part of", "shape", "dtype", "layout", "bytes on one device", "reason")
     return html_table(caption, columns, rows, class_="leaves")
 
 
@@ -182,7 +182,7 @@ def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
 
 
 def _held(found: Forecast) -> dict[str, dict[str, Layout]]:
-    """By level the layouts of one leaf: at rest, as a gradient, in the optimizer's state.
+    """By level the layouts of one leaf: stored, as a gradient, in the optimizer's state.
 
     The leaf is the largest that is divided at some level, or the largest of all.
     """

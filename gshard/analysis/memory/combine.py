@@ -28,7 +28,7 @@ class Kernel:
       writes: numbers of the buffers that it writes.
       place: in the order of the trace.
       elementwise: it may write where an operand of the same size lay.
-      late: the compiler made it anew, so that it comes after others that wait for the same.
+      late: the compiler made it again, so that it comes after others that wait for the same.
     """
 
     op: Op

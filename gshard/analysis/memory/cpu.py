@@ -1,4 +1,4 @@
-"""What XLA:CPU keeps in memory for some of its readers and computes anew for the others."""
+"""What XLA:CPU keeps in memory for some of its readers and computes again for the others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_repeated(
 
 
 class _Repeating:
-    """Finds how every value is read, and then writes the program anew."""
+    """Finds how every value is read, and then writes the new program."""
 
     def __init__(
         self, program: TracedProgram, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
