@@ -121,7 +121,7 @@ def test_pytorch_trains_what_gshard_trains(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from Linux")
-def test_a_checkpoint_takes_the_memory_of_its_own_part(tmp_path):
+def test_a_checkpoint_takes_the_memory_of_its_local_shard(tmp_path):
     """And a buffer: saving holds a copy at most, restoring the new state and its copy."""
     code, said = run("benchmarks.checkpoints", str(tmp_path), "--megabytes", "120", "--rounds", "1")
     assert code == 0, said

@@ -75,7 +75,7 @@ def test_an_int_is_a_good_float(write):
         ("steps = ", "is not TOML"),
     ],
 )
-def test_bad_file_is_named_with_key_and_mend(write, content, said):
+def test_bad_file_is_named_with_key_and_fix(write, content, said):
     file = write(content)
     with pytest.raises(config.ConfigError) as caught:
         config.parse([file])
@@ -259,7 +259,7 @@ def test_demo_levels_differ_where_they_should(demo):
 
 
 @pytest.mark.slow
-def test_demo_gives_the_numbers_of_one_device(demo):
+def test_demo_matches_single_device_training(demo):
     _, _, reference, runs = demo
     assert len(reference.losses) == 4
     assert reference.losses[-1] < reference.losses[0]

@@ -224,7 +224,7 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
 
 
 def _is_global(x: Any, rows: NamedSharding) -> bool:
-    """Whether an array already lies over the devices of the mesh."""
+    """Whether an array is already placed on the devices of the mesh."""
     if isinstance(x, core.Tracer):  # a step inside the user's own jit
         return True
     return isinstance(x, jax.Array) and x.sharding.device_set == rows.device_set

@@ -147,7 +147,7 @@ class DataLoader:
                 raise GShardError(
                     f"the state is of a loader with {theirs}, and this one has {own_one}: the same "
                     f"position is not the same place in the data. Make the loader with {theirs}, "
-                    "or begin anew without the state."
+                    "or start over without the state."
                 )
         if given["position"] > len(self):
             raise GShardError(

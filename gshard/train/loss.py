@@ -238,7 +238,7 @@ def _warn_of_rows(place: str, x: Any, rows: int) -> None:
 def _like_the_non_trainable(
     updates: dict[str, Any], non_trainable: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the loss returns anew, in the trees of the state, after checking that it fits them."""
+    """The updates that the loss returns, as trees of the state, after checking that they fit."""
     fitting = {}
     for name, tree in updates.items():
         if name not in non_trainable:

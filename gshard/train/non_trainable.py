@@ -1,6 +1,6 @@
-"""Extras on a device: arrays of the state that are not trained, some of them divided.
+"""Non-trainable state on a device, some of it sharded.
 
-A loss may read them (frozen parameters, batch statistics, a teacher) and may return some anew.
+A loss may read it (frozen parameters, batch statistics, a teacher) and may return new values.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def split_sharded(
 
 
 def all_gather_tree(tree: Any, layouts: Any) -> Any:
-    """One extra made whole, for a loss that changes it."""
+    """All-gathers one tree of non-trainable state, for a loss that changes it."""
     leaves, structure = jax.tree.flatten(tree)
     places = jax.tree.leaves(layouts)
     return jax.tree.unflatten(

@@ -79,7 +79,7 @@ def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -
 
 
 def _computed(parts: Components, new: Components, plan: Plan) -> Any:
-    """The parameters at rest: those whose master copy changed are rounded from it anew."""
+    """The stored parameters; those whose master copy changed are rounded from it again."""
     before = parts.opt_state.master
     leaves, structure = jax.tree.flatten(parts.params)
     rounded = [

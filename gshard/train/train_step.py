@@ -69,28 +69,30 @@ def make_train_step(
       plan: of `shard_train_state`.
       has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch,
         `gshard.Weighted`, or `gshard.Reduced(x, by)`: a sum, a maximum, ...
-      mutable: fields of the state that the loss returns anew: `(loss, {name: value})`, or
-        `(loss, (aux, {name: value}))`. Floating ones become their mean over devices, others
-        the largest (see `sync_buffers`).
+      mutable: fields of the state for which the loss returns new values: `(loss, {name: value})`,
+        or `(loss, (aux, {name: value}))`. Floating values become their mean over devices, others
+        their maximum (see `sync_buffers`).
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
         and micro-batch. So are typed keys that the state holds in further fields.
       scaler: a `gshard.GradScaler`, for float16.
       max_bad_steps: after so many steps in a row that were not finite the step raises a
         `NonFiniteError`, at most two steps late (so the host is never further ahead than that);
         None for never.
-      micro_batches: slices that each device takes its rows in, one after the other (k).
-      accumulate: how gradients accumulate over them: `"level"` (dp, os: local; os_g, p_g_os:
-        scatter; a single one is scattered), `"local"` (reduced once, at the end, small leaves in
-        buckets), `"scatter"` (scattered over the shard group
-        every time, 1/N kept; replicas and whole leaves are summed at the end) or `"sync"` (each
-        reduced over all devices as it arises, and only reduced gradients are added up).
-      reshard_after_forward: where parameters rest divided, what the backward pass needs of them is
-        gathered again (`True`), kept whole from the forward pass (`False`), or kept between so many
-        neighbours, and gathered among them (a divisor of the shard group). What `jax.checkpoint`
-        makes again is gathered again in any case but `False`.
+      micro_batches: number of slices in which each device processes its examples, one after the
+        other (k).
+      accumulate: how gradients accumulate over micro-batches: `"level"` (dp, os: local; os_g,
+        p_g_os: scatter; a single micro-batch is scattered), `"local"` (each device adds up its own
+        gradients, which are reduced once at the end, small arrays in buckets), `"scatter"` (each is
+        reduce-scattered over the shard group and 1/N kept; replicas and replicated parameters are
+        summed at the end) or `"sync"` (each is reduced over all devices at once, and only reduced
+        gradients are added up).
+      reshard_after_forward: at `"p_g_os"`, sharded parameters are all-gathered again in the
+        backward pass (`True`), kept unsharded from the forward pass (`False`), or kept sharded over
+        sub-groups of this many devices (an int that divides the shard group) and gathered within
+        them. What `jax.checkpoint` recomputes is gathered again unless this is `False`.
       prefetch: a sharded parameter is gathered while what comes before its use is computed; with
         False only when its other operands are available.
-      sync_buffers: what the loss returns anew is that of the first device, not the mean.
+      sync_buffers: take the new values of `mutable` from the first device instead of their mean.
       bucket_size: elements of one bucket; 0 for none.
       end_bucket_size: elements of the first and of the last all-reduce of gradients that are summed
         whole.
@@ -98,7 +100,7 @@ def make_train_step(
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
         `post_update(model, optimizer)`, in place. It sees the state after the update as
         `plan.unwrap` gives it: your own optimizer's state, logical shapes, and with a `Precision`
-        the master copies (reading them gathers what is kept whole at `os` and `os_g`). Whatever
+        the master copies (at `os` and `os_g` reading them all-gathers them). Whatever
         it changes keeps its path, shape, dtype and layout.
       donate: the step takes over the memory of the state it is given.
       check_loss: the first call warns where a loss is not a mean over examples (a masked mean, a
@@ -219,7 +221,7 @@ class TrainStep:
     def _run(
         self, parts: Components, batch: Any, rng: Any
     ) -> tuple[Components, dict[str, Any], Guard]:
-        """The stages: gradients, update (which publishes); the counts of the guard come apart."""
+        """Runs the stages: gradients, then the update; returns the guard too."""
         loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)

@@ -779,7 +779,7 @@ def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
         opt.step()
 
 
-def test_the_overlapped_program_reduces_and_publishes():
+def test_the_overlapped_program_reduces_and_all_gathers():
     dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
     ZRO(dp, optax.adam, devices(4), overlap_with_ddp=True, lr=0.01)
     kinds = [c.kind for c in gshard.audit(dp.backward, loss_fn, rows(8, 0)).collectives]

@@ -99,7 +99,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("level, mesh, scan, k", quick(CASES, QUICK))
-def test_elements_moved_and_bytes_at_rest(level, mesh, scan, k):
+def test_elements_communicated_and_bytes_stored(level, mesh, scan, k):
     mesh = mesh_of(mesh)
     state, plan, step, _, _ = make(scan, scan, level, mesh, micro_batches=k)
     rows = batch(mesh.size * k * 2)

@@ -172,7 +172,7 @@ def test_what_cannot_be_reduced_is_refused_by_path(name):
             assert word in str(error.value)
 
 
-def test_what_was_not_said_names_the_mend():
+def test_what_was_not_said_names_the_fix():
     state, plan = divided()
     evaluate = gshard.make_eval_step(lambda p, b: b["n"].sum(), plan)
     with pytest.raises(gshard.GShardError, match=r'int32 .*gshard\.Reduced\(x, "sum"\)'):

@@ -390,7 +390,7 @@ def test_an_optimizer_is_given_no_more_than_it_takes(make):
 
 
 @pytest.mark.parametrize("wrap", [nnx.remat, nnx.jit], ids=["remat", "jit"])
-def test_nnx_dropout_inside_a_transform_trains_and_draws_anew(wrap):
+def test_nnx_dropout_inside_a_transform_trains_and_draws_again(wrap):
     class Wrapped(nnx.Module):
         def __init__(self, rngs):
             self.inner = Dropped(rngs)

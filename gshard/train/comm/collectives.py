@@ -1,9 +1,10 @@
-"""Every collective that gshard writes: gather, scatter, publish, reduce. Nothing else calls one.
+"""Every collective of the core: all-gather, reduce-scatter, all-reduce. No other module calls one.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
-other order would permute the parts silently. A leaf that lies over the user's own axes too moves
-with these manual as well (`on_model_axes`): else XLA would first gather it over them.
+other order would permute the shards silently. An array that is also sharded over the user's own
+axes is communicated with these manual as well (`on_model_axes`); otherwise XLA would first gather
+it over them.
 """
 
 from __future__ import annotations
@@ -159,13 +160,13 @@ def on_model_axes(
     specs: Sequence[jax.P],
     group: Group,
 ) -> list[jax.Array]:
-    """`fun(leaves)` with the user's own axes manual too, each leaf as it lies over them.
+    """Calls `fun(leaves)` with the user's own axes manual too.
 
     Args:
-      fun: from leaves to as many leaves, which lie over these axes as those given; it sees the
+      fun: maps arrays to as many arrays, sharded over these axes as the given ones are; it sees the
         shapes of `Layout.local`.
-      leaves: on one device of the data group.
-      specs: how each lies over the user's axes.
+      leaves: arrays on one device of the data group.
+      specs: how each is sharded over the user's axes.
       group: the axes of the mesh.
     """
     if not group.model_axes or not leaves:

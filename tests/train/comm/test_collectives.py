@@ -79,7 +79,7 @@ def test_scatter_sums_and_keeps_order(sizes, bucket):
 
 @pytest.mark.parametrize("bucket", [0, 64, 2**23])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_publish_in_buckets_equals_leaf_by_leaf(sizes, bucket):
+def test_all_gather_in_buckets_equals_array_by_array(sizes, bucket):
     mesh = make_mesh(sizes)
     places = layouts(mesh)
     wholes = values(places, 1)
@@ -140,7 +140,7 @@ def test_a_bucket_holds_one_dtype(call):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_own_part_is_what_gather_puts_back(sizes):
+def test_local_shard_is_what_gather_puts_back(sizes):
     mesh = make_mesh(sizes)
     places = layouts(mesh)
     wholes = values(places, 2)

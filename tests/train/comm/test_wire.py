@@ -80,7 +80,7 @@ def test_theory_is_what_a_hand_counts(level, axes):
     assert found["budget_bytes"] == {kind: round(x * share) for kind, x in bound.items()}
 
 
-def test_at_rest_a_parameter_takes_12_bytes_over_the_devices():
+def test_a_stored_parameter_takes_12_bytes_over_the_devices():
     plan = plan_of((16, 16), "p_g_os")
     rest = sum(x.bytes_per_device for x in jax.tree.leaves((plan.params, plan.opt_state)))
     assert rest == pytest.approx(12 * (6_738_415_616 - NORMS) / 256 + 12 * NORMS, abs=64)

@@ -103,7 +103,7 @@ def test_small_layers_stay_in_one_gather(monkeypatch):
     assert {op.times for op in published(program)} == {1}
 
 
-def test_a_gpu_holds_published_stacks_once():
+def test_a_gpu_holds_gathered_stacks_once():
     found = found_by("stacks_on_gpu", "h100:1x8")
     temporaries = found["peak"] - found["arguments"]
     assert temporaries < 0.6 * found["parameters"], found
