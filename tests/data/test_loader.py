@@ -392,7 +392,7 @@ def odd_one(i, example):
         (({"x": [1, 2]}, 8, PLAN), "lists in it must be arrays"),
         (({"x": np.array([1, "a"] * 8, object)}, 8, PLAN), "source['x'] has dtype object"),
         (({"x": np.zeros(8, [("a", int)])}, 8, PLAN), "source['x'] has dtype [('a',"),
-        (({"x": jax.random.split(jax.random.key(0), 8)}, 8, PLAN), "source['x'] holds keys"),
+        (({"x": jax.random.split(jax.random.key(0), 8)}, 8, PLAN), "source['x'] contains keys"),
         (([None] * 8, 8, PLAN), "holds no number"),
         (([{"s": "text"}] * 8, 8, PLAN), "source[0]['s'] has dtype"),
     ],

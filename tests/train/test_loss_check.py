@@ -290,7 +290,7 @@ import sys, warnings
 import gshard
 gshard.distributed.initialize()
 import jax, optax
-from tests import test_loss_check as t
+from tests.train import test_loss_check as t
 rank, mesh = jax.process_index(), gshard.make_mesh()
 state, plan = gshard.shard_train_state((t.PARAMS, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=4)
 batch = {name: x[rank * 24 : rank * 24 + 24] for name, x in t.BATCH.items()}

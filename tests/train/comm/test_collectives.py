@@ -114,7 +114,7 @@ def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
             np.testing.assert_array_equal(np.asarray(shard.data), whole)
 
 
-@pytest.mark.parametrize("call", ["scatter_leaves", "publish_leaves"])
+@pytest.mark.parametrize("call", ["scatter_leaves", "all_gather_updated"])
 def test_a_bucket_holds_one_dtype(call):
     """In a shared bucket the narrow leaf would be widened, and more would move."""
     mesh = make_mesh()
