@@ -23,22 +23,28 @@ from gshard.sharding.plan import Plan
 
 
 def shard_batch(batch: Any, plan: Plan) -> Any:
-    """Places this process's rows on its devices, as part of the global batch.
+    """Places this process's examples on its devices, as part of the global batch.
+
+    Several processes compare what they give whenever it differs from the call before, and warn at
+    the first call of a plan when all of them give the same data.
 
     Args:
-      batch: arrays with this process's rows in their leading dimension; on one process that is the
-        whole batch. A jax array that already spans all devices of the mesh is global and kept.
-      plan: of `shard_train_state`.
+      batch: arrays with this process's examples in their leading dimension; with one process that
+        is the global batch. A jax array that already spans all devices of the mesh is kept.
+      plan: the plan of `shard_train_state`.
 
     Returns:
       The same tree of global arrays.
 
-    With several processes, these compare what they give whenever that differs from before
-    (`gshard.agreement`), and warn of the same data on all of them at the first call of a plan.
-
     Raises:
-      GShardError: when the rows do not divide over this process's devices, or when the processes
-        gave different arrays or rows.
+      GShardError: when the number of examples is not a multiple of this process's devices, or when
+        the processes gave different arrays or numbers of examples.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> gshard.shard_batch(batch, plan)["x"].sharding.spec
+      P('shard',)
     """
     check_plan(plan, "shard_batch(batch, plan)")
     mesh = plan.mesh

@@ -31,34 +31,36 @@ from gshard.sharding.plan import Plan
 class DataLoader:
     """Global batches of a source, read ahead by a thread.
 
-        loader = gshard.DataLoader({"x": x, "y": y}, 256, plan, seed=0)
-        for batch in loader:
-            state, metrics = step(state, batch)
-
-    Every `for` goes on where the loader is, to the end of the epoch (or of `num_epochs`). The next
-    one begins the next epoch, in another order.
+    Every `for` continues where the loader is, to the end of the epoch (or of `num_epochs`). The
+    next one begins the next epoch, in another order.
 
     Args:
       source: a tree of arrays (NumPy, memory-mapped) that share their leading dimension, or an
         object with `len(source)` and `source[i]` (a list of examples, a dataset of PyTorch or
-        `grain.MapDataset`), whose examples are trees of the same shapes and dtypes. The same on
-        every process.
-      batch_size: rows of the global batch, over all processes; a multiple of the devices that take
-        rows.
-      plan: of `shard_train_state`; its mesh says which rows are this process's.
+        `grain.MapDataset`), whose examples are trees of the same shapes and dtypes. It must be the
+        same on every process.
+      batch_size: examples of the global batch, over all processes; a multiple of the devices.
+      plan: the plan of `shard_train_state`; its mesh says which examples this process reads.
       seed: 0 or more; the order of an epoch is
         `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))
-        .permutation(len(source))`, 8 bytes for each row.
+        .permutation(len(source))`, 8 bytes for each example.
       shuffle: False keeps the order of the source.
-      num_epochs: epochs that one `for` gives; None: it has no end.
-      drop_remainder: what does not fill a batch at the end of an epoch is left out. If not, the
-        last batch is smaller, and must divide over the devices too.
-      prefetch: batches that are read and placed ahead; 0: none, and no thread.
+      num_epochs: epochs that one `for` gives; None for no end.
+      drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
+        False the last batch is smaller, and must be a multiple of the devices too.
+      prefetch: batches that are read and placed ahead; 0 for none, and no thread.
       transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
-        its own for every row and epoch, returns the example as it is stacked. In the thread.
+        its own for every example and epoch; returns the example to stack. It runs in the thread.
 
     Raises:
-      GShardError: for arguments that cannot be; while iterating, for examples that differ.
+      GShardError: for arguments that do not fit; while iterating, for examples that differ.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> step = gshard.make_train_step(loss_fn, plan)
+      >>> for global_batch in gshard.DataLoader(batch, 8, plan, num_epochs=1):
+      ...     state, metrics = step(state, global_batch)
     """
 
     def __init__(
@@ -212,18 +214,27 @@ class DataLoader:
 
 
 def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
-    """Global batches of batches that hold this process's rows, one by one.
+    """Turns batches of this process's examples into global batches, one by one.
 
-    For what has an order of its own: a `grain.DataLoader` or `IterDataset`, PyTorch's `DataLoader`
-    with NumPy batches, a generator. Its state stays yours (`get_state`, `set_state`): nothing is
-    read ahead.
+    It is for sources with an order of their own: a `grain.DataLoader` or `IterDataset`, PyTorch's
+    `DataLoader` with NumPy batches, a generator. Their state stays yours (`get_state`,
+    `set_state`): nothing is read ahead.
 
     Args:
-      batches: each as `shard_batch` takes it; the same number on every process.
-      plan: of `shard_train_state`.
+      batches: batches as `shard_batch` takes them; the same number on every process.
+      plan: the plan of `shard_train_state`.
+
+    Returns:
+      An iterator over trees of global arrays.
 
     Raises:
-      GShardError: for arguments that cannot be; while iterating, as `shard_batch`.
+      GShardError: for arguments that do not fit; while iterating, as `shard_batch`.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> [x["x"].shape for x in gshard.global_batches([batch, batch], plan)]
+      [(16, 64), (16, 64)]
     """
     check_plan(plan, "global_batches(batches, plan)")
     if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):

@@ -26,17 +26,27 @@ from gshard.train_state import Components
 
 
 def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
-    """A compiled function of the whole parameters and a batch.
+    """Compiles a function of the full parameters and a batch, for evaluation.
 
     Args:
-      fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`.
-        It gives a tree of floating scalars (means over its rows), `gshard.Weighted`,
-        `gshard.Reduced`, and arrays with one entry per row.
-      plan: of `shard_train_state`.
+      fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`. It
+        returns a tree of floating scalars (means over its examples), `gshard.Weighted`,
+        `gshard.Reduced`, and arrays with one entry per example.
+      plan: the plan of `shard_train_state`.
 
     Returns:
-      `f(state, batch)`, NNX `f(model, batch)`: the same tree for the global batch: means, weighted
-      means, what was reduced by name, and global arrays with all rows.
+      `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree for the global batch:
+      means, weighted means, what was reduced as it says, and global arrays with all examples.
+
+    Raises:
+      GShardError: at the call, for a batch, state or output that does not fit.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> evaluate = gshard.make_eval_step(loss_fn, plan)
+      >>> float(evaluate(state, batch))
+      4096.0
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
 

@@ -18,18 +18,26 @@ from gshard.train.aux_metrics import add_sums
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalGradients:
-    """Sums over the rows that each device has seen; they add up: `acc = acc + more`.
+    """Gradients that are not reduced yet: sums over the examples that each device has seen.
 
-    Every array has a leading axis over the devices of the data group, so that each device keeps its
-    own. `gshard.reduce_gradients(acc, plan)` ends them; an optimizer refuses them.
+    They add up (`total = total + more`). Every array has a leading axis over the devices of the
+    data axes, so that each device keeps its own. `gshard.reduce_gradients(total, plan)` reduces
+    them; an optimizer refuses them.
 
     Attributes:
-      grads: a tree like the parameters: whole gradients, or with `accumulate="scatter"` the part
-        of the device, summed over the shard group.
+      grads: a tree like the parameters: full gradients, or with `accumulate="scatter"` the local
+        shard, summed over the shard group.
       loss: float32 `(devices,)`.
       weight: float32 `(devices,)`, what the sums are divided by.
       aux: the loss's auxiliary output in a form that adds up, or None.
       accumulate: `local` or `scatter`.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> _, local = gshard.value_and_grad(loss_fn, plan, sync=False)(state.params, batch)
+      >>> local.grads["w"].shape
+      (8, 64, 32)
     """
 
     grads: Any

@@ -19,11 +19,23 @@ from gshard.train_state import PureLoss
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weighted:
-    """A loss, or an aux, as a sum and its weight; divided once, by that of the global batch.
+    """A loss, or an auxiliary output, as a sum and its weight.
+
+    gshard adds up both over all devices and micro-batches and divides once, so that a mean over
+    valid tokens matches single-device training.
 
     Attributes:
-      sum: floating scalar, the summed loss of the rows at hand.
-      weight: scalar, such as the number of tokens that count. Not differentiated.
+      sum: floating scalar, the summed loss of the examples at hand.
+      weight: scalar, such as the number of valid tokens. It is not differentiated.
+
+    Example:
+      >>> def masked_loss(params, batch):
+      ...     error = jnp.square(batch["x"] @ params["w"]).mean(-1)
+      ...     return gshard.Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> step = gshard.make_train_step(masked_loss, plan)
+      >>> state, metrics = step(state, {"x": batch["x"], "mask": np.arange(16) % 3 == 0})
     """
 
     sum: Any
@@ -37,14 +49,21 @@ REDUCTIONS = get_args(Reduction)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Reduced:
-    """An aux or an evaluation output, and how it is reduced over the rows of the batch.
+    """An auxiliary or evaluation output, and how it is reduced over the examples of a batch.
 
     Attributes:
-      value: number or array, of the rows at hand: a count of them, their largest logit.
-      by: over devices, micro-batches and calls: `"sum"`, `"max"`, `"min"`, `"any"` and `"all"` (of
-        booleans), or `"mean"` (weighted as the loss is; in evaluation every device weighs the
-        same). Integers stay integers but for a mean; a
-        sum of them has the dtype of `jnp.sum`, one of float16 or bfloat16 is float32.
+      value: number or array of the examples at hand, such as their count or their largest logit.
+      by: the reduction over devices, micro-batches and calls: `"sum"`, `"max"`, `"min"`, `"any"`
+        and `"all"` (of booleans), or `"mean"` (weighted as the loss is; in evaluation every device
+        weighs the same). Integers stay integers, except in a mean. A sum of them has the dtype of
+        `jnp.sum`, and a sum of float16 or bfloat16 is float32.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> count = lambda params, batch: gshard.Reduced(batch["x"].shape[0], "sum")
+      >>> int(gshard.make_eval_step(count, plan)(state, batch))
+      16
     """
 
     value: Any

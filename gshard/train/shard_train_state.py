@@ -90,45 +90,53 @@ def shard_train_state(
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
 ) -> tuple[Any, Plan]:
-    """Divides a train state over a mesh.
+    """Shards a train state over the devices of a mesh.
 
     Args:
       state: a Flax `TrainState` or a subclass; an NNX `(model, optimizer)` pair; `(params, tx)`;
-        any of these abstract; or a function that makes one, called with `init_args` inside a jitted
-        program, so that no device and no host buffer ever holds the whole state.
-      mesh: of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
-      level: `"os"` (optimizer state divided), `"os_g"` (gradients too), `"p_g_os"` (parameters
-        too), or `"dp"` (nothing); 1, 2, 3 and `"zero1"` to `"zero3"` mean the same. `"auto"`: of
-        those whose state and gradients fit 70 % of a device's memory the one that sends least;
-        what activations take it does not know, as `gshard advise` does.
+        any of these with abstract arrays; or a function that makes one, called with `init_args`
+        inside a jitted program, so that no device and no host buffer ever holds the full state.
+      mesh: a mesh of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
+      level: `"zero1"` or `"os"` (the optimizer state is sharded), `"zero2"` or `"os_g"` (gradients
+        too), `"zero3"`, `"fsdp"` or `"p_g_os"` (parameters too), `"ddp"` or `"dp"` (nothing is
+        sharded); 0 to 3 mean the same. `"auto"` takes, of the levels whose state and gradients fit
+        70 % of a device's memory, the one that communicates least. It does not know how much memory
+        activations need; `gshard advise` does.
       init_args: arguments of an init function.
-      min_shard_size: elements of one layer; only a larger leaf is divided.
-      rules: which dimension of which leaf; see `gshard.rules.as_rules`. Leaves that no rule claims
-        go by shape.
-      scan_axes: the dimension that a scan over layers walks, which is not divided (but by a rule of
-        yours, at `"os"` and `"os_g"`): a mapping from path pattern to dimension. Flax's
+      min_shard_size: elements of one layer; only larger arrays are sharded.
+      rules: which dimension of an array is sharded: `gshard.by_path`, `gshard.by_predicate`, a
+        function of a `gshard.LeafInfo`, a mapping from path pattern to dimension, or a list of
+        these. Arrays that no rule answers for go by shape.
+      scan_axes: the dimension that a scan over layers iterates over: a mapping from path pattern to
+        dimension. It is never sharded, except by a rule of yours at `"os"` and `"os_g"`. Flax's
         metadata (an axis named `layers`, `layer` or `scan`, or one of the names given here) is read
         without it.
       frozen: parameters that are not trained (Linen and plain): a pattern of paths or several, a
-        function of a `Leaf`, or a tree of True and False. They have no gradient and no optimizer
-        state, and lie divided where parameters do. Integer parameters always are. For NNX the
-        optimizer's `wrt=` says what is trained.
+        function of a `gshard.LeafInfo`, or a tree of True and False. They have no gradient and no
+        optimizer state, and are sharded where parameters are. Integer parameters are always frozen.
+        For NNX the optimizer's `wrt=` says what is trained.
       precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
-        `state.params` is in it, and the optimizer updates a divided master copy in float32.
-      offload: the optimizer state with its master copies, and parameters that are divided
-        (`"p_g_os"`), rest in the host's memory, and are on the device only where they are used.
-      indivisible: a large leaf none of whose dimensions divides is stored with padding (`"pad"`) or
-        left `"replicate"`.
-      shard_axes: mesh axes to divide over; by default the one named `"shard"`, and where there is
-        none all but the replica axes. Axes left over are your own (tensor parallelism).
-      replica_axes: mesh axes to copy over; by default the one named `"replica"`, if any.
+        `state.params` has that dtype, and the optimizer updates a sharded master copy in float32.
+      offload: keep the optimizer state with its master copies, and sharded parameters, in host
+        memory; they are on the device only while they are used.
+      indivisible: what happens to a large array none of whose dimensions is a multiple of the shard
+        group: `"pad"` stores it with padding, `"replicate"` leaves it replicated.
+      shard_axes: mesh axes to shard over; by default the one named `"shard"`, and where there is
+        none all but the replica axes. Remaining axes are your own (tensor parallelism).
+      replica_axes: mesh axes to replicate over; by default the one named `"replica"`, if any.
 
     Returns:
       The state, of the type given (for `(params, tx)` a `TrainState` without `apply_fn`), and the
-      plan. The caller's arrays are copied: never aliased, never freed.
+      plan. Your arrays are copied, never aliased and never freed.
 
     Raises:
       GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "fsdp", min_shard_size=16)
+      >>> plan.level.name
+      'p_g_os'
     """
     chosen = None if is_auto(level) else parse_level(level)
     flag("offload", offload)

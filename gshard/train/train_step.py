@@ -50,23 +50,23 @@ def make_train_step(
     donate: bool = True,
     check_loss: bool = True,
 ) -> TrainStep:
-    """A compiled training step for a state that lies as `plan` says.
+    """Compiles a training step for a state that `shard_train_state` sharded.
 
     Linen: `state, metrics = step(state, batch)`. NNX: `metrics = step(model, optimizer, batch)`, in
     place. `metrics` holds device arrays: `loss` and `grad_norm` (float32 scalars, of the global
     batch), `skipped_steps` (int32 scalar), with `has_aux` `aux`, and with a scaler `loss_scale`
     (float32 scalar, of this step).
 
-    A step whose gradient has no finite norm, because of any entry on any device, changes nothing of
-    the state but its count of skipped steps. So does one whose global weight is 0
+    A step whose gradient norm is not finite, because of any entry on any device, changes nothing in
+    the state but its count of skipped steps. Neither does one whose global weight is 0
     (`gshard.Weighted`).
 
     Args:
-      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its rows,
-        or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the
-        state (`batch_stats`, ...) as keyword arguments is given them; one that takes `**kwargs` is
-        given `rng` and what `mutable=` names.
-      plan: of `shard_train_state`.
+      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its
+        examples, or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields
+        of the state (`batch_stats`, ...) as keyword arguments is given them; one that takes
+        `**kwargs` is given `rng` and what `mutable=` names.
+      plan: the plan of `shard_train_state`.
       has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch,
         `gshard.Weighted`, or `gshard.Reduced(x, by)`: a sum, a maximum, ...
       mutable: fields of the state for which the loss returns new values: `(loss, {name: value})`,
@@ -108,8 +108,20 @@ def make_train_step(
         and a loss that communicates by itself has none. GSHARD_CHECK_LOSS=0 in the environment
         of every process turns it off as well.
 
+    Returns:
+      The step: `step(state, batch)` returns `(state, metrics)`; for NNX `step(model, optimizer,
+      batch)` returns `metrics`. `step.lower(state, batch)` is that of `jax.jit`.
+
     Raises:
-      GShardError: for options that cannot be; at the call, for a batch or state that does not fit.
+      GShardError: for options that do not fit; at the call, for a batch or state that does not fit.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "zero2", min_shard_size=16)
+      >>> step = gshard.make_train_step(loss_fn, plan)
+      >>> state, metrics = step(state, batch)
+      >>> float(metrics["loss"])
+      4096.0
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
     plan.kind.check_step(plan.template)

@@ -39,7 +39,7 @@ def value_and_grad(
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
 ) -> Callable[..., Any]:
-    """The loss over the global batch, and its Divided gradient.
+    """Like `jax.value_and_grad`, of the loss over the global batch, with sharded gradients.
 
     Call the result inside your own `jax.jit` (or `nnx.jit`), then
     `state.apply_gradients(grads=grads)` (or `optimizer.update(model, grads)`): the layouts stay
@@ -47,7 +47,7 @@ def value_and_grad(
 
     Args:
       loss_fn: as in `make_train_step`.
-      plan: of `shard_train_state`.
+      plan: the plan of `shard_train_state`.
       sync: `False` for accumulation over separate calls: the gradients come back `LocalGradients`.
         Add those of several batches, then `loss, grads = reduce_gradients(total, plan)`.
       has_aux: the loss returns `(loss, aux)`.
@@ -67,6 +67,16 @@ def value_and_grad(
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it. Without `sync` the loss is that of each
       device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
+
+    Raises:
+      GShardError: for options that do not fit; at the call, for a batch or state that does not fit.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "zero2", min_shard_size=16)
+      >>> grad = gshard.value_and_grad(loss_fn, plan)
+      >>> loss, grads = jax.jit(grad)(state.params, gshard.shard_batch(batch, plan))
+      >>> state = state.apply_gradients(grads=grads)
     """
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
     if not flag("sync", sync) and OVERWRITTEN in plan.non_trainable:
@@ -113,22 +123,29 @@ def reduce_gradients(
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
 ) -> tuple[Any, Any]:
-    """Ends gradients of `value_and_grad(sync=False)`, those of one call or the sum of several.
+    """Reduces gradients of `value_and_grad(sync=False)`, of one call or the sum of several.
 
     Call it inside your own `jax.jit`, before `state.apply_gradients` or `optimizer.update`.
 
     Args:
-      unreduced: their sum.
-      plan: the one they were made with.
+      unreduced: the sum of the local gradients.
+      plan: the plan that they were made with.
       bucket_size: elements of one bucket.
       end_bucket_size: as in `make_train_step`.
 
     Returns:
-      `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all rows together,
-      whatever the calls had each. Aux is weighted as the loss is, or reduced as it says.
+      `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all examples
+      together, however many each call had. Aux is weighted as the loss is, or reduced as it says.
 
     Raises:
-      GShardError: for gradients that are reduced already, or another plan's.
+      GShardError: for gradients that are reduced already, or those of another plan.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> grad = gshard.value_and_grad(loss_fn, plan, sync=False)
+      >>> local = grad(state.params, batch)[1] + grad(state.params, batch)[1]
+      >>> loss, grads = gshard.reduce_gradients(local, plan)
     """
     if not isinstance(unreduced, LocalGradients):
         raise GShardError(

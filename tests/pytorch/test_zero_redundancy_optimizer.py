@@ -253,7 +253,7 @@ def test_groups_have_hyperparameters_of_their_own(partition, later):
 def test_the_recipe_says_what_a_device_holds():
     """PyTorch's own: the same parameters, and half of the state on each of two devices."""
     given = (16, 4, 2, 2)
-    plain, divided = (pytorch_zero.train(*given, divided=way) for way in (False, True))
+    plain, divided = (pytorch_zero.train(*given, sharded=way) for way in (False, True))
     assert divided["parameters"] == plain["parameters"] == 4 * 4 * (16 * 16 + 16)
     assert plain["optimizer state"] == 2 * plain["parameters"] + 8
     assert 0 <= divided["optimizer state"] - plain["parameters"] < 64  # counts

@@ -579,7 +579,9 @@ def test_one_array_in_two_places():
         state.replace(copy=plain().params), gshard.make_mesh(), "os", **MODEL.options()
     )
     step = gshard.make_train_step(MODEL.loss, plan)
-    with refused("params/Dense_0/bias", "non_trainable/copy/Dense_0/bias", "jnp.copy", "donate=False"):
+    with refused(
+        "params/Dense_0/bias", "non_trainable/copy/Dense_0/bias", "jnp.copy", "donate=False"
+    ):
         step(state.replace(copy=state.params), batch())
     gshard.make_train_step(MODEL.loss, plan, donate=False)(
         state.replace(copy=state.params), batch()
