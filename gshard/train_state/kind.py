@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,110 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
+from gshard.train_state.components import Components, PureLoss
 from gshard.train_state.fp8 import updated
 from gshard.train_state.linen import Linen
 from gshard.train_state.nnx import Nnx
 
-Kind = Linen | Nnx
+
+class Kind(Protocol):
+    """What the rest of gshard asks of a train state; `Linen` and `Nnx` implement it.
+
+    Attributes:
+      arguments: names of the arguments of a train step that come before the batch.
+    """
+
+    arguments: ClassVar[tuple[str, ...]]
+
+    def freeze(
+        self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
+    ) -> Kind:
+        """Returns the kind of states in which `frozen` and integer parameters are not trained."""
+        ...
+
+    def narrow(self, state: Any) -> Any:
+        """Returns the state with an optimizer state of the trained parameters alone."""
+        ...
+
+    def split(self, state: Any) -> Components:
+        """Takes a state apart."""
+        ...
+
+    def split_target(self, params: Any, collections: dict[str, Any], /) -> Components:
+        """Takes what a loss alone needs apart: parameters, or a model, and further collections."""
+        ...
+
+    def split_inference(self, state: Any, /) -> Components:
+        """Takes what evaluation needs apart: no optimizer."""
+        ...
+
+    def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
+        """Returns a state like `like` with these components and the optimizer `tx`."""
+        ...
+
+    def update(self, state: Any, parts: Components) -> Any:
+        """Returns the state after a step, or None where it was updated in place."""
+        ...
+
+    def trained(self, tree: Any) -> Any:
+        """Returns the trained part of a tree like the parameters."""
+        ...
+
+    def full_update(self, updates: Any, params: Any) -> Any:
+        """Returns updates of the trained parameters as updates of all of them."""
+        ...
+
+    def params_of(self, parts: Components, template: Any) -> Any:
+        """Returns all parameters as the user's own tree."""
+        ...
+
+    def tx(self, state: Any) -> optax.GradientTransformation:
+        """Returns the optimizer of a state."""
+        ...
+
+    def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns the optimizer of the trained parameters as that of a plain state."""
+        ...
+
+    def is_inference(self, state: Any) -> bool:
+        """Whether evaluation accepts this although it is no complete state."""
+        ...
+
+    def check(self, state: Any) -> None:
+        """Raises a GShardError for a state that cannot be sharded."""
+        ...
+
+    def check_step(self, state: Any) -> None:
+        """Raises a GShardError for a state with a way to train of its own."""
+        ...
+
+    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
+        """Returns the user's loss as a pure function of components."""
+        ...
+
+    def gradients(self, grads: Any, params: Any, updates: dict[str, Any], /) -> Any:
+        """Returns gradients as the user's optimizer takes them."""
+        ...
+
+    def absorb(self, params: Any, parts: Components, updates: dict[str, Any], /) -> dict[str, Any]:
+        """Returns what the loss changed, or writes it into the user's model."""
+        ...
+
+    def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
+        """Returns what the user's `post_update` makes of a state."""
+        ...
+
+    def random_paths(self, state: Any) -> frozenset[str]:
+        """Paths of non-trainable state that random numbers are drawn from."""
+        ...
+
+    def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
+        """Names that Flax's metadata gives the dimensions of parameters, by path."""
+        ...
+
+    def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
+        """Mesh axes that Flax's metadata gives the dimensions of parameters, by path."""
+        ...
 
 
 def kind_of(state: Any) -> Kind:

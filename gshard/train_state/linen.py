@@ -47,7 +47,7 @@ class Linen:
     """
 
     frozen: frozenset[str] = frozenset()
-    arguments: ClassVar = ("state",)  # of a train step, before the batch
+    arguments: ClassVar[tuple[str, ...]] = ("state",)  # of a train step, before the batch
 
     def freeze(
         self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]

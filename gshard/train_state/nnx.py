@@ -36,7 +36,10 @@ class Nnx:
     """An NNX `(model, optimizer)` pair; `wrt` is the optimizer's filter for what it trains."""
 
     wrt: Any
-    arguments: ClassVar = ("model", "optimizer")  # of a train step, before the batch
+    arguments: ClassVar[tuple[str, ...]] = (
+        "model",
+        "optimizer",
+    )  # of a train step, before the batch
 
     def freeze(self, state: Any, frozen: Any, paths_of: Any = None) -> Nnx:
         """Refuses `frozen=`, which the optimizer's filter says."""
