@@ -1,4 +1,4 @@
-"""`make_eval_step`: functions of whole parameters over a divided batch, without a gradient."""
+"""`make_eval_step`: evaluates a function of full parameters on a sharded batch."""
 
 from __future__ import annotations
 
@@ -93,10 +93,11 @@ def evaluate_on_devices(
     batch: Any,
     plan: Plan,
 ) -> Any:
-    """`on_device(evaluate, examples)` on every device, its results placed by `out_specs`.
+    """Runs `on_device(evaluate, examples)` on every device; `out_specs` are those of its results.
 
-    `evaluate(examples)` is `fun(params, extras, examples)` of full parameters, which are gathered
-    where they are used first. In a loop pass `per_call=True`, or XLA gathers everything before it.
+    `evaluate(examples)` calls `fun(params, non_trainable, examples)` with full parameters, each
+    all-gathered at its first use. Inside a loop pass `per_call=True`; otherwise XLA gathers
+    everything before the loop.
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
@@ -146,7 +147,7 @@ def evaluate_on_devices(
 
 
 def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
-    """One output of one device as a part of the global one, and whether it is a mean."""
+    """Returns one device's output, averaged if it is a mean, and whether it is a mean."""
     axes = plan.group.axes
     if has_reduction(x):
         return reduce_sums(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True

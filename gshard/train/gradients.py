@@ -1,8 +1,8 @@
-"""The gradient stage: parts and a batch in, reduced gradients out, collectives written by hand.
+"""The gradient stage: components and a batch in, reduced gradients out.
 
-The whole stage is one `shard_map` over the data axes with `check_vma=False`: with the default the
-gradient of a replicated parameter arrives already summed, and a reduction on top would count it N
-times.
+The stage is one `shard_map` over the data axes with explicit collectives and `check_vma=False`:
+with the default the gradient of a replicated parameter arrives already summed, and a reduction on
+top would count it N times.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from gshard.train_state import OVERWRITTEN, Components, PureLoss
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the gradient stage returns, as global arrays.
+    """The results of the gradient stage, as global arrays.
 
     Attributes:
-      grads: Divided: a tree like the parameters, in the layouts of `plan.grads`.
-      loss: float32 scalar, of the global batch.
+      grads: a tree like the parameters, in the layouts of `plan.grads`.
+      loss: float32 scalar, the loss of the global batch.
       aux: the loss's auxiliary output, reduced over the batch, or None.
-      weight: float32 scalar, what the sums over the global batch were divided by; 0 where there was
-        nothing to divide, and loss and gradient are 0.
-      norm: float32 scalar, of the whole gradient; finite only if every entry is.
-      updates: extras that the loss changed, by name, and those that their gradient replaces.
+      weight: float32 scalar by which the sums over the global batch were divided; if it is 0, loss
+        and gradient are 0.
+      norm: float32 scalar, the norm of the full gradient; finite only if every entry is.
+      updates: non-trainable state by name: what the loss changed, and what its gradient replaces.
     """
 
     grads: Any
@@ -57,7 +57,7 @@ class Gradients:
 
     @property
     def finite(self) -> jax.Array:
-        """Boolean scalar; false too where the norm of finite entries exceeds float32."""
+        """Whether the norm is finite (boolean scalar); false also if the norm overflows float32."""
         return jnp.isfinite(self.norm)
 
 
@@ -70,16 +70,16 @@ def compute_gradients(
     options: StepOptions,
     scale: jax.Array | None = None,
 ) -> Gradients:
-    """The gradient of the mean loss over the rows of the global batch.
+    """Computes the gradient of the mean loss over the examples of the global batch.
 
     Args:
-      loss: pure, of whole parameters and the rows of one device.
-      parts: of the state; `params` in storage shapes.
-      batch: global arrays, rows over the data axes; scalars are given to every device.
+      loss: a pure function of full parameters and the examples of one device.
+      parts: the components of the state, `params` in storage shapes.
+      batch: global arrays, their examples sharded over the data axes; scalars are replicated.
       rng: a typed key or None; folded with device and micro-batch.
-      plan: where everything lies.
-      options: how.
-      scale: float32 scalar; the loss is multiplied by it and the gradient divided again.
+      plan: the plan, which has the layouts.
+      options: the options of the step.
+      scale: float32 scalar; the loss is multiplied by it, and the gradient divided by it.
     """
     how = accumulation(plan, options.micro_batches, options.accumulate)
 
@@ -102,12 +102,14 @@ def compute_local_gradients(
     options: StepOptions,
     own_non_trainable: dict[str, Any] | None = None,
 ) -> tuple[LocalGradients, dict[str, Any]]:
-    """Every device's own sums over its rows, and extras that the loss changed; args as above.
+    """Computes each device's sums over its examples, and the non-trainable state that changed.
 
-    Nothing of a gradient moves when it accumulates locally; else each is scattered as it arises.
+    Arguments are those of `compute_gradients`. Gradients that accumulate locally are not
+    communicated; others are reduce-scattered as soon as they are computed.
 
-    `own_extras` are extras of which each device has its own, with a leading axis over the devices.
-    Given, those that the loss changes stay so and come back with these, for `end_extras`.
+    `own_non_trainable` is state that differs by device, with a leading axis over the devices. If it
+    is given, what the loss changes stays local and is returned together with it, for
+    `mean_non_trainable`.
     """
     how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
@@ -143,10 +145,11 @@ def _on_devices(
     scale: jax.Array | None = None,
     own_non_trainable: dict[str, Any] | None = None,
 ) -> Any:
-    """`end(own, order, scale)` on every device, and what the loss changed, by name and in storage.
+    """Runs `end(own, order, scale)` on every device; also returns the state that the loss changed.
 
-    `own` are the gradients, loss, weight and aux of a device, as sums; `order` is that in which
-    the gradients arise; `out_specs` are those of what `end` returns.
+    `own` contains one device's gradients, loss, weight and aux, as sums; `order` is the order in
+    which gradients become available; `out_specs` are the specs of what `end` returns. The changed
+    state is returned by name, in storage shapes.
     """
     stored = jax.tree.leaves(plan.params)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
@@ -155,7 +158,7 @@ def _on_devices(
         {k: x for k, x in parts.non_trainable.items() if k not in apart}, plan
     )
     own_layouts = {name: all_replicated(tree, plan.group) for name, tree in apart.items()}
-    check_leaves(batch)  # in the user's own loop it need not come from shard_batch
+    check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
     check_examples(batch, plan.group.devices, options.micro_batches)
     _check_dtypes(parts.params, plan)
 
@@ -178,7 +181,7 @@ def _on_devices(
 
         if (
             OVERWRITTEN in non_trainable
-        ):  # statistics of gradients: those need the size of one device's
+        ):  # fp8 statistics of gradients need gradients at the scale of a single device
             weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
             scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
         one = make(scale)
@@ -209,7 +212,7 @@ def _on_devices(
         axis_names=set(plan.data_axes),
         check_vma=False,
     )
-    if plan.bytes_per_device["host"]:  # JAX fetches from the host in compiled code alone
+    if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
         mapped = jax.jit(mapped)
     found, updates = mapped(
         jax.tree.leaves(parts.params),
@@ -223,12 +226,12 @@ def _on_devices(
 
 
 def _may_be_keys(non_trainable: dict[str, Any]) -> bool:
-    """Whether there are arrays that may be old-style keys; their use tells."""
+    """Whether any array may be an old-style key; only its use in the loss shows if it is one."""
     return any(x.dtype == jnp.uint32 and jnp.ndim(x) for x in jax.tree.leaves(non_trainable))
 
 
 def _check_dtypes(params: Any, plan: Plan) -> None:
-    """With a `Precision` the parameters are those of the state, in the dtype that it says."""
+    """Refuses parameters whose dtype is not the compute dtype of the plan's `Precision`."""
     if plan.precision is None:
         return
     for x, layout in zip(jax.tree.leaves(params), jax.tree.leaves(plan.params), strict=True):

@@ -1,4 +1,4 @@
-"""Gradients that are not reduced yet: what accumulates between separate calls."""
+"""Gradients that are not reduced yet, which accumulate over separate calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LocalGradients:
       grads: a tree like the parameters: full gradients, or with `accumulate="scatter"` the local
         shard, summed over the shard group.
       loss: float32 `(devices,)`.
-      weight: float32 `(devices,)`, what the sums are divided by.
+      weight: float32 `(devices,)`, by which the sums are divided in the end.
       aux: the loss's auxiliary output in a form that adds up, or None.
       accumulate: `local` or `scatter`.
 
@@ -72,10 +72,14 @@ class LocalGradients:
 
 
 def refuse_local_gradients(grads: Any, known: list[str]) -> None:
-    """Refuses gradients that are not reduced, also what NNX makes of them: a State with fields.
+    """Refuses gradients that are not reduced, also as the `nnx.State` that NNX converts them to.
+
+    Args:
+      grads: what was passed as gradients.
+      known: the paths of the parameters.
 
     Raises:
-      GShardError: they are `LocalGradients`; `known` are the paths of the parameters.
+      GShardError: they are `LocalGradients`.
     """
     if isinstance(grads, LocalGradients):
         raise GShardError(_REFUSAL)

@@ -1,4 +1,4 @@
-"""The forms a loss may have, brought into one: a sum, its weight, aux and updates."""
+"""Converts every accepted form of a loss to one: a sum, its weight, aux and updates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Weighted:
     valid tokens matches single-device training.
 
     Attributes:
-      sum: floating scalar, the summed loss of the examples at hand.
+      sum: floating scalar, the loss summed over the examples that the function was given.
       weight: scalar, such as the number of valid tokens. It is not differentiated.
 
     Example:
@@ -52,7 +52,8 @@ class Reduced:
     """An auxiliary or evaluation output, and how it is reduced over the examples of a batch.
 
     Attributes:
-      value: number or array of the examples at hand, such as their count or their largest logit.
+      value: scalar or array computed from the examples that the function was given, such as their
+        count or their largest logit.
       by: the reduction over devices, micro-batches and calls: `"sum"`, `"max"`, `"min"`, `"any"`
         and `"all"` (of booleans), or `"mean"` (weighted as the loss is; in evaluation every device
         weighs the same). Integers stay integers, except in a mean. A sum of them has the dtype of
@@ -72,15 +73,15 @@ class Reduced:
 
 @dataclass(frozen=True)
 class NormalizedLoss:
-    """Calls a pure loss and brings what it returned into `(sum, (weight, aux, updates))`."""
+    """Calls a pure loss and converts its result to `(sum, (weight, aux, updates))`."""
 
     loss: PureLoss
     structure: Any
     has_aux: bool
-    by_examples: bool  # a plain loss weighs as much as the rows it is the mean of, else 1
+    by_examples: bool  # whether a plain loss weighs its number of examples; otherwise it weighs 1
 
     def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
-        """Takes whole parameter leaves and one device's rows; the loss comes back as float32."""
+        """Computes the loss of one device's examples, as float32, from full parameter leaves."""
         params = jax.tree.unflatten(self.structure, leaves)
         out, updates = self.loss(params, non_trainable, batch, rng)
         updates = _like_the_non_trainable(updates, non_trainable)
@@ -121,7 +122,7 @@ class NormalizedLoss:
 
 
 def fold_keys(tree: Any, *numbers: Any) -> Any:
-    """Every typed PRNG key of a tree, folded with `numbers`: device, micro-batch."""
+    """Folds every typed PRNG key of a tree with `numbers`, such as device and micro-batch."""
 
     def fold(x: Any) -> Any:
         if not _is_key(x):
@@ -135,17 +136,25 @@ def fold_keys(tree: Any, *numbers: Any) -> Any:
 
 
 def fold_raw_key(key: jax.Array, *numbers: Any) -> jax.Array:
-    """An old-style key (uint32), or an array of them, folded with `numbers`."""
+    """Folds an old-style key (uint32), or an array of them, with `numbers`."""
     return jax.random.key_data(fold_keys(jax.random.wrap_key_data(key), *numbers))
 
 
 def fold_scalar_keys(batch: Any, *numbers: Any) -> Any:
-    """The typed keys of a batch that are given to every device; not one key for each example."""
+    """Folds the typed keys of a batch that are replicated; keys with one per example stay."""
     return jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), batch)
 
 
 def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
-    """Keys that the loss changes would differ from device to device; `raw`: paths of old ones."""
+    """Refuses PRNG keys that the loss changes: they would differ from device to device.
+
+    Args:
+      updates: the non-trainable state that the loss changed.
+      raw: paths of arrays that are used as old-style keys.
+
+    Raises:
+      GShardError: names the keys.
+    """
     paths, leaves, _ = flatten(updates)
     keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
     if keys:
@@ -161,19 +170,24 @@ def _is_key(x: Any) -> bool:
 
 
 def has_reduction(x: Any) -> bool:
-    """Whether this says itself how it is reduced, for `is_leaf=`."""
+    """Whether this specifies its own reduction, for `is_leaf=`."""
     return isinstance(x, (Weighted, Reduced))
 
 
 def is_numeric(x: Any) -> bool:
-    """Whether this is a number or an array of numbers."""
+    """Whether this is a scalar or an array of a numeric or boolean dtype."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x.dtype.kind not in "OSUMm"
     return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
 
 
 def check_reductions(tree: Any, batch: Any, what: str) -> None:
-    """Refuses every `Reduced` of a tree that cannot be; `what` begins the message.
+    """Refuses any `Reduced` of a tree with an unknown reduction or a value of the wrong kind.
+
+    Args:
+      tree: the outputs.
+      batch: the batch that they were computed from.
+      what: how the message begins.
 
     Raises:
       GShardError: names its path.
@@ -203,10 +217,10 @@ def check_reductions(tree: Any, batch: Any, what: str) -> None:
 
 
 def typed_key(rng: Any) -> Any:
-    """A user's `rng=` as one typed key; an old-style key (uint32) of the default kind is wrapped.
+    """Converts `rng=` to a typed key; an old-style key (uint32) of the default kind is wrapped.
 
     Raises:
-      GShardError: when it is no key.
+      GShardError: it is not a key.
     """
     if rng is None or (isinstance(rng, jax.Array) and _is_key(rng) and not rng.shape):
         return rng
@@ -221,7 +235,7 @@ def _rows(batch: Any) -> int:
 
 
 def _check_aux(aux: Any, batch: Any) -> None:
-    """Aux is averaged over devices and micro-batches, or says how else; it must mean something."""
+    """Refuses auxiliary outputs that can be neither averaged nor reduced as they specify."""
     check_reductions(aux, batch, "aux")
     pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=has_reduction)
     for keys, x in pairs:
@@ -257,7 +271,7 @@ def _warn_of_rows(place: str, x: Any, rows: int) -> None:
 def _like_the_non_trainable(
     updates: dict[str, Any], non_trainable: dict[str, Any]
 ) -> dict[str, Any]:
-    """The updates that the loss returns, as trees of the state, after checking that they fit."""
+    """Checks the updates that the loss returns, and gives them the tree structure of the state."""
     fitting = {}
     for name, tree in updates.items():
         if name not in non_trainable:

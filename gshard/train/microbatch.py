@@ -1,4 +1,4 @@
-"""The sums of a loss and its gradient on one device, one micro-batch after the other."""
+"""Sums a loss and its gradient on one device, one micro-batch after the other."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatchSums:
-    """Sums over the rows seen so far on one device.
+    """Sums over the examples that one device has processed so far.
 
-    `updates` are the latest; `overwritten` are the largest.
+    `updates` contains the latest values, `overwritten` the largest.
     """
 
     grads: list[jax.Array]
@@ -47,10 +47,11 @@ class MicroBatchSums:
 
 
 class MicroBatchLoss:
-    """The loss and gradient of one micro-batch on one device, as sums.
+    """Computes the loss and gradient of one micro-batch on one device, as sums.
 
     Attributes:
-      order: of the leaves, in which their gradients arise; known once it was called.
+      order: the indices of the leaves in the order in which their gradients become available; valid
+        after the first call.
     """
 
     def __init__(
@@ -85,12 +86,12 @@ class MicroBatchLoss:
         rng: Any,
         i: Any,
     ) -> MicroBatchSums:
-        """Args as in `gradients`, but of one device; `i` is the number of the micro-batch."""
+        """Computes the sums of micro-batch `i`; arguments as in `gradients`, but of one device."""
         with self._scope() as scope:
             at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
-            # What is used first waits longest for its gradient.
+            # The leaf that is used first gets its gradient last.
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
         refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
@@ -105,7 +106,7 @@ class MicroBatchLoss:
         rng: Any,
         i: Any,
     ) -> jax.Array:
-        """What the loss of one micro-batch weighs; of the rest XLA drops what it does not need."""
+        """Computes the weight of one micro-batch's loss; XLA removes what it does not need."""
         with self._scope() as scope:
             at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
             return at(points, overwritten)[1][1]
@@ -123,7 +124,7 @@ class MicroBatchLoss:
         i: Any,
         scope: GatherScope,
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
-        """The loss as a function of where gradients are taken, and these places."""
+        """Returns the loss as a function of what is differentiated, and those values."""
         rng, non_trainable = fold_keys((rng, non_trainable), self.device, i)
         batch = fold_scalar_keys(batch, self.device, i)
         more, structure = jax.tree.flatten(non_trainable)
@@ -137,7 +138,7 @@ class MicroBatchLoss:
             non_trainable = jax.tree.unflatten(structure, leaves[len(self.uses) :])
             return self.form(leaves[: len(self.uses)], non_trainable, batch, rng)
 
-        points = [  # where the gradient is taken: at the sink, or at a replicated leaf
+        points = [  # the gradient is taken at the gradient sink, or at a replicated leaf
             leaf if use is None else use.grad_sink()
             for leaf, use in zip(leaves, self.uses, strict=True)
         ]
@@ -228,9 +229,9 @@ def sum_over_micro_batches(
     k: int,
     finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> MicroBatchSums:
-    """The sum of `one` over k slices of this device's rows, one after the other.
+    """Sums `one` over k slices of this device's examples, one after the other.
 
-    Of several slices, `finish` makes of each one's gradients what is added up.
+    With more than one slice, `finish` reduces the gradients of each slice before they are added.
     """
     if k == 1:
         return one(leaves, non_trainable, layouts, batch, rng, 0)
@@ -250,7 +251,8 @@ def sum_over_micro_batches(
     )
 
     def body(total: MicroBatchSums, x: Any) -> tuple[MicroBatchSums, None]:
-        # Tied to the counter, or XLA gathers once before the loop and keeps everything whole.
+        # The barrier ties the shards to the loop counter: otherwise XLA all-gathers them once,
+        # before the loop, and keeps everything unsharded.
         leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
         leaves_now = _keep_dimension_orders(leaves_now, one.stored)
         now = {**_keep_dimension_orders(non_trainable_with(parts_now), layouts), **total.updates}
@@ -276,7 +278,7 @@ def total_weight(
     rng: Any,
     k: int,
 ) -> jax.Array:
-    """What the loss of all k slices of this device's rows weighs, before any gradient is taken."""
+    """Sums the weights of the k slices of this device's examples, before taking any gradient."""
     rows, micro_batch = _slices(batch, k)
 
     def body(total: jax.Array, x: Any) -> tuple[jax.Array, None]:
@@ -287,9 +289,11 @@ def total_weight(
 
 
 def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
-    """Of a table that is looked up, and is the head too, XLA would hold two orders.
+    """Constrains the dimension order of replicated leaves, so that XLA keeps one copy of each.
 
-    Of parts a copy is small, and what is gathered of them has the order that is wanted.
+    XLA would keep two copies, in two orders, of an embedding table that is also the output head.
+    Sharded leaves need no constraint: a copy of a shard is small, and an all-gather produces the
+    order that its use wants.
     """
 
     def held(x: jax.Array, layout: Layout) -> jax.Array:
@@ -299,7 +303,10 @@ def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The rows of a device in k slices, and what makes a batch of one slice of each array."""
+    """Splits a device's examples into k slices; also returns a function that makes a micro-batch.
+
+    That function takes one slice of each array.
+    """
     arrays, structure = jax.tree.flatten(batch)
     rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
 
