@@ -1,1 +1,1 @@
-"""What one device needs for a step, from its trace: a model of what compilers make of it."""
+"""Estimates what one device needs for a step from the trace, by modelling what compilers do."""

@@ -1,4 +1,4 @@
-"""Kernels, and how compilers combine them: collectives, and on GPU kernels that read the same."""
+"""Kernels, and how compilers combine collectives and, on GPU, kernels that read the same value."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _LARGEST = 30 << 20  # bytes of results
 
 @dataclass
 class Kernel:
-    """What runs as one: its operation, and all that is computed within.
+    """One kernel: an operation and everything that is computed inside it.
 
     Attributes:
       op: the operation whose results are written.
       reads: numbers of the buffers that it reads.
       after: numbers of buffers that are written before it, by an optimization barrier.
       writes: numbers of the buffers that it writes.
-      place: in the order of the trace.
-      elementwise: it may write where an operand of the same size lay.
-      late: the compiler made it again, so that it comes after others that wait for the same.
+      place: its position in the order of the trace.
+      elementwise: whether it may write into the memory of an operand of the same size.
+      late: whether the compiler created it again, so that it runs after other kernels that wait
+        for the same operands.
     """
 
     op: Op
@@ -41,7 +42,7 @@ class Kernel:
 
 
 def combined(kernels: list[Kernel], values: Sequence[Value], platform: str) -> list[Kernel]:
-    """Collectives of one kind and group that do not wait for each other become one.
+    """Combines collectives of one kind and group that do not wait for each other.
 
     XLA:CPU combines sums alone. All stop at 30 MiB of results, so that for eight devices gradients
     of eight times as much may wait, whole, for one reduce-scatter.
@@ -77,7 +78,7 @@ def _of_one_kind(
 
 
 def _parts(members: list[Kernel], values: Sequence[Value]) -> list[list[Kernel]]:
-    """Groups in the order of the trace whose results are not too large."""
+    """Splits kernels, in trace order, into groups whose results are not too large."""
     found: list[list[Kernel]] = [[]]
     held = 0
     for kernel in members:
@@ -91,7 +92,7 @@ def _parts(members: list[Kernel], values: Sequence[Value]) -> list[list[Kernel]]
 
 
 def as_one(members: list[Kernel]) -> Kernel:
-    """A kernel that does what several do, where the last of them is."""
+    """Returns one kernel that does the work of several, at the position of the last of them."""
     return dataclasses.replace(
         members[-1],
         reads=list(dict.fromkeys(i for k in members for i in k.reads)),
@@ -101,13 +102,13 @@ def as_one(members: list[Kernel]) -> Kernel:
 
 
 def waits_for(kernels: Sequence[Kernel]) -> list[set[int]]:
-    """The kernels that each one waits for."""
+    """Returns, for each kernel, the kernels that it waits for."""
     writer = {i: k for k, kernel in enumerate(kernels) for i in kernel.writes}
     return [{writer[i] for i in (*x.reads, *x.after) if i in writer} for x in kernels]
 
 
 def in_order(kernels: list[Kernel]) -> list[Kernel]:
-    """As they were traced, as far as none comes before one that it waits for."""
+    """Returns the kernels in trace order, moved only to come after the kernels they wait for."""
     before = waits_for(kernels)
     after: list[list[int]] = [[] for _ in kernels]
     for k, waits in enumerate(before):
@@ -136,7 +137,7 @@ _MOVED = {  # reads what lies elsewhere than what it writes, so that one loop do
 def siblings_joined(
     kernels: list[Kernel], values: Sequence[Value], fusible: Sequence[bool]
 ) -> list[Kernel]:
-    """Element-wise kernels of one shape that read one value of that size become one kernel.
+    """Combines element-wise kernels of one shape that read the same value of that size.
 
     It has several results. What is recomputed for the gradient of a weight is so computed beside
     the gradients that need the same operands, which then are no longer needed.

@@ -1,4 +1,4 @@
-"""What XLA:CPU keeps in memory for some of its readers and computes again for the others."""
+"""Models XLA:CPU: what it computes again for each reader, widens to float32, and copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TWO_OF_ITS_SIZE = ("one_minus_square", "integer_pow")  # as (1 + x) * (1 - x), 
 def with_repeated(
     program: TracedProgram, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
 ) -> TracedProgram:
-    """The program in which what is cheap is an operation of its own for each way it is read.
+    """Returns the program with a separate copy of each cheap operation for each way it is read.
 
     `CpuInstructionFusion` goes from readers to what they read. A change of shape, such as the one
     to the matrices that `DotDecomposer` makes of the operands of a product, is a reader like any
@@ -50,7 +50,7 @@ def with_repeated(
 
 
 class _Repeating:
-    """Finds how every value is read, and then writes the new program."""
+    """Finds how every value is read, and then builds the new program."""
 
     def __init__(
         self, program: TracedProgram, cheap: Callable[[Op], bool], absorbs: Callable[[str], bool]
@@ -73,20 +73,20 @@ class _Repeating:
         self.copies: dict[tuple[int, _Reading], int] = {}
 
     def root(self, i: int) -> int:
-        """The value that another one is in another shape."""
+        """Returns the value that value `i` is a reshaped version of."""
         while i in self.made and self.made[i].name in RESHAPED and self.made[i].ins[0] != FREE:
             i = self.made[i].ins[0]
         return i
 
     def lying(self, i: int) -> _Reading:
-        """How it is read from memory, in the shape that it has."""
+        """Returns the reading of a value from memory in its own shape."""
         return _AS_IT_LIES if i == FREE else self._in_shape(i, self.program.values[i].shape)
 
     def _in_shape(self, i: int, shape: tuple[int, ...]) -> _Reading:
         return _AS_IT_LIES if shape == self.program.values[self.root(i)].shape else shape
 
     def reading(self, op: Op, place: int) -> _Reading:
-        """How an operation reads an operand."""
+        """Returns how an operation reads an operand."""
         i = op.ins[place]
         if op.name.startswith(("reduce_", "arg")) and self.absorbs(op.name):  # no collective
             return _AS_IT_LIES
@@ -97,7 +97,7 @@ class _Repeating:
         return _WITHIN if self.absorbs(op.name) else self.lying(i)
 
     def repeated(self, op: Op) -> list[_Reading]:
-        """The ways to read a result for which it is computed separately; none for once."""
+        """Returns the readings for which a result is computed separately; none if it runs once."""
         if len(op.outs) > 1 or op.outs[0] in self.view or not self.cheap(op):
             return []
         found = list(self.readings[op.outs[0]])
@@ -105,7 +105,7 @@ class _Repeating:
         return [] if once or len(found) < 2 else found
 
     def _of_one(self, op: Op) -> bool:
-        """Whether it is made from one array of its size at most, or from no more bytes."""
+        """Whether a result is computed from one array no larger than it, or from no more bytes."""
         if op.name in _TWO_OF_ITS_SIZE and op.params.get("y") != 2:
             return False
         values, out = self.program.values, self.program.values[op.outs[0]]
@@ -145,7 +145,7 @@ class _Repeating:
         return self.found
 
     def read(self, i: int, reading: _Reading) -> int:
-        """The value that is read in place of another one."""
+        """Returns the value that is read in place of value `i`."""
         root = self.root(i)
         if (root, reading) not in self.copies:
             return i
@@ -162,7 +162,7 @@ def _rank(shape: tuple[int, ...]) -> int:
 
 
 def _merged(op: Op, side: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the operand of a product whose dimensions of one kind are merged into one."""
+    """Returns the shape of a product's operand after dimensions of one kind are merged."""
     summed, batch = (dims[side] for dims in op.params["dimension_numbers"])
     stay = [d for d in range(len(shape)) if d not in (*summed, *batch)]
     kinds = sorted(dims for dims in (stay, sorted(summed)) if dims)
@@ -176,36 +176,37 @@ _NOT_ROUNDED = {  # by dumps of JAX 0.12: done in bfloat16, or they only move el
 
 
 def is_narrow(value: Value) -> bool:
-    """Whether it is a floating-point number of 16 bits."""
+    """Whether a value has a 16-bit floating-point dtype."""
     return value.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def written_wide(op: Op, value: Value) -> bool:
-    """Whether what an operation gives is float32 in memory for all that reads it.
+    """Whether the result of an operation is float32 in memory for all its readers.
 
-    Collectives always are done in it; up to JAX 0.11 everything is. A loop carries what it is told.
+    Collectives always run in float32; up to JAX 0.11 every operation does. A loop carries values
+    in the dtypes that it is given.
     """
     return is_narrow(value) and not op.bodies and (not NEW_CPU or op.name in COLLECTIVES)
 
 
 def is_rounded(op: Op, value: Value) -> bool:
-    """Whether what an operation gives is rounded from float32 to bfloat16, from JAX 0.12 on.
+    """Whether the result of an operation is rounded from float32 to bfloat16, from JAX 0.12 on.
 
-    That is dear, so that it is done once (`CpuInstructionFusion::IsExpensive`).
+    Rounding is expensive, so it is done once (`CpuInstructionFusion::IsExpensive`).
     """
     return NEW_CPU and value.dtype == jnp.bfloat16 and op.name not in _NOT_ROUNDED
 
 
 def with_widened(program: TracedProgram, absorbs: Callable[[str], bool]) -> TracedProgram:
-    """The program in which what lies in memory in 16 bits is read in float32, up to JAX 0.11.
+    """Returns the program with 16-bit values in memory read as float32, as up to JAX 0.11.
 
-    That are inputs and what loops give; all else is float32 already. A kernel that only computes
-    element by element widens as it reads. Everything else reads a copy, which all share. For a
-    loop that is a copy of the whole: as its body slices what does not change, and widens it, the
-    widening is done before (`FloatNormalization`, `WhileLoopInvariantCodeMotion`).
+    These values are inputs and the results of loops; everything else is float32 already. An
+    element-wise kernel widens values as it reads them. All other kernels share one widened copy.
+    For a loop, the full array is copied: its body slices and widens an array that does not change,
+    so the widening moves out of the loop (`FloatNormalization`, `WhileLoopInvariantCodeMotion`).
 
     Args:
-      program: of one device.
+      program: the program of one device.
       absorbs: whether an operation of this name widens as it reads.
     """
     found = dataclasses.replace(program, ops=[], values=list(program.values))
@@ -236,7 +237,7 @@ def with_widened(program: TracedProgram, absorbs: Callable[[str], bool]) -> Trac
 
 
 def _reading_wide(scan: Op) -> TracedProgram:
-    """The body of a scan that is given in float32 all that it does not carry."""
+    """Returns the body of a scan that receives everything it does not carry as float32."""
     (body,), carried = scan.bodies, {a for a, _ in scan.carried}
     values = list(body.values)
     for k, i in enumerate(body.inputs):
@@ -246,7 +247,7 @@ def _reading_wide(scan: Op) -> TracedProgram:
 
 
 def with_canonical_products(program: TracedProgram) -> TracedProgram:
-    """The program with a copy of each operand whose dimensions lie in another order.
+    """Returns the program with a copy of each operand whose dimensions must be reordered.
 
     `DotDecomposer` has those of a batch first, then those that stay and those that are summed over,
     of the right operand these first, and merges the dimensions of each kind. One dimension that

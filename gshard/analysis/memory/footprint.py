@@ -1,4 +1,4 @@
-"""What one device needs, computes and transfers in a train step, from its trace alone.
+"""Estimates what one device needs, computes and transfers in a train step from its trace alone.
 
 Nothing is compiled. The peak models the compiler's buffers: everything that the step is given, and
 what it makes on the way; results take over the memory of a donated state. `compiled_peak` is the
@@ -42,17 +42,17 @@ _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All collectives of one kind, dtype and group size in a step, on one device.
+    """The collectives of one kind, dtype and group size in a step, on one device.
 
     Attributes:
       kind: HLO's name, such as `reduce-scatter`.
-      dtype: as the compiler moves it.
-      group_size: devices that exchange.
-      scalar: each moves one element: a norm, a loss.
-      count: executions.
+      dtype: the dtype in which the compiler transfers the data.
+      group_size: number of devices in one group.
+      scalar: whether each transfers one element, such as a norm or a loss.
+      count: number of executions.
       elements: outputs of all-gathers, inputs of everything else, as `gshard.audit` counts.
-      payload_bytes: the same in bytes.
-      wire_bytes: what the device sends, by the ring algorithms.
+      payload_bytes: the elements in bytes.
+      wire_bytes: bytes that the device sends, by the ring algorithms.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Exchange:
 
 
 def traffic_of(program: TracedProgram, platform: str) -> int:
-    """Bytes that the kernels of a program read from the device's memory and write to it."""
+    """Returns the bytes that a program's kernels read from and write to the device's memory."""
     whole = fused(program, platform)
     program = whole.program
     reads: dict[int, list[Op]] = defaultdict(list)
@@ -100,12 +100,12 @@ def traffic_of(program: TracedProgram, platform: str) -> int:
 def exchanges_of(
     program: TracedProgram, mesh: Mapping[str, int], wide: bool
 ) -> tuple[Exchange, ...]:
-    """The collectives that are written in a program, of more than one device.
+    """Returns the collectives that a program contains, over more than one device.
 
     Args:
       program: of one device.
       mesh: sizes of the axes by name.
-      wide: the compiler moves what has 16 bits as float32.
+      wide: whether the compiler transfers 16-bit values as float32.
     """
     rows: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
     for op, where, times in _collectives(program, 1):
@@ -127,7 +127,7 @@ def exchanges_of(
 
 
 def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, TracedProgram, int]]:
-    """The collectives of a program, where they are, and how often each runs."""
+    """Yields each collective, the program that contains it, and how often it runs."""
     for op in program.ops:
         if op.name in COLLECTIVES:
             yield op, program, times
@@ -159,9 +159,9 @@ class TracedBuffer:
     """One array that is live at the peak.
 
     Attributes:
-      bytes: on one device.
-      shape: on one device.
-      dtype: its name.
+      bytes: its bytes on one device.
+      shape: its shape on one device.
+      dtype: the name of its dtype.
       what: the primitive that makes it, and its name stack, such as `dot_general jvp(GPT/up)`.
     """
 
@@ -173,14 +173,14 @@ class TracedBuffer:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one device needs for one step.
+    """The memory, arithmetic and communication of one step on one device.
 
     Attributes:
       arguments: bytes of the state and the batch.
       temporaries: bytes of the largest sum of temporaries that are live together.
-      peak: bytes, the two together and the results that take over no argument's memory.
-      largest: what is live at the peak beside the arguments, largest first.
-      flops: of matrix products and convolutions, by dtype (`traffic.flops_of`).
+      peak: bytes of the two together and of the results that take over no argument's memory.
+      largest: the arrays that are live at the peak next to the arguments, largest first.
+      flops: FLOPs of matrix products and convolutions, by dtype (`program.flops_of`).
       traffic: bytes that kernels read from the device's memory and write to it, for a roofline.
       collectives: those written in the step. What XLA adds to an update in the global view, such as
         for an optimizer's matrix products, is not among them.
@@ -196,12 +196,12 @@ class Footprint:
 
 
 def trace_step(step: TrainStep, state: Any, batch: Any) -> jax.stages.Traced:
-    """The step traced for a state and a batch, concrete or abstract.
+    """Traces a step for a state and a batch, concrete or abstract.
 
     No device is needed: a plan of an `AbstractMesh` will do, with an abstract batch.
 
     Args:
-      step: of `make_train_step`.
+      step: the result of `make_train_step`.
       state: a train state, or for NNX the pair `(model, optimizer)`.
       batch: global arrays, or their `ShapeDtypeStruct`s.
     """
@@ -212,8 +212,8 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
     """Estimates what one device needs for a step.
 
     Args:
-      traced: of `trace_step`.
-      plan: of the step.
+      traced: the result of `trace_step`.
+      plan: the plan of the step.
       platform: `cpu`, `gpu` or `tpu`: whose compiler is modelled. A TPU is taken for a GPU without
         split matrix products and hidden latency, which was not compared with its compiler.
 
@@ -238,7 +238,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
 
 
 def compiled_peak(compiled: Any, platform: str) -> int:
-    """Bytes of one device that a compiled step needs at its peak, by the compiler's own account.
+    """Returns the bytes that a compiled step needs on one device at its peak, as XLA reports them.
 
     On GPU and TPU `peak_memory_in_bytes`: the largest sum of live buffers, arguments included. On
     CPU that leaves temporaries out (JAX 0.10 and 0.12: the peak of an MLP with 61 MB of them was

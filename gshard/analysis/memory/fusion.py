@@ -67,12 +67,12 @@ def _is_cheap(op: Op, program: TracedProgram) -> bool:
 
 @dataclass
 class Fused:
-    """A program as kernels on buffers.
+    """A program as kernels that read and write buffers.
 
     Attributes:
-      program: what was fused.
-      kernels: in the order of the trace.
-      buffer: of a value, the value whose buffer holds it; FREE for none.
+      program: the program that was fused.
+      kernels: its kernels, in the order of the trace.
+      buffer: for each value, the value whose buffer contains it; FREE for none.
     """
 
     program: TracedProgram
@@ -81,7 +81,7 @@ class Fused:
 
 
 def fused(program: TracedProgram, platform: str) -> Fused:
-    """The kernels of a program, which must not change any more."""
+    """Returns the kernels of a program, which must not change afterwards."""
     if platform not in program.fused:
         program.fused[platform] = _fused(program, platform)
     return program.fused[platform]
@@ -101,7 +101,7 @@ def _fused(program: TracedProgram, platform: str) -> Fused:
 
 
 class _Fusion:
-    """Decides, from the end, which values become buffers, and then what each kernel reads."""
+    """Decides, from the last operation back, which values become buffers and what kernels read."""
 
     def __init__(self, program: TracedProgram, platform: str):
         self.program, self.platform = program, platform
@@ -128,7 +128,7 @@ class _Fusion:
         self._after: dict[int, frozenset[int]] = {}
 
     def root(self, i: int) -> int:
-        """The value that another one is a view of."""
+        """Returns the value that value `i` is a view of."""
         while i in self.view:
             i = self.view[i]
         return i
@@ -207,7 +207,7 @@ class _Fusion:
         return (kernels - 1) * read - (kernels + 1) * size > _LAUNCH
 
     def sources(self, i: int) -> frozenset[int]:
-        """What a value is computed from, if all that can be is computed where it is read."""
+        """Returns the sources of a value if all fusible operations are computed where read."""
         if i not in self._sources:
             op = self.made.get(i)
             found = frozenset([i])
@@ -219,7 +219,7 @@ class _Fusion:
         return self._sources[i]
 
     def reads(self, i: int) -> frozenset[int]:
-        """The buffers that a value is computed from."""
+        """Returns the buffers that a value is computed from."""
         if i not in self._reads:
             if i in self.nothing:
                 found: frozenset[int] = frozenset()
@@ -232,7 +232,7 @@ class _Fusion:
         return self._reads[i]
 
     def after(self, i: int) -> frozenset[int]:
-        """The buffers that a value waits for, behind a barrier, without reading them."""
+        """Returns the buffers that a value waits for because of a barrier, without reading them."""
         if i not in self._after:
             found: frozenset[int] = frozenset()
             if i in self.barred:
@@ -261,7 +261,7 @@ def _into_reductions(op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[
 
 
 def _constants(program: TracedProgram, root: Any) -> set[int]:
-    """Values that follow from no input."""
+    """Returns the values that depend on no input."""
     found: set[int] = set()
     for op in program.ops:
         if (
@@ -282,7 +282,7 @@ _PARTS = tuple(1 << n for n in range(12))
 
 
 def with_split_products(program: TracedProgram) -> TracedProgram:
-    """The program with split products as two operations: partial sums, and `sum_parts` of them.
+    """Returns the program with each split product as partial sums and a `sum_parts` of them.
 
     The partial sums are a buffer, in float32 where the product has 16 bits. Their sum is computed
     where it is read, so that those of products that are added up are live together.
@@ -303,7 +303,7 @@ def with_split_products(program: TracedProgram) -> TracedProgram:
 
 
 def split_k(op: Op, program: TracedProgram) -> int:
-    """Into how many partial sums XLA:GPU splits a matrix product: as many as it takes for cheapest.
+    """Returns the number of partial sums with the lowest cost when XLA:GPU splits a matrix product.
 
     A product of few tiles leaves cores idle, and the sum of its parts must be written and read.
     """
@@ -324,7 +324,7 @@ def split_k(op: Op, program: TracedProgram) -> int:
 
 
 def _cost(b: int, m: int, n: int, k: int, widths: Sequence[int], parts: int) -> float:
-    """Of `b` products of (m, k) and (k, n), `EstimateGemmCostAfterSplitK` of XLA."""
+    """Returns XLA's `EstimateGemmCostAfterSplitK` for `b` products of (m, k) and (k, n)."""
     tile = min(m, _TILE) * min(n, _TILE)
     tiles = b * parts * -(-m // _TILE) * -(-n // _TILE)
     waves = max(1.0, tiles * tile / (_CORES * _TILE * _TILE))

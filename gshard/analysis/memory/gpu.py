@@ -1,8 +1,8 @@
-"""The order that XLA:GPU makes so that computation runs while collectives do.
+"""Models the order in which XLA:GPU runs kernels so that computation overlaps with collectives.
 
-A model of its `LatencyHidingScheduler`, which takes the order of least memory and makes another,
-from the end to the beginning, without regard to memory. (Where more than half of the device's is
-taken it heeds that too, which is not modelled.)
+This is a model of its `LatencyHidingScheduler`, which takes the order with the least memory and
+builds a new one from the end to the beginning, without regard to memory. (If more than half of the
+device's memory is in use, the scheduler also considers memory; that is not modelled.)
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _EDGE = 1.0  # microseconds from a kernel to one that waits for it
 
 
 def latency_hidden(whole: Fused, order: Sequence[Kernel]) -> list[Kernel]:
-    """Kernels in the order of XLA:GPU.
+    """Returns the kernels in the order in which XLA:GPU runs them.
 
-    A collective is two of them: its start, which writes the results, and a `done` that reads its
-    operands and results, so that they live until then.
+    A collective becomes two kernels: its start, which writes the results, and a `done` that reads
+    its operands and results, so that these stay live until then.
 
     Args:
-      whole: the program.
-      order: of its kernels, where nothing else decides.
+      whole: the fused program.
+      order: the order of its kernels where nothing else decides.
     """
     if not any(kernel.op.name in COLLECTIVES for kernel in order):
         return list(order)
@@ -36,7 +36,7 @@ def latency_hidden(whole: Fused, order: Sequence[Kernel]) -> list[Kernel]:
 
 
 class _Scheduler:
-    """Nodes are numbered in the order that is given; `start` is by the number of a `done`."""
+    """Schedules nodes numbered in the given order; `start` is indexed by a `done`'s number."""
 
     def __init__(self, whole: Fused, order: Sequence[Kernel]):
         self.program = whole.program
@@ -70,7 +70,7 @@ class _Scheduler:
             self.depth.append(depth + (self.hidden[self.start[k]] if k in self.start else 0.0))
 
     def _graph(self) -> list[dict[int, int]]:
-        """Of every node, what it waits for, and through how many operations that only rename."""
+        """Returns, for each node, the nodes it waits for and the renaming operations in between."""
         done = {s: d for d, s in self.start.items()}
         writer = {i: done.get(k, k) for k, kernel in enumerate(self.nodes) for i in kernel.writes}
         found: list[dict[int, int]] = []
@@ -89,9 +89,9 @@ class _Scheduler:
         return found
 
     def _view(self, k: int, i: int) -> int:
-        """Under which shape a node reads a value: 0 as it is.
+        """Returns an id of the shape in which a node reads a value: 0 for the value's own shape.
 
-        Matrix products read matrices, and one that is split a shape of its own.
+        Matrix products read matrices, and a split product reads another shape.
         """
         op = self.nodes[k].op
         if op.name != "dot_general":
@@ -101,7 +101,7 @@ class _Scheduler:
         return int(len(self.program.values[i].shape) > 2)
 
     def scheduled(self) -> list[Kernel]:
-        """The nodes in their new order."""
+        """Returns the nodes in their new order."""
         waits = [len(after) for after in self.after]
         unread = {key: len(nodes) for key, nodes in self.readers.items()}
         ready = _Ready(self)
@@ -141,9 +141,10 @@ class _Scheduler:
 
 
 class _Ready:
-    """Nodes that may come next; those of one kind are told apart by what they make ready alone.
+    """The nodes that may be scheduled next.
 
-    Thousands may be ready at once, of a few kinds.
+    Nodes of one kind differ only in what they alone make ready. Thousands of nodes of a few kinds
+    may be ready at once.
     """
 
     def __init__(self, scheduler: _Scheduler):
@@ -155,21 +156,21 @@ class _Ready:
         self.waiting: dict[int, float] = {}  # from when on
 
     def reads_last(self, k: int) -> None:
-        """One more value is read by nothing but this node from here on."""
+        """Notes that one more value has this node as its only remaining reader."""
         self.made_ready[k] += 1
         if k in self.waiting:
             self._open(k)
 
     def add(self, k: int, since: float) -> None:
-        """A node is ready from a time on."""
+        """Adds a node that is ready from time `since` on."""
         done = k in self.scheduler.start
         self.dones, self.others = self.dones + done, self.others + (not done)
         heappush(self.later[done], (since, k))
 
     def take(self, now: float, flying: bool) -> tuple[int, float]:
-        """The node that comes next, and from when on it is ready.
+        """Removes and returns the next node, and the time from which it is ready.
 
-        `flying`: a collective is, so that no other may be.
+        `flying` says that a collective is in progress, so that no other may start.
         """
         for heap in self.later:
             while heap and heap[0][0] <= now:
@@ -196,7 +197,7 @@ class _Ready:
     def _soonest(
         self, heap: list[tuple[float, int]], now: float, hides: float | None, queued: bool
     ) -> tuple[int, float]:
-        """Of those that are ready later the first; of several at the same time the best."""
+        """Returns the node that is ready earliest, and the best of equally early ones."""
         same = [heappop(heap)]
         while heap and heap[0][0] - now == same[0][0] - now:
             same.append(heappop(heap))
@@ -224,14 +225,14 @@ class _Ready:
 def _rank(
     kind: tuple[bool, bool, float, float, bool], hides: float | None, queued: bool
 ) -> tuple[Any, ...]:
-    """What is put before all others of those that are ready as soon, the last of a step first.
+    """Returns the sort key of nodes that are ready at the same time; the last of a step is first.
 
-    The comparisons of `ReadySetLt` of XLA, in its order.
+    The key makes the comparisons of XLA's `ReadySetLt`, in its order.
 
     Args:
       kind: whether it is a `done`, a start; its depth, its time, whether it comes after a `done`.
       hides: microseconds until something else is ready.
-      queued: a `done` is ready.
+      queued: whether a `done` is ready.
     """
     _, start, depth, time, after_done = kind
     waste = 0.0
@@ -255,14 +256,14 @@ _CONVOLUTION = 10.0
 
 
 def latency(kernel: Kernel, program: TracedProgram) -> float:
-    """Microseconds from the start of a collective to its end."""
+    """Returns the microseconds from the start of a collective to its end."""
     kind = COLLECTIVES[kernel.op.name]
     size = max(_bytes(kernel.reads, program), _bytes(kernel.writes, program))
     return _START.get(kind, _OTHER) + size * (2 if kind == "all-reduce" else 1) / _WIRE
 
 
 def time_of(kernel: Kernel, program: TracedProgram) -> float:
-    """Microseconds of a kernel that is no collective; a loop counts as nothing there."""
+    """Returns the microseconds of a kernel that is not a collective; a loop counts as 0 there."""
     if kernel.op.bodies:
         return 0.0
     if kernel.op.name == "conv_general_dilated":
@@ -279,7 +280,7 @@ def _bytes(numbers: Sequence[int], program: TracedProgram) -> int:
 def padded_kernel(
     image: Sequence[int], kernel: Sequence[int], params: Mapping[str, Any]
 ) -> tuple[int, ...] | None:
-    """The shape of a kernel's padded copy; None where there is none.
+    """Returns the shape of the padded copy of a convolution's kernel; None if there is none.
 
     A kernel that is larger than what it is moved over changes places with it in XLA
     (`SwapConvOperands`), and what is moved over has its padding written out for cuDNN unless that

@@ -1,4 +1,4 @@
-"""How much memory the kernels of a program need at most: an order, and what is live in it."""
+"""Finds the peak memory of a program: orders its kernels and tracks which buffers are live."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Peak:
     """The largest sum of live buffers of a program, its inputs aside.
 
     Attributes:
-      bytes: of it.
-      live: (bytes, value, kernel that wrote it, program), what is live then.
+      bytes: the sum in bytes.
+      live: the buffers that are live then, as (bytes, value, kernel that wrote it, program).
     """
 
     bytes: int
@@ -29,7 +29,7 @@ class Peak:
 
 
 def peak_of(program: TracedProgram, platform: str) -> Peak:
-    """The peak of a program's own buffers; results that take over an input's memory need none."""
+    """Returns the peak of a program's buffers; results in the memory of an input need none."""
     whole = fused(program, platform)
     order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
     if platform == "gpu":
@@ -111,10 +111,10 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
 
 
 def _overwritten(order: Sequence[Kernel], donor: Mapping[int, int]) -> dict[int, Kernel]:
-    """Inputs that XLA:CPU copies at the start, and the kernels that take over their memory.
+    """Returns the inputs that XLA:CPU copies first, and the kernels that take over their memory.
 
-    Those that a kernel reads which does not have to run before the one that writes over them:
-    copies are inserted before there is an order (`CopyInsertion`).
+    An input is copied if a kernel reads it that does not have to run before the kernel that
+    overwrites it: copies are inserted before there is an order (`CopyInsertion`).
     """
     before: list[int] = []  # all that a kernel waits for, as bits
     for waits in waits_for(order):
@@ -132,7 +132,7 @@ def _overwritten(order: Sequence[Kernel], donor: Mapping[int, int]) -> dict[int,
 
 
 def _written(kernel: Kernel, value: Value, platform: str) -> int:
-    """Bytes of a buffer that a kernel writes beside what is there."""
+    """Returns the bytes that a kernel writes for a value in addition to existing buffers."""
     if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
         return 0
     if platform == "cpu" and written_wide(kernel.op, value):
@@ -141,14 +141,14 @@ def _written(kernel: Kernel, value: Value, platform: str) -> int:
 
 
 def _handed_on(kernel: Kernel) -> set[tuple[int, int]]:
-    """What a loop takes and what it makes of it, in the same memory."""
+    """Returns the pairs of a loop's operand and result that share memory."""
     return {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
 
 
 def _shared(
     kernel: Kernel, place: int, size: int, dying: list[int], held: dict[int, int]
 ) -> int | None:
-    """An operand whose memory a result takes over."""
+    """Returns an operand whose memory a result takes over, or None."""
     pairs = kernel.op.carried
     if pairs:
         for a, b in pairs:
@@ -163,7 +163,7 @@ def _shared(
 
 
 def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:
-    """Of every kernel, those it waits for, and those that wait for it."""
+    """Returns, for each kernel, the kernels it waits for and the kernels that wait for it."""
     before = waits_for(whole.kernels)
     after: list[list[int]] = [[] for _ in whole.kernels]
     for k, waits in enumerate(before):
@@ -173,7 +173,7 @@ def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:
 
 
 def breadth_first(whole: Fused) -> list[Kernel]:
-    """As XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
+    """Orders kernels as XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
     before, after = _graph(whole)
     waits = [len(b) for b in before]
     ready = deque(k for k, n in enumerate(waits) if not n)
@@ -189,10 +189,10 @@ def breadth_first(whole: Fused) -> list[Kernel]:
 
 
 def depth_first(whole: Fused) -> list[Kernel]:
-    """Operands before what reads them, from the results; what most hangs on first.
+    """Orders kernels depth-first from the results: operands first, those with most users first.
 
-    One of the three orders that XLA:GPU chooses from by memory (`DFSMemoryScheduler`), before it
-    hides the latency of collectives.
+    This is one of the three orders among which XLA:GPU chooses by memory (`DFSMemoryScheduler`),
+    before it hides the latency of collectives.
     """
     before, after = _graph(whole)
     sizes = whole.program.values
@@ -226,7 +226,7 @@ def depth_first(whole: Fused) -> list[Kernel]:
 
 
 def with_own_zeros(program: TracedProgram) -> TracedProgram:
-    """A program whose broadcasts return a value for every operation that writes into them.
+    """Returns a program whose broadcasts return one value for each operation that overwrites them.
 
     Equal broadcasts are one for XLA, such as the zeros that gradients of tables start as. What is
     written into is copied for all but one of the writers, right where it is made; XLA:GPU makes all

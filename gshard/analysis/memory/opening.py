@@ -1,7 +1,7 @@
-"""From a jaxpr to the program of one device.
+"""Turns a jaxpr into the program of one device.
 
-Inside a `shard_map` shapes are those of one device already; outside, in the global view, they are
-divided as the values lie (`global_view`).
+Inside a `shard_map`, shapes are already those of one device. Outside, in the global view, shapes
+are sharded as the values are.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SIZE_1 = (  # operands may have dimensions of size 1
 def program_of(
     closed: Any, shardings: Sequence[Any], barriers: bool, platform: str
 ) -> TracedProgram:
-    """The program of one device.
+    """Returns the program of one device.
 
     Args:
       closed: a closed jaxpr in the global view.
-      shardings: of its inputs; None for one that every device has whole.
-      barriers: the compiler honours optimization barriers.
+      shardings: the shardings of its inputs; None for a replicated input.
+      barriers: whether the compiler honours optimization barriers.
       platform: `gpu` with cuDNN, which wants the output features of a convolution's kernel first,
         in a copy. There and on `cpu` a collective wants its dimension first.
     """
@@ -67,7 +67,7 @@ def program_of(
 
 
 class _Builder:
-    """Walks a jaxpr into a program."""
+    """Builds a program from the equations of a jaxpr."""
 
     def __init__(self, program: TracedProgram, barriers: bool, platform: str):
         self.program, self.barriers, self.platform = program, barriers, platform
@@ -176,7 +176,7 @@ class _Builder:
         return self._add(eqn.primitive.name, ins, values, eqn)
 
     def _along_major(self, eqn: Any, ins: list[int], values: Sequence[Value]) -> list[int]:
-        """A collective along a dimension before which there are others: in another layout."""
+        """Reorders the operands of a collective along a dimension that is not the major one."""
         name, dim = eqn.primitive.name, eqn.params[_MAJOR[eqn.primitive.name]]
         if math.prod(eqn.invars[0].aval.shape[:dim]) == 1:
             return self._add(name, ins, values, eqn)
@@ -185,7 +185,7 @@ class _Builder:
         return [self._reordered(out, eqn) for out in self._add(name, ins, values, eqn)]
 
     def _reordered(self, i: int, eqn: Any) -> int:
-        """The same numbers with their dimensions in another order in memory."""
+        """Returns the value with its dimensions in another order in memory."""
         return i if i == FREE else self._add("reorder", [i], [self.program.values[i]], eqn)[0]
 
     def _add(
@@ -205,7 +205,7 @@ class _Builder:
         return outs
 
     def _kernel(self, i: int, eqn: Any) -> int:
-        """The kernel of a convolution in the copy that cuDNN reads."""
+        """Returns the copy of a convolution's kernel that cuDNN reads."""
         shape = padded_kernel(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params)
         if i == FREE or shape is None:
             return self._copied(i, eqn)
@@ -213,7 +213,7 @@ class _Builder:
         return self._add("layout", [i], [value], eqn)[0]
 
     def _copied(self, i: int, eqn: Any) -> int:
-        """A copy of a value in the order of dimensions that an operation wants; one for all."""
+        """Returns a copy in the order of dimensions that an operation needs; readers share it."""
         made = {out: op for op in self.program.ops for out in op.outs}
         while i in made and made[i].name in ("rev", "transpose", "reshape"):
             i = made[i].ins[0]
@@ -225,7 +225,7 @@ class _Builder:
         return self.known[key][0] if i != FREE else FREE
 
     def _wide(self, v: Any, i: int, out: Value, eqn: Any) -> int:
-        """An operand whose dimensions of size 1 go with larger ones, as the compiler sees it."""
+        """Returns an operand with its size-1 dimensions broadcast, as the compiler sees it."""
         if i == FREE or len(v.aval.shape) != len(eqn.outvars[0].aval.shape):
             return i
         if v.aval.shape == eqn.outvars[0].aval.shape:
@@ -276,7 +276,7 @@ class _Builder:
         )  # fmt: skip
 
     def _once(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
-        """A scan of one step is no loop."""
+        """Inlines a scan of one iteration, which is not a loop."""
         fixed, carried, _ = scan_sizes(eqn)
         jaxpr, consts = opened(eqn.params["jaxpr"])
         return self._inline(jaxpr, consts, ins, inside)
@@ -303,11 +303,11 @@ class _Builder:
 
 
 def _text(eqn: Any, ins: Sequence[int]) -> str:
-    """What of an equation besides its operands decides its result."""
+    """Returns a text of everything in an equation that determines its result."""
     literals = [_plain(v.val) if isinstance(v, core.Literal) else None for v in eqn.invars]
     return repr((literals, eqn.params))
 
 
 def _plain(value: Any) -> Any:
-    """A number as Python's, with its dtype: NumPy's takes long to write."""
+    """Returns a scalar as a Python number with its dtype: NumPy scalars are slow to print."""
     return (value.dtype.name, value.item()) if getattr(value, "shape", None) == () else value

@@ -1,4 +1,4 @@
-"""A traced step as one device sees it: operations on numbered values, every call opened."""
+"""A traced step as one device runs it: operations on numbered values, with all calls inlined."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Value:
     Attributes:
       shape: on this device.
       dtype: its dtype.
-      factors: into how many parts each dimension of the whole is divided; 1s inside `shard_map`.
+      factors: number of shards along each dimension of the full array; 1s inside `shard_map`.
     """
 
     shape: tuple[int, ...]
@@ -45,12 +45,12 @@ class Value:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes; a key for random numbers counts as two words."""
+        """The number of bytes; a random key counts as two words."""
         return self.size * getattr(self.dtype, "itemsize", 8)
 
 
@@ -59,15 +59,15 @@ class Op:
     """One operation.
 
     Attributes:
-      name: of the primitive.
+      name: name of the primitive.
       ins: numbers of its operands, `FREE` for constants.
       outs: numbers of its results.
-      params: of the equation.
+      params: parameters of the equation.
       where: name stack of the equation.
-      bodies: programs that it runs: of a loop or a condition.
-      trips: how often; 1 where unknown.
+      bodies: programs that it runs, such as those of a loop or a condition.
+      trips: how often it runs them; 1 if unknown.
       carried: for a loop, (place of the operand, place of the result) of each carry.
-      held: its result is a buffer, whatever reads it.
+      held: whether its result is a buffer, whatever reads it.
     """
 
     name: str
@@ -86,13 +86,13 @@ class TracedProgram:
     """Operations in the order of the trace.
 
     Attributes:
-      fused: the same as kernels, by platform, once `fusion.fused` has found them.
+      fused: the program as kernels, by platform, once `fusion.fused` has found them.
       ops: the operations.
-      values: by number.
+      values: the values, by number.
       inputs: numbers of the inputs.
       outputs: numbers of the results, `FREE` for constants.
       kept: (place of the result, place of the input) of results that take over an input's memory.
-      is_body: it is run by an operation of another program.
+      is_body: whether an operation of another program runs it.
     """
 
     # Of this object alone: a copy with other operations has other kernels.
@@ -105,14 +105,14 @@ class TracedProgram:
     is_body: bool = False
 
     def new(self, value: Value) -> int:
-        """The number of a new value."""
+        """Adds a value and returns its number."""
         self.values.append(value)
         return len(self.values) - 1
 
     def live(self) -> TracedProgram:
-        """The same without operations whose results nothing needs.
+        """Returns the program without operations whose results nothing needs.
 
-        A scan is rid of what it stacks for nobody, and of what its body does not read.
+        A scan loses the stacked outputs that nothing reads and the operands its body does not read.
         """
         needed, ops = set(self.outputs), []
         for op in reversed(self.ops):
@@ -124,7 +124,7 @@ class TracedProgram:
 
 
 def _trimmed(op: Op, needed: set[int]) -> Op:
-    """A scan with the operands and results that it needs (XLA's `WhileLoopSimplifier`)."""
+    """Returns a scan with only the operands and results that it needs (`WhileLoopSimplifier`)."""
     (body,), carries = op.bodies, len(op.carried)
     outs = [k for k, out in enumerate(op.outs) if k < carries or out in needed]
     body = dataclasses.replace(body, outputs=[body.outputs[k] for k in outs]).live()
@@ -157,7 +157,7 @@ _PRODUCT = ("dot_general", "sum_parts")
 
 
 def views(program: TracedProgram, platform: str) -> dict[int, int]:
-    """Results that are their operand's buffer under another shape."""
+    """Returns the results that are their operand's buffer in another shape."""
     view: dict[int, int] = {}
     users: dict[int, list[Op]] = defaultdict(list)
     made = {out: op for op in program.ops for out in op.outs}
@@ -210,9 +210,9 @@ def _as_it_lies(
     program: TracedProgram,
     platform: str,
 ) -> bool:
-    """Whether a matrix product reads, or writes, a matrix in either order of its dimensions.
+    """Whether a matrix product can read or write a matrix in either order of its dimensions.
 
-    On CPU, a convolution writes in any.
+    On CPU, a convolution writes its result in any order.
     """
     source = made.get(op.ins[0])
     if source is not None and source.name == "conv_general_dilated" and platform == "cpu":
@@ -225,20 +225,20 @@ def _as_it_lies(
 
 
 def local_value(aval: Any, factors: tuple[int, ...] | None = None) -> Value:
-    """What one device holds of an array that is divided so; padded where that does not go up."""
+    """Returns the local shard of an array with these factors, padded if they do not divide it."""
     factors = factors or (1,) * len(aval.shape)
     shape = tuple(-(-size // f) for size, f in zip(aval.shape, factors, strict=True))
     return Value(shape, aval.dtype, factors)
 
 
 def factors_of(sharding: Any, ndim: int) -> tuple[int, ...]:
-    """Into how many parts a sharding divides each of `ndim` dimensions."""
+    """Returns the number of shards along each of `ndim` dimensions of a sharding."""
     spec = getattr(sharding, "spec", None)
     return factors_in(spec, sharding.mesh.shape, ndim) if spec is not None else (1,) * ndim
 
 
 def factors_in(spec: Any, sizes: Mapping[str, int], ndim: int) -> tuple[int, ...]:
-    """The factors of a spec on a mesh with axes of these sizes."""
+    """Returns the factors of a spec on a mesh with axes of these sizes."""
     found = [1] * ndim
     for d, names in enumerate(spec):
         for name in (names,) if isinstance(names, str) else names or ():
@@ -249,7 +249,7 @@ def factors_in(spec: Any, sizes: Mapping[str, int], ndim: int) -> tuple[int, ...
 def out_factors(
     eqn: Any, ins: Sequence[int], aval: Any, values: Sequence[Value]
 ) -> tuple[int, ...]:
-    """How a result lies in the global view: as its operands, dimension by dimension."""
+    """Returns the factors of a result in the global view: those of its operands, by dimension."""
     ndim, name, found = len(aval.shape), eqn.primitive.name, [1] * len(aval.shape)
     for place, i in enumerate(ins):
         if i == FREE:
@@ -275,7 +275,7 @@ def out_factors(
 
 
 def _dot_dims(numbers: Any, place: int, ndim: int, out_ndim: int) -> list[int | None]:
-    """Where the dimensions of an operand of a `dot_general` are in its result."""
+    """Returns the position in a `dot_general`'s result of each dimension of an operand."""
     contract, batch = numbers
     taken = {*contract[place], *batch[place]}
     free = [d for d in range(ndim) if d not in taken]
@@ -286,7 +286,7 @@ def _dot_dims(numbers: Any, place: int, ndim: int, out_ndim: int) -> list[int | 
 
 
 def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
-    """Where the dimensions of an array are after a reshape; None for one that is split or merged.
+    """Returns the new position of each dimension after a reshape; None if it is split or merged.
 
     A dimension that is split or merged is followed to the major one of what it becomes.
     """
@@ -309,13 +309,13 @@ def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
 
 
 def flops_of(program: TracedProgram) -> dict[str, float]:
-    """Of matrix products and convolutions, two for each multiplication with its addition.
+    """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
 
-    A loop counts as often as it runs, one of unknown length once; of the branches of a condition
-    the dearest. Zeros that pad or dilate what a convolution reads are multiplied too.
+    A loop counts as often as it runs, or once if its length is unknown; a condition counts its most
+    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
 
     Returns:
-      The number by name of the dtype that is multiplied.
+      FLOPs by name of the dtype that is multiplied.
     """
     found: dict[str, float] = defaultdict(float)
     for op in program.ops:
@@ -329,7 +329,7 @@ def flops_of(program: TracedProgram) -> dict[str, float]:
 
 
 def flops_of_op(op: Op, program: TracedProgram) -> float:
-    """Of one matrix product or convolution, or of all parts of one that is split; else 0."""
+    """Returns the FLOPs of one operation, or of all parts of a split product; 0 for any other."""
     if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
         return 0
     left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
