@@ -1,4 +1,4 @@
-"""`level="auto"`: the fastest level whose state fits the devices at hand."""
+"""`level="auto"`: chooses the fastest level whose state fits the memory of the devices."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, Level
 from gshard.sharding.plan import Plan
 
-# Of a device's memory for the state and gradients. What activations take is not known without a
-# loss; `gshard advise` knows it.
+# The share of a device's memory for the state and gradients. The memory of activations is not known
+# without a loss; `gshard advise` knows it.
 SHARE = 0.7
 _PREFERRED = ("os", "os_g", "dp", "p_g_os")  # of equally fast ones
 
 
 def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> Plan:
-    """The plan of the level that spends least on sending and updating, of those that fit.
+    """Returns the plan of the fitting level that spends least time on communication and updates.
 
     Args:
-      plan_at: the plan of a level.
-      mesh: of real devices.
+      plan_at: returns the plan of a level.
+      mesh: a mesh of real devices.
 
     Raises:
-      GShardError: no device says how much memory it has.
+      GShardError: the mesh is abstract, or a device does not report its memory.
     """
     if isinstance(mesh, AbstractMesh):
         raise GShardError(
@@ -44,7 +44,7 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
             "level: 'os', 'os_g' or 'p_g_os'."
         )
     least_here = min(size for size in sizes if size is not None)
-    if jax.process_count() > 1:  # all are to choose the same
+    if jax.process_count() > 1:  # all processes must choose the same level
         least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}
@@ -65,15 +65,15 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
 
 
 def _bytes_of_a_step(plan: Plan, budget: Budget) -> int:
-    """What a step needs on one device besides its batch and activations."""
+    """Returns the bytes that a step needs on one device in addition to batch and activations."""
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return sum(budget.resident.values()) + step + largest_layer(plan)
 
 
 def _seconds(budget: Budget, chip: Chip) -> float:
-    """Time for what levels differ in: the wire, the update, the link to the host; to two digits.
+    """Estimates the time in which levels differ: network, update and host link, to two digits.
 
-    The terms of `gshard.analysis.cost_model` that do not depend on the loss.
+    These are the terms of `gshard.analysis.cost_model` that do not depend on the loss.
     """
     host = sum(budget.host.values())
     wire = budget.wire_bytes / chip.link

@@ -1,7 +1,7 @@
-"""Auxiliary outputs in a form that adds up over micro-batches and calls, and its end over devices.
+"""Auxiliary outputs as sums over micro-batches and calls, which are then reduced over devices.
 
-A mean is carried times the weight of its rows, a `Weighted` as sum and weight, a `Reduced` as its
-value so far.
+A mean is kept multiplied by the weight of its examples, a `Weighted` as sum and weight, and a
+`Reduced` as its value so far.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 def as_sums(aux: Any, weight: Any) -> Any:
-    """What adds up, of the aux of rows that weigh `weight` (float32 scalar)."""
+    """Converts the aux of examples that weigh `weight` (float32 scalar) to sums that add up."""
 
     def total(x: Any) -> Any:
         if isinstance(x, Weighted):
@@ -39,7 +39,7 @@ def as_sums(aux: Any, weight: Any) -> Any:
 
 
 def neutral_sums(sums: Any) -> Any:
-    """What changes nothing where it is added to `sums` (arrays, concrete or abstract)."""
+    """Returns the neutral element: adding it to `sums` (concrete or abstract) changes nothing."""
 
     def empty(x: Any) -> Any:
         if not isinstance(x, Reduced):
@@ -50,7 +50,7 @@ def neutral_sums(sums: Any) -> Any:
 
 
 def add_sums(sums: Any, more: Any) -> Any:
-    """Two of the same tree as one."""
+    """Combines two trees of sums of the same structure into one."""
 
     def both(x: Any, y: Any) -> Any:
         if not isinstance(x, Reduced):
@@ -61,7 +61,7 @@ def add_sums(sums: Any, more: Any) -> Any:
 
 
 def reduce_sums(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
-    """The aux of all devices; `weight` is that of all rows. Runs inside a `shard_map`."""
+    """Reduces sums over all devices, inside a `shard_map`; `weight` is that of the global batch."""
 
     def end(x: Any) -> jax.Array:
         if isinstance(x, Weighted):
@@ -74,12 +74,12 @@ def reduce_sums(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
 
 
 def _weighed(x: Any, weight: Any) -> jax.Array:
-    """A mean as a sum; rows of no weight do not count, whatever their mean is (0 / 0)."""
+    """Converts a mean to a sum; a mean of weight 0 counts as 0, even if it is NaN (0 / 0)."""
     return jnp.where(weight == 0, 0, x * weight)
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """In the dtype of a sum: integers and booleans as `jnp.sum` has them, small floats float32."""
+    """Casts to the dtype of a sum: as `jnp.sum` for integers and booleans, at least float32."""
     if is_floating(x.dtype):
         return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return jnp.sum(x, axis=())

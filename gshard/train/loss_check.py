@@ -1,9 +1,10 @@
-"""Whether a loss is a mean over examples, which is what averaging over devices relies on.
+"""Checks that a loss is a mean over examples, which averaging over devices relies on.
 
-A forward-only check at the first step. On each device the loss of n of its examples is compared
-with the mean of n losses, each of one of them n times. One compiled loop evaluates all, so that an
-example gives the same bits wherever it is in the batch, also in bfloat16. A sum over examples
-passes that, but not a comparison with the losses of both halves.
+The check runs forward only, at the first step. On each device it compares the loss of n examples
+with the mean of n losses, each of a batch that repeats one example n times. One compiled loop
+evaluates all of them, so that an example gives the same bits at any position of the batch, also in
+bfloat16. A sum over examples passes this comparison, but not the one with the losses of both
+halves.
 """
 
 from __future__ import annotations
@@ -46,25 +47,25 @@ _UNKNOWN = {"random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform", 
 
 
 class _NotComparableError(Exception):
-    """The check says nothing of this loss."""
+    """The check cannot judge this loss."""
 
 
 def is_on() -> bool:
-    """Whether the environment leaves the check on."""
+    """Whether the environment variable leaves the check on."""
     return os.environ.get(VARIABLE, "1") != "0"
 
 
 def check_mean(
     loss: PureLoss, parts: Components, batch: Any, options: TrainStepOptions, plan: Plan
 ) -> None:
-    """Warns where the loss is not a mean over examples; no verdict where that cannot be told.
+    """Warns if the loss is not a mean over examples; a loss that cannot be checked passes.
 
     Args:
-      loss: pure, of full parameters and the examples of one device.
-      parts: of the state.
+      loss: a pure function of full parameters and the examples of one device.
+      parts: the components of the state.
       batch: global arrays.
-      options: of the step.
-      plan: where everything is placed.
+      options: the options of the step.
+      plan: the plan, which has the layouts.
     """
     devices, k = plan.group.devices, options.micro_batches
     rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
@@ -107,9 +108,10 @@ def check_mean(
         tolerance = tolerances[-1]
         scale = jnp.maximum(jnp.maximum(abs(together), abs(single)), abs(halves))
         off = abs(together - single) / (scale + 1e-2) / tolerance
-        # Of other shapes, which may round otherwise.
+        # Halves have other shapes, which may round differently.
         grows = abs(halves - single) / (scale + tolerance) / 0.05
-        # A mean is not finite where that of one is not; 0 / 0 of an empty mask is left out of it.
+        # If the loss of one example is not finite, a mean is not either; 0 / 0 of an empty mask
+        # would be left out.
         worst = jnp.where(jnp.isfinite(single), jnp.maximum(off, grows), jnp.inf)
         worst = jnp.where(jnp.isfinite(together), worst, 0)
         other = jnp.where(grows > off, halves, single)
@@ -121,13 +123,13 @@ def check_mean(
         return most, *(reduce_scalar(x, axes) for x in numbers)
 
     try:
-        with warnings.catch_warnings():  # the step itself says what there is to say
+        with warnings.catch_warnings():  # the step itself gives these warnings
             warnings.simplefilter("ignore")
             run = jax.jit(
                 partial(evaluate_on_devices, without_draws, on_device, jax.P(), plan=plan)
             )
             traced = run.trace(parts, batch)
-    except Exception:  # no such batch for this loss, or the step will say what is wrong
+    except Exception:  # the loss does not take such a batch, or the step will report the error
         return
     worst, together, other = jax.device_get(traced.lower().compile()(parts, batch))
     if worst > 1:
@@ -143,7 +145,7 @@ def check_mean(
 
 
 def _tolerance(jaxpr: Any) -> float:
-    """The largest relative difference that rounding makes."""
+    """Returns the largest relative difference that rounding can cause."""
     made = {v.aval.dtype for eqn in all_equations(jaxpr) for v in eqn.outvars if _is_float(v)}
     loss = jaxpr.outvars[0].aval.dtype
     if not jnp.issubdtype(loss, jnp.floating) or jaxpr.outvars[0].aval.shape:

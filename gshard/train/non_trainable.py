@@ -1,4 +1,4 @@
-"""Non-trainable state on a device, some of it sharded.
+"""Non-trainable state on a device, which may be sharded.
 
 A loss may read it (frozen parameters, batch statistics, a teacher) and may return new values.
 """
@@ -18,14 +18,14 @@ from gshard.train.fsdp.gather_spec import GatherSpec, gather_specs
 from gshard.train.optim.offload import to_device
 from gshard.train_state import FROZEN
 
-PURPOSE = "non_trainable"  # what their gathers are counted as
+PURPOSE = "non_trainable"  # the purpose under which a budget counts these all-gathers
 
 
 def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The layouts of extras, by name; those that the plan does not know are whole.
+    """Returns the layouts of non-trainable state by name; state unknown to the plan is replicated.
 
     Raises:
-      GShardError: an extra that the plan knows is another tree.
+      GShardError: a tree differs from the one that the plan has under its name.
     """
     known = plan.non_trainable
     for name in non_trainable.keys() & known.keys():
@@ -39,7 +39,7 @@ def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str
 def to_storage(
     non_trainable: dict[str, Any], layouts: dict[str, Any], plan: Plan
 ) -> dict[str, Any]:
-    """Extras in storage shapes; frozen parameters in the dtype that they are computed with."""
+    """Pads non-trainable state to storage shapes and casts frozen parameters to compute dtypes."""
     leaves = [
         layout.as_stored(x, "the state") if layout.dim is not None else x
         for x, layout in zip(jax.tree.leaves(non_trainable), jax.tree.leaves(layouts), strict=True)
@@ -55,7 +55,7 @@ def to_storage(
 
 
 def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Extras that the loss changed, where the plan wants them."""
+    """Constrains the non-trainable state that the loss changed to the layouts of the plan."""
     return {
         name: plan.pin(tree, plan.non_trainable[name]) if name in plan.non_trainable else tree
         for name, tree in updates.items()
@@ -65,7 +65,7 @@ def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def non_trainable_uses(
     layouts: dict[str, Any], reshard: bool | int = True
 ) -> list[GatherSpec | None]:
-    """One per leaf; None for a whole one. `reshard` as in `GatherSpec`."""
+    """Returns one spec per leaf, None for a replicated one; `reshard` as in `GatherSpec`."""
     found = jax.tree.leaves(layouts)
     return gather_specs(found, found, PURPOSE, reshard=reshard)
 
@@ -73,7 +73,7 @@ def non_trainable_uses(
 def split_sharded(
     non_trainable: dict[str, Any], layouts: dict[str, Any]
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[str, Any]]]:
-    """The divided leaves, and a function that puts others in their place."""
+    """Returns the sharded leaves, and a function that rebuilds the tree with other ones."""
     leaves, structure = jax.tree.flatten(non_trainable)
     places = [i for i, x in enumerate(jax.tree.leaves(layouts)) if x.dim is not None]
 

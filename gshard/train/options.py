@@ -1,4 +1,4 @@
-"""Options of a step for its gradients, and whether a plan can follow them."""
+"""The options of a step, and the check that a plan supports them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gshard.train_state.loss_scale import GradScaler
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How gradients are made; the same names as in `make_train_step`.
+    """How gradients are computed; the names are those of `make_train_step`.
 
-    `by_examples`: a loss that is not `Weighted` weighs as much as its number of examples, since
-    other calls may have another number.
+    With `by_examples` a loss that is not `Weighted` weighs its number of examples, since other
+    calls may have another number.
     """
 
     has_aux: bool = False
@@ -44,7 +44,7 @@ class StepOptions:
 
 @dataclass(frozen=True, eq=False)
 class TrainStepOptions(StepOptions):
-    """The options of a whole train step; the same names as in `make_train_step`."""
+    """The options of a train step; the names are those of `make_train_step`."""
 
     mutable: tuple[str, ...] = ()
     rng: jax.Array | None = None
@@ -72,7 +72,7 @@ class TrainStepOptions(StepOptions):
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
-    """Refuses options that this plan cannot follow, and names one that changes nothing."""
+    """Refuses options that this plan does not support, and warns of those without effect."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
     if plan.gathers:

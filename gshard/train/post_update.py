@@ -1,6 +1,7 @@
-"""What a user's function does after the update, inside the compiled step: averages and the like.
+"""Runs a user's function after the update, inside the compiled step, such as for averages.
 
-It sees what `plan.unwrap` gives, traced: logical shapes, the user's own optimizer and its state.
+It gets the traced state as `plan.unwrap` returns it: logical shapes, the user's optimizer and its
+state.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from gshard.train_state import Components
 def apply_post_update(
     fn: Callable[..., Any], parts: Components, static: Any, plan: Plan, updates: jax.Array
 ) -> Components:
-    """The parts that `fn` makes of those after the update; where `updates` is false, as they were.
+    """Applies `fn` to the updated components; where `updates` is false they do not change.
 
-    What `fn` hands back untouched stays as it lies, and costs nothing.
+    Arrays that `fn` returns unchanged keep their layout and cost nothing.
 
     Args:
       fn: the user's `post_update`.
-      parts: after the update, in storage.
-      static: of the state that the step was given.
-      plan: where everything lies.
-      updates: boolean scalar.
+      parts: the components after the update, in storage shapes.
+      static: `Components.static` of the state that the step was given.
+      plan: the plan, which has the layouts.
+      updates: boolean scalar, whether the step updates the state.
 
     Raises:
       GShardError: `fn` changes the tree, a shape or a dtype.
@@ -74,12 +75,12 @@ def apply_post_update(
 
 
 def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -> Any:
-    """The new value where a step updates, else the old one; both where the leaf rests."""
+    """Returns the new value where a step updates, else the old one, in the leaf's own memory."""
     return to_host(keep_unless(updates, new, to_device(old, layout)), layout, plan)
 
 
 def _computed(parts: Components, new: Components, plan: Plan) -> Any:
-    """The stored parameters; those whose master copy changed are rounded from it again."""
+    """Returns the stored parameters, rounded again from every master copy that changed."""
     before = parts.opt_state.master
     leaves, structure = jax.tree.flatten(parts.params)
     rounded = [
@@ -100,7 +101,7 @@ def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
 
 
 def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:
-    """The leaves that `post_update` made, after checking that they are those of the state."""
+    """Returns the leaves that `post_update` made, after checking them against the state."""
     paths, leaves, _ = flatten(parts)
     if paths != known:
         raise GShardError(

@@ -1,4 +1,4 @@
-"""Where the keys of a traced loss come from: an argument of it, or nowhere that differs."""
+"""Finds the inputs of a traced loss from which each of its random keys is computed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from gshard._util.jaxpr import VIEWS
 from gshard._util.jaxpr_dataflow import flow, flow_inside
 
-DEVICE = -1  # the number of the device, in place of the position of an input
+DEVICE = -1  # stands for the index of the device, among the positions of inputs
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Of a value: positions of the inputs it is computed from, and the one that it is, if any."""
+    """Positions of the inputs that a value is computed from, and of the one that it equals."""
 
     inputs: frozenset[int] = frozenset()
     itself: int | None = None
@@ -35,12 +35,12 @@ class Draws:
     drawn: list[tuple[frozenset[int], tuple[int, ...]]] = field(default_factory=list)
 
     def without(self, inputs: set[int]) -> list[tuple[int, ...]]:
-        """Shapes of the draws whose key is computed from none of these inputs."""
+        """Returns the shapes of the draws whose key is computed from none of these inputs."""
         return [shape for origin, shape in self.drawn if origin.isdisjoint(inputs)]
 
 
 def draws_of(jaxpr: Any) -> Draws:
-    """The draws of a jaxpr, those of its inner jaxprs too."""
+    """Returns the draws of a jaxpr, including those of its inner jaxprs."""
     found = Draws()
     inputs = [_Origin(frozenset({i}), i) for i in range(len(jaxpr.invars))]
     flow(jaxpr, inputs, partial(_through, found), _Origin())
@@ -48,7 +48,7 @@ def draws_of(jaxpr: Any) -> Draws:
 
 
 def _through(found: Draws, eqn: Any, given: Sequence[_Origin]) -> list[_Origin]:
-    """The origins of an equation's results; adds to `found`."""
+    """Returns the origins of an equation's results, and adds its draws to `found`."""
     name, inside = eqn.primitive.name, list[Draws]()
 
     def follow(jaxpr: Any, origins: Sequence[_Origin]) -> list[_Origin]:
@@ -57,7 +57,7 @@ def _through(found: Draws, eqn: Any, given: Sequence[_Origin]) -> list[_Origin]:
 
     outs = flow_inside(eqn, given, follow, _joined, slice_of=lambda x: _Origin(x.inputs))
     if outs is not None:
-        # Of the passes over a loop the last one counts.
+        # A loop is followed several times; the last pass counts.
         for draws in inside if name == "cond" else inside[-1:]:
             found.raw |= draws.raw
             found.drawn += draws.drawn

@@ -1,4 +1,4 @@
-"""`shard_train_state`: the one call. Plans, places, wraps the optimizer."""
+"""`shard_train_state`: makes the plan, shards the state and wraps the optimizer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def shard_train_state(
       plan. Your arrays are copied, never aliased and never freed.
 
     Raises:
-      GShardError: for a level, mesh, axis, rule or state that does not fit; nothing is changed.
+      GShardError: a level, mesh, axis, rule or state is not valid; nothing is changed.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -194,7 +194,7 @@ def _is_abstract(state: Any) -> bool:
 
 
 def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
-    """The jitted init function, lowered: every array is made where it will lie."""
+    """Lowers the jitted init function, which makes every array directly in its layout."""
 
     def make() -> Components:
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
@@ -209,7 +209,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
 
 
 def shard_leaves(parts: Components, plan: Plan) -> Components:
-    """A copy of every leaf, in the layout that the plan gives it."""
+    """Copies every leaf to the layout that the plan gives it."""
     layouts = plan.layouts
     leaves = [
         shard_leaf(x, layout, plan)
@@ -219,7 +219,7 @@ def shard_leaves(parts: Components, plan: Plan) -> Components:
 
 
 def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
-    """A real copy of one leaf in its layout.
+    """Copies one leaf to its layout; the result never shares memory with `x`.
 
     `device_put` would share the caller's buffer, and donating the result would delete it.
     """

@@ -1,4 +1,4 @@
-"""`make_train_step`: the stages in one jitted program, the state donated and its layouts pinned."""
+"""`make_train_step`: all stages of a step in one jitted program that keeps the plan's layouts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make_train_step(
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
         and micro-batch. So are typed keys that the state holds in further fields.
       scaler: a `gshard.GradScaler`, for float16.
-      max_bad_steps: after so many steps in a row that were not finite the step raises a
+      max_bad_steps: number of non-finite steps in a row after which the step raises a
         `NonFiniteError`, at most two steps late (so the host is never further ahead than that);
         None for never.
       micro_batches: number of slices in which each device processes its examples, one after the
@@ -94,26 +94,25 @@ def make_train_step(
         False only when its other operands are available.
       sync_buffers: take the new values of `mutable` from the first device instead of their mean.
       bucket_size: elements of one bucket; 0 for none.
-      end_bucket_size: elements of the first and of the last all-reduce of gradients that are summed
-        whole.
+      end_bucket_size: elements of the first and of the last all-reduce of full gradients.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
         `post_update(model, optimizer)`, in place. It sees the state after the update as
         `plan.unwrap` gives it: your own optimizer's state, logical shapes, and with a `Precision`
         the master copies (at `os` and `os_g` reading them all-gathers them). Whatever
         it changes keeps its path, shape, dtype and layout.
-      donate: the step takes over the memory of the state it is given.
-      check_loss: the first call warns where a loss is not a mean over examples (a masked mean, a
-        sum), of up to 8 examples of each device, forward only. A `gshard.Weighted` needs no check,
-        and a loss that communicates by itself has none. GSHARD_CHECK_LOSS=0 in the environment
-        of every process turns it off as well.
+      donate: whether the step reuses the memory of the state that it is given.
+      check_loss: whether the first call warns if the loss is not a mean over examples (a masked
+        mean, a sum). It evaluates up to 8 examples of each device, forward only. A
+        `gshard.Weighted` needs no check, and a loss that communicates by itself is not checked.
+        GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
 
     Returns:
       The step: `step(state, batch)` returns `(state, metrics)`; for NNX `step(model, optimizer,
       batch)` returns `metrics`. `step.lower(state, batch)` is that of `jax.jit`.
 
     Raises:
-      GShardError: for options that do not fit; at the call, for a batch or state that does not fit.
+      GShardError: an option is not valid; at the call, the batch or state does not fit the plan.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -150,8 +149,8 @@ class TrainStep:
     """The train step that `make_train_step` returns; call it, or `lower` it as a jitted function.
 
     Attributes:
-      plan: the plan that it follows.
-      options: its options.
+      plan: the plan that the step follows.
+      options: the options of the step.
       jitted: the jitted program, a function of the leaves of the state, their structure, the batch
         and the key.
     """
@@ -174,7 +173,7 @@ class TrainStep:
 
     @property
     def budget(self) -> Budget:
-        """What the plan promises for this step."""
+        """The memory and traffic of this step, computed from its plan."""
         return budget(
             self.plan,
             micro_batches=self.options.micro_batches,
@@ -203,22 +202,22 @@ class TrainStep:
         return metrics if state is None else (state, metrics)
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        """The step lowered for these arguments, concrete or abstract; nothing runs."""
+        """Lowers the step for these arguments, concrete or abstract, without running it."""
         return self.trace(*args).lower()
 
     def trace(self, *args: Any) -> jax.stages.Traced:
-        """The step traced for these arguments; a plan of an abstract mesh will do."""
+        """Traces the step for these arguments; the mesh of the plan may be abstract."""
         *_, (leaves, structure), batch = self._take(args)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
         return self.jitted.trace(leaves, structure, batch, self.options.rng)
 
     def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
-        """What the step is called with for a state: a pair of NNX is two of them."""
+        """Returns the arguments of a call of the step; an NNX pair becomes two of them."""
         return (*(state if len(self.plan.kind.arguments) > 1 else (state,)), batch)
 
     def _place(self, batch: Any) -> Any:
-        """The global batch; its rows are checked here, before anything is compiled."""
+        """Returns the global batch after checking its examples, before anything is compiled."""
         batch = shard_batch(batch, self.plan)
         check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
@@ -226,7 +225,7 @@ class TrainStep:
     def _run_leaves(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
     ) -> tuple[list[Any], dict[str, Any], Guard]:
-        """A list goes in and out of a jitted call in half the time that a tree takes."""
+        """Runs the step on a list of leaves, which a jitted call passes twice as fast as a tree."""
         new, metrics, guard = self._run(jax.tree.unflatten(structure, leaves), batch, rng)
         return jax.tree.leaves(new), metrics, guard
 
@@ -280,7 +279,7 @@ class TrainStep:
         return new, metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
-        """State, parts, their leaves and structure, and batch, checked before anything compiles."""
+        """Returns state, components, their leaves and structure, and batch, after checking them."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments
         if len(state) != len(wanted):

@@ -1,4 +1,4 @@
-"""`jax.value_and_grad` with the level's collectives, for users who keep their own train step."""
+"""`jax.value_and_grad` with the collectives of a level, for a train step of your own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def value_and_grad(
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
 ) -> Callable[..., Any]:
-    """Like `jax.value_and_grad`, of the loss over the global batch, with sharded gradients.
+    """Transforms a loss like `jax.value_and_grad`, over the global batch, with sharded gradients.
 
     Call the result inside your own `jax.jit` (or `nnx.jit`), then
     `state.apply_gradients(grads=grads)` (or `optimizer.update(model, grads)`): the layouts stay
@@ -48,14 +48,15 @@ def value_and_grad(
     Args:
       loss_fn: as in `make_train_step`.
       plan: the plan of `shard_train_state`.
-      sync: `False` for accumulation over separate calls: the gradients come back `LocalGradients`.
-        Add those of several batches, then `loss, grads = reduce_gradients(total, plan)`.
-      has_aux: the loss returns `(loss, aux)`.
+      sync: `False` for accumulation over separate calls: the gradients are `LocalGradients`. Add
+        those of several batches, then call `loss, grads = reduce_gradients(total, plan)`.
+      has_aux: whether the loss returns `(loss, aux)`.
       mutable: Linen collections that the loss returns as updates.
-      micro_batches: slices that each device takes its rows in, one after the other.
-      accumulate: as in `make_train_step`. Without `sync` it holds over the calls as well: `"local"`
-        moves nothing of a gradient until `reduce_gradients`, `"scatter"` keeps 1/N of it, and
-        `"sync"` is refused.
+      micro_batches: number of slices in which each device processes its examples, one after the
+        other.
+      accumulate: as in `make_train_step`. With `sync=False` it applies to separate calls too:
+        `"local"` communicates no gradient before `reduce_gradients`, `"scatter"` keeps 1/N of it,
+        and `"sync"` is refused.
       reshard_after_forward: as in `make_train_step`.
       prefetch: as in `make_train_step`.
       sync_buffers: as in `make_train_step`.
@@ -65,11 +66,11 @@ def value_and_grad(
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
-      what the loss changes in the model is written into it. Without `sync` the loss is that of each
-      device, float32 `(devices,)`, and aux comes with `reduce_gradients`.
+      what the loss changes in the model is written into it. With `sync=False` the loss is that of
+      each device, float32 `(devices,)`, and `reduce_gradients` returns aux.
 
     Raises:
-      GShardError: for options that do not fit; at the call, for a batch or state that does not fit.
+      GShardError: an option is not valid; at the call, the batch or state does not fit the plan.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -123,7 +124,7 @@ def reduce_gradients(
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
 ) -> tuple[Any, Any]:
-    """Reduces gradients of `value_and_grad(sync=False)`, of one call or the sum of several.
+    """Reduces the local gradients of one call of `value_and_grad(sync=False)`, or a sum of several.
 
     Call it inside your own `jax.jit`, before `state.apply_gradients` or `optimizer.update`.
 
@@ -138,7 +139,7 @@ def reduce_gradients(
       together, however many each call had. Aux is weighted as the loss is, or reduced as it says.
 
     Raises:
-      GShardError: for gradients that are reduced already, or those of another plan.
+      GShardError: the gradients are reduced already, or were made with another plan.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -158,13 +159,13 @@ def reduce_gradients(
 
 
 def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
-    """`loss`, `(loss, x)` or `(loss, (x, y))`, of what was asked for."""
+    """Returns `loss`, `(loss, x)` or `(loss, (x, y))`, with the outputs that were asked for."""
     asked = tuple(x for x, given in more if given)
     return (loss, asked[0] if len(asked) == 1 else asked) if asked else loss
 
 
 def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> Gradients:
-    """What `compute_gradients` returns, from sums over one call or several."""
+    """Computes the result of `compute_gradients` from the sums of one call or several."""
     targets = accumulation_layouts(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
@@ -185,7 +186,7 @@ def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> 
 
 
 def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) -> dict[str, Any]:
-    """One value for all devices of extras of which each has its own, in storage."""
+    """Averages non-trainable state that differs by device; the result is in storage layouts."""
 
     def end(own: Any) -> Any:
         return mean_over_devices(own, plan.group, options.sync_buffers)
@@ -194,7 +195,7 @@ def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) ->
 
 
 def _on_devices(end: Callable[[Any], Any], given: Any, out_specs: Any, plan: Plan) -> Any:
-    """`end` of what each device has of arrays with a leading axis over the devices."""
+    """Runs `end` on each device's slice of arrays with a leading axis over the devices."""
     return jax.shard_map(
         lambda own: end(jax.tree.map(lambda x: x[0], own)),
         mesh=plan.mesh,

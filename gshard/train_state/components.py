@@ -1,4 +1,4 @@
-"""Train states without their framework: what the rest of gshard works on."""
+"""Train states as components, independent of Flax, which the rest of gshard works on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Components:
-    """A train state without its framework.
+    """The components of a train state, independent of Flax.
 
     Attributes:
       params: the trained parameters.

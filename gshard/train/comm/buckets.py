@@ -1,4 +1,4 @@
-"""Buckets: which leaves share a collective, and how they lie in one array for it."""
+"""Buckets: which leaves share a collective, and how they are packed into one array for it."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ from gshard.sharding.mesh import Group
 
 BUCKET_SIZE = 2**23  # elements of a bucket, by default
 MAX_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
-LARGE_LAYER = 2**22  # elements of a layer from which on those of a stack are moved one by one
-LARGE_LEAF = 2**17  # elements of a leaf that costs more to copy than to move alone (benchmarks)
-# Between processes on CPU each collective waits for all of them, and longer ones are slower by far.
+LARGE_LAYER = 2**22  # stacks of layers with at least so many elements are gathered layer by layer
+LARGE_LEAF = 2**17  # elements above which copying a leaf costs more than a collective of its own
+# Between processes on CPU each collective waits for all processes, and long ones are much slower.
 GLOO_BUCKET_SIZE = 2**19
-# Elements of the first and the last turn of several: the sooner the first can start, and the less
-# is left to wait for at the end. 1 MiB of float32, as for the last bucket of `paddle.DataParallel`.
+# Elements of the first and the last of several buckets: with a small first bucket communication
+# starts early, and with a small last one little is left to wait for at the end. This is 1 MiB of
+# float32, as for the last bucket of `paddle.DataParallel`.
 END_BUCKET_SIZE = 2**18
-# On TPU a narrow matrix rests transposed, and is padded in any other order; on CPU no second order
-# was seen. It is left out where it is not needed: `jax.export` refuses programs that have it.
+# A dimension order is constrained on GPU only. On TPU a narrow matrix is stored transposed, and is
+# padded in any other order; on CPU no second order was seen. `jax.export` refuses programs with
+# such a constraint.
 _ORDERED_PLATFORMS = ("gpu",)
 
 
 def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int) -> list[list[int]]:
-    """Groups neighbouring leaves of one kind into buckets of at most `bucket_size` elements.
+    """Groups consecutive leaves of one kind into buckets of at most `bucket_size` elements.
 
     A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is communicated alone, so
     that it is not copied. Between several processes on CPU all leaves share buckets, of at most
     `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone.
 
     Args:
-      sizes: elements of each whole leaf.
-      kinds: hashable; only leaves of one kind share a bucket.
-      bucket_size: elements.
+      sizes: number of elements of each full leaf.
+      kinds: a hashable kind for each leaf; only leaves of one kind share a bucket.
+      bucket_size: largest number of elements of a bucket; 0 for no buckets.
 
     Returns:
-      Lists of indices, together every index once.
+      Lists of indices, which together contain every index once.
     """
     alone = min(LARGE_LEAF, bucket_size // 4)
     if _uses_gloo():
@@ -68,19 +70,19 @@ def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int)
 def ordered_buckets(
     sizes: Sequence[int], bucket_size: int, end_bucket_size: int = END_BUCKET_SIZE
 ) -> list[list[int]]:
-    """Groups neighbouring leaves into turns that are reduced one after the other.
+    """Groups consecutive leaves into buckets that are reduced one after the other.
 
-    A turn has at most `bucket_size` elements, the first and the last at most `end_bucket_size`;
-    a leaf of more is one alone. All are one turn where `bucket_size` is 0, and over several
-    processes on CPU, where nothing is computed meanwhile.
+    A bucket has at most `bucket_size` elements, the first and the last at most `end_bucket_size`; a
+    larger leaf is alone in its bucket. All leaves share one bucket if `bucket_size` is 0, and
+    between several processes on CPU, where collectives do not overlap with computation.
 
     Args:
-      sizes: elements of each leaf.
-      bucket_size: elements.
-      end_bucket_size: elements.
+      sizes: number of elements of each leaf.
+      bucket_size: largest number of elements of a bucket.
+      end_bucket_size: largest number of elements of the first and the last bucket.
 
     Returns:
-      Lists of indices, together every index once.
+      Lists of indices, which together contain every index once.
     """
     if not bucket_size or _uses_gloo():
         return [list(range(len(sizes)))]
@@ -94,7 +96,7 @@ def ordered_buckets(
 
 
 def _filled(sizes: Sequence[int], order: Sequence[int], most: int) -> tuple[list[int], list[int]]:
-    """The longest beginning of so many elements at most, one leaf at least; and the rest."""
+    """Splits `order` after as many leaves as fit into `most` elements, but at least one."""
     total, n = 0, 0
     while n < len(order) and (not n or total + sizes[order[n]] <= most):
         total += sizes[order[n]]
@@ -103,20 +105,20 @@ def _filled(sizes: Sequence[int], order: Sequence[int], most: int) -> tuple[list
 
 
 def layer_size(layout: Layout) -> int:
-    """Elements of a stored layer of a stack that is divided behind its first dimension; else 0."""
+    """Returns the elements of a stored layer of a stack sharded on a later dimension, else 0."""
     return math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
 
 
 def _uses_gloo() -> bool:
-    """Whether collectives go between processes on CPU."""
+    """Whether collectives run between processes on CPU."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 
 
 def layer_names(paths: Sequence[str]) -> list[str]:
-    """Of every path the layer of the model that it lies in, by the numbers in its keys.
+    """Names the layer of the model that each path belongs to, by the numbers in its keys.
 
-    That is its shortest beginning that ends with a number, and of which there is another with
-    another number (`block_3` of `block_3/up/kernel`); else the path up to its last key.
+    The name is the shortest prefix that ends with a number and that also occurs with another number
+    (`block_3` of `block_3/up/kernel`); if there is none, the path up to its last key.
     """
     numbered = [[m.span() for m in re.finditer(r"\d+", path)] for path in paths]
     counts: dict[str, set[str]] = {}
@@ -136,7 +138,7 @@ def map_in_buckets(
     alone: Callable[[jax.Array, Layout], jax.Array],
     packed: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
 ) -> list[jax.Array]:
-    """Divided leaves moved by `alone` (one) or `packed` (several); whole ones as given."""
+    """Communicates sharded leaves by `alone` (one) or `packed` (several); keeps replicated ones."""
     divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
     kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
     out = list(leaves)
@@ -152,12 +154,12 @@ def map_in_buckets(
 
 
 def pack(x: jax.Array, layout: Layout, n: int) -> jax.Array:
-    """`(n, elements / n)`: row i holds what lies at place i of the divided dimension."""
+    """Reshapes a leaf to `(n, elements / n)`: row i is shard i of the sharded dimension."""
     return jnp.moveaxis(x, layout.dim or 0, 0).reshape(n, -1)
 
 
 def unpack(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
-    """The inverse of `pack` for `n` parts."""
+    """Inverts `pack` for `n` shards."""
     dim = layout.dim or 0
     part = layout.shard_shape
     shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
@@ -165,7 +167,7 @@ def unpack(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
 
 
 def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """Undoes a concatenation along dimension 1 of arrays as wide as `like`."""
+    """Splits a concatenation along dimension 1 into arrays as wide as those of `like`."""
     out, start = [], 0
     for x in like:
         out.append(lax.slice_in_dim(row, start, start + x.shape[1], axis=1))
@@ -174,16 +176,16 @@ def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
-    """An array with its first dimension outermost in memory, as a program for GPU is handed it.
+    """Constrains an array on GPU to have its first dimension outermost in memory.
 
-    For what a loop reads and does not change. XLA's layout assignment lets such an array have the
-    order that one use in the loop likes best, and copies all of it before the loop; with this the
-    use turns what it reads.
+    It is for arrays that a loop reads and does not change. XLA's layout assignment gives such an
+    array the order that suits one use in the loop best, and copies all of it before the loop; with
+    this constraint that use transposes what it reads.
 
     Args:
-      x: on one device of `group`.
-      group: on other platforms the array stays as it is, and beside axes of the user's own, over
-        which XLA:GPU would gather it for this. So do vectors, and keys of random numbers.
+      x: an array on one device of `group`. Vectors and PRNG keys are returned as they are.
+      group: axes of the mesh. The array is returned as it is on other platforms, and with
+        model-parallel axes, over which XLA:GPU would gather it.
     """
     keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     if group.platform not in _ORDERED_PLATFORMS or group.model_axes or keys or x.ndim < 2:

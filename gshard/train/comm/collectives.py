@@ -2,9 +2,9 @@
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
-other order would permute the shards silently. An array that is also sharded over the user's own
-axes is communicated with these manual as well (`on_model_axes`); otherwise XLA would first gather
-it over them.
+other order would permute the shards silently. For an array that is also sharded over
+model-parallel axes, these axes are manual as well (`on_model_axes`); otherwise XLA would first
+gather it over them.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from gshard.train.comm.buckets import (
 
 
 def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
-    """All-gathers one leaf: this device's part to the logical whole."""
+    """All-gathers one leaf: from this device's shard to the full array of logical shape."""
     if layout.dim is None:
         return part
     return layout.unpad(_over_hops(part, layout, layout.group.hops, purpose))
 
 
 def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
-    """The first half of `gather`: what `n` neighbours then hold between them.
+    """Runs the first half of `gather`, after which a sub-group of `n` devices has the full leaf.
 
-    Dimension `layout.dim` of the result holds one part of every sub-group, in their order.
+    Dimension `layout.dim` of the result contains one shard of every sub-group, in their order.
     """
     return _over_hops(part, layout, layout.group.sub_group(n)[0], purpose)
 
 
 def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
-    """The second half of `gather`: the logical whole of what `gather_across` gave."""
+    """Runs the second half of `gather`: from the result of `gather_across` to the full array."""
     whole = _over_hops(held, layout, layout.group.sub_group(n)[1], purpose)
     dim, size = layout.dim or 0, layout.shard_shape[layout.dim or 0]
-    # By place in the sub-group and then by sub-group: the parts lie the other way round.
+    # The shards are ordered by index in the sub-group, then by sub-group: swap the two.
     before, after = whole.shape[:dim], whole.shape[dim + 1 :]
     parts = whole.reshape(*before, n, -1, size, *after)
     return layout.unpad(jnp.swapaxes(parts, dim, dim + 1).reshape(whole.shape))
@@ -68,17 +68,17 @@ def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: st
 def gather_into(
     old: jax.Array, part: jax.Array, layout: Layout, purpose: str = "gather"
 ) -> jax.Array:
-    """`gather` of a stack of layers, one after the other, in the memory of what it replaces.
+    """All-gathers a stack layer by layer, into the memory of the array that it replaces.
 
-    What is gathered along another dimension than the first lies in a GPU's memory with that one
-    first, and is copied into its own order afterwards: of a stack at once that would be all of it
-    twice. A layer lies in order as it comes.
+    On GPU an array that is gathered along another dimension than the first has that dimension first
+    in memory, and is then copied into its own order: a stack gathered at once would need its memory
+    twice. A layer is in order as soon as it is gathered.
 
     Args:
-      old: the logical whole, of the same dtype; given up.
-      part: this device's.
-      layout: of the part, divided behind the first dimension.
-      purpose: its name in profiles.
+      old: the full array of logical shape that is replaced, of the same dtype.
+      part: this device's shard.
+      layout: layout of the shard, sharded on another dimension than the first.
+      purpose: name of the collective in profiles.
     """
 
     def layer_by_layer(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -99,7 +99,7 @@ def gather_into(
 
 
 def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
-    """Reduce-scatters one leaf: the logical whole to this device's part of the sum."""
+    """Reduce-scatters one leaf: from the full array of logical shape to this device's shard."""
     if layout.dim is None:
         return whole
 
@@ -112,7 +112,7 @@ def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
 def gather_bucket(
     parts: Sequence[jax.Array], layouts: Sequence[Layout], purpose: str = "gather"
 ) -> list[jax.Array]:
-    """All-gathers several divided leaves of one dtype and group in one collective."""
+    """All-gathers several sharded leaves of one dtype and group in one collective."""
     places = [layout.local() for layout in layouts]
 
     def packed(parts: list[jax.Array]) -> list[jax.Array]:
@@ -128,7 +128,7 @@ def gather_bucket(
 
 
 def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-    """Reduce-scatters several divided leaves of one dtype and group in one collective."""
+    """Reduce-scatters several sharded leaves of one dtype and group in one collective."""
     places = [layout.local() for layout in layouts]
 
     def packed(wholes: list[jax.Array]) -> list[jax.Array]:
@@ -148,7 +148,7 @@ def _moved(
     layouts: Sequence[Layout],
     purpose: str,
 ) -> list[jax.Array]:
-    """`fun(leaves)`, a collective of one group, under its name in profiles."""
+    """Runs `fun(leaves)`, a collective of one group, under the name of its purpose in profiles."""
     specs = [layout.model_spec for layout in layouts]
     with jax.named_scope(f"gshard/{purpose}"):
         return on_model_axes(fun, leaves, specs, layouts[0].group)
@@ -160,13 +160,13 @@ def on_model_axes(
     specs: Sequence[jax.P],
     group: Group,
 ) -> list[jax.Array]:
-    """Calls `fun(leaves)` with the user's own axes manual too.
+    """Calls `fun(leaves)` with the model-parallel axes manual too.
 
     Args:
-      fun: maps arrays to as many arrays, sharded over these axes as the given ones are; it sees the
-        shapes of `Layout.local`.
+      fun: maps arrays to as many arrays with the same sharding over these axes; it sees the shapes
+        of `Layout.local`.
       leaves: arrays on one device of the data group.
-      specs: how each is sharded over the user's axes.
+      specs: the sharding of each array over the model-parallel axes.
       group: the axes of the mesh.
     """
     if not group.model_axes or not leaves:
@@ -181,7 +181,7 @@ def on_model_axes(
 
 
 def local_shard(whole: jax.Array, layout: Layout) -> jax.Array:
-    """This device's part of a whole leaf; moves nothing."""
+    """Slices this device's shard from a full leaf, without communication."""
     if layout.dim is None:
         return whole
     size = layout.shard_shape[layout.dim]
@@ -190,14 +190,14 @@ def local_shard(whole: jax.Array, layout: Layout) -> jax.Array:
 
 
 def group_index(axes: Sequence[str]) -> jax.Array:
-    """This device's place along `axes`, major to minor, as int32."""
+    """Returns this device's index along `axes`, major to minor, as int32."""
     return lax.axis_index(tuple(axes))
 
 
 def scatter_leaves(
     wholes: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
 ) -> list[jax.Array]:
-    """`scatter` for many leaves, in buckets; leaves that are whole in their layout pass through."""
+    """Reduce-scatters many leaves in buckets; leaves with a replicated layout pass through."""
     return map_in_buckets(wholes, layouts, bucket_size, scatter, scatter_bucket)
 
 
@@ -208,14 +208,14 @@ def all_gather_updated(
     purpose: str = "update",
     into: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Gathers many leaves in buckets: every device's part of an update to the logical whole.
+    """All-gathers many updated leaves in buckets: from local shards to full arrays.
 
     Args:
-      parts: of the leaves.
-      layouts: of the parts.
+      parts: this device's shards of the leaves.
+      layouts: layouts of the shards.
       bucket_size: elements of a bucket.
-      purpose: its name in profiles.
-      into: the wholes that these replace; large stacks are gathered in their memory.
+      purpose: name of the collectives in profiles.
+      into: the full arrays that the results replace; large stacks are gathered in their memory.
     """
     out, rest = list(parts), []
     for i, layout in enumerate(layouts):
@@ -234,12 +234,12 @@ def all_gather_updated(
 def broadcast_from_owners(
     leaves: Sequence[jax.Array], owners: Sequence[int], axes: Sequence[str]
 ) -> list[jax.Array]:
-    """Every leaf as the device has it that owns it, one all-reduce each.
+    """Broadcasts every leaf from the device that owns it, with one all-reduce each.
 
     Args:
-      leaves: whole; what another device than the owner has does not count.
-      owners: places along `axes`, as `group_index`.
-      axes: of the mesh.
+      leaves: full arrays; only the value on the owner counts.
+      owners: index of each owner along `axes`, as `group_index` returns it.
+      axes: axes of the mesh.
     """
     place = group_index(axes)
     with jax.named_scope("gshard/update"):
@@ -250,7 +250,7 @@ def broadcast_from_owners(
 
 
 def all_gather_vector(row: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """One row of each device along `axes`, `(devices, length)`."""
+    """All-gathers one vector of each device along `axes`, to shape `(devices, length)`."""
     with jax.named_scope("gshard/update"):
         return lax.all_gather(row, tuple(axes))
 
@@ -262,7 +262,7 @@ def reduce_leaves(
     purpose: str = "reduce",
     reduce: Callable[..., Any] = lax.psum,
 ) -> list[jax.Array]:
-    """Sums many leaves over `axes` (all-reduce), in flat buckets of one dtype."""
+    """All-reduces many leaves over `axes`, in flat buckets of one dtype; sums by default."""
     return _reduced(leaves, axes, bucket_size, purpose, reduce, ())[0]
 
 
@@ -272,13 +272,13 @@ def reduce_bucket_by_bucket(
     bucket_size: int,
     end_bucket_size: int,
 ) -> list[jax.Array]:
-    """`reduce_leaves` in turns (`buckets.turns`), which stay apart in the compiled program.
+    """Sums leaves bucket by bucket (`ordered_buckets`), which XLA does not merge.
 
     Args:
-      leaves: to be summed over `axes`, in the order in which they arise.
-      axes: of the mesh.
-      bucket_size: elements of one turn.
-      end_bucket_size: elements of the first turn and the last.
+      leaves: arrays to sum over `axes`, in the order in which they become available.
+      axes: axes of the mesh.
+      bucket_size: elements of one bucket.
+      end_bucket_size: elements of the first and the last bucket.
     """
     out, before = list(leaves), ()
     for turn in ordered_buckets([x.size for x in leaves], bucket_size, end_bucket_size):
@@ -297,7 +297,7 @@ def _reduced(
     reduce: Callable[..., Any],
     after: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The sums, and what each collective returned; none starts before `after` is known."""
+    """Returns the sums and what each collective returned; none starts before `after` is known."""
     if _one_device(axes):
         return list(leaves), []
 
@@ -319,7 +319,7 @@ def _reduced(
 
 
 def _not_before(x: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    """`x`, whose first element is chosen by what is never true of `after`.
+    """Returns `x`, made to depend on `after` by a condition on it that is never true.
 
     XLA merges all-reduces that do not depend on each other, also across an optimization barrier.
     """
@@ -333,7 +333,7 @@ def _not_before(x: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
 
 
 def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:
-    """The `sum`, `max` or `min` of one scalar over `axes`; NaN where one of them is."""
+    """Computes the `sum`, `max` or `min` over `axes`; NaN if any of the values is NaN."""
     if _one_device(axes):
         return x
     with jax.named_scope("gshard/scalar"):
@@ -343,7 +343,7 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Arr
 
 
 def _one_device(axes: Sequence[str]) -> bool:
-    """Whether there is nothing to reduce over; XLA would keep the collective."""
+    """Whether the axes have one device, so that no collective is needed; XLA would keep it."""
     return math.prod(lax.axis_size(axis) for axis in axes) == 1
 
 
@@ -351,14 +351,14 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = l
     found = reduce(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return found
-    # A collective maximum passes a NaN by, on CPU always and on others by the library.
+    # A collective maximum ignores NaN: always on CPU, elsewhere depending on the library.
     return jnp.where(lax.pmax(jnp.isnan(x), axes), jnp.nan, found)
 
 
 def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
-    """One value of arrays that differ by device: inexact ones their mean, others the largest.
+    """Reduces arrays that differ by device: inexact ones to their mean, others to the largest.
 
-    With `first` the value of the first device.
+    With `first` the result is the value of the first device.
     """
     leaves, structure = jax.tree.flatten(tree)
     if group.devices == 1 or not leaves:
@@ -380,7 +380,7 @@ def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
 
 
 def max_over_devices(tree: Any, group: Group) -> Any:
-    """The largest over the devices, entry by entry; NaN where one of them is."""
+    """Computes the elementwise maximum over the devices; NaN where any of the values is NaN."""
     leaves, structure = jax.tree.flatten(tree)
     if group.devices > 1:
 
@@ -392,7 +392,7 @@ def max_over_devices(tree: Any, group: Group) -> Any:
 
 
 def _nothing(x: jax.Array) -> Any:
-    """What changes neither a sum nor a maximum with `x`, by which of them its dtype is reduced."""
+    """Returns the neutral element of the reduction of `x`: of a sum, or of a maximum, by dtype."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return 0
     return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min

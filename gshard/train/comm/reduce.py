@@ -1,6 +1,6 @@
-"""The end of the gradient stage: what each device summed over its rows, reduced over all devices.
+"""The end of the gradient stage: reduces the sums of each device over all devices.
 
-Runs inside the `shard_map` of `gradients`.
+These functions run inside the `shard_map` of `gradients`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
-    """How gradients lie while they accumulate."""
+    """Returns the layouts of gradients while they accumulate."""
     reduced = jax.tree.leaves(plan.grads)
     return [layout.replicated() for layout in reduced] if accumulate == "local" else reduced
 
@@ -34,10 +34,10 @@ def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:
 def reduce_micro_batch(
     grads: list[jax.Array], plan: Plan, accumulate: str, options: StepOptions
 ) -> list[jax.Array]:
-    """The gradients of one micro-batch of several, as they are added up.
+    """Reduces the gradients of one micro-batch to the form in which they are added up.
 
-    What was reduced is held apart from the sum: the compilers of TPU and GPU would add up first,
-    and reduce whole gradients once, after the loop.
+    A barrier keeps each reduction before the sum: XLA on TPU and GPU would otherwise add up full
+    gradients and reduce them once, after the loop.
     """
     targets = accumulation_layouts(plan, accumulate)
     if accumulate == "sync":
@@ -49,7 +49,7 @@ def reduce_micro_batch(
 
 
 def reduce_out_specs(plan: Plan) -> tuple[Any, ...]:
-    """Of what `reduce` returns."""
+    """Returns the `out_specs` of the results of `reduce`."""
     specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
     return specs, jax.P(), jax.P(), jax.P(), jax.P()
 
@@ -62,15 +62,15 @@ def reduce(
     order: Sequence[int],
     scale: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
-    """Sums over devices, divided once by the weight of the global batch.
+    """Sums over all devices, and divides once by the weight of the global batch.
 
     Args:
       own: one device's gradients, loss, weight and aux, as sums.
-      plan: where everything lies.
-      accumulate: how the gradients lie.
-      options: sizes of buckets.
-      order: of the gradients, in which they arise.
-      scale: what the gradients were multiplied by.
+      plan: the plan, which has the layouts.
+      accumulate: how the gradients were accumulated: `local`, `scatter` or `sync`.
+      options: options of the step, which have the bucket sizes.
+      order: indices of the gradients in the order in which they become available.
+      scale: factor by which the gradients were multiplied.
 
     Returns:
       Gradients, loss, aux, weight and the norm of the gradient: the fields of `Gradients`.
@@ -80,7 +80,7 @@ def reduce(
     reduced, targets = jax.tree.leaves(plan.grads), accumulation_layouts(plan, accumulate)
     weight = reduce_scalar(weight, axes)
     divisor = jnp.where(weight == 0, 1, weight)
-    if accumulate != "sync":  # else each was, as it arose
+    if accumulate != "sync":  # with "sync" each micro-batch was reduced already
         grads = _sum_over_devices(grads, targets, plan, options, order)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
@@ -95,13 +95,13 @@ def reduce(
 
 
 def _divided(g: jax.Array, by: jax.Array) -> jax.Array:
-    # A product: XLA repeats it in each kernel that reads it, and writes a quotient to memory.
+    # XLA recomputes a product in each kernel that reads it, but writes a quotient to memory.
     dtype = jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
     return (g * (1 / by.astype(dtype))).astype(g.dtype)
 
 
 def _norm(grads: list[jax.Array], plan: Plan) -> jax.Array:
-    """Of the gradient, the same number on every device; float32."""
+    """Computes the norm of the gradient, float32 and the same on every device."""
     squares = jnp.zeros((), jnp.float32)
     for g, layout in zip(grads, jax.tree.leaves(plan.grads), strict=True):
         times = plan.group.devices if layout.dim is None else plan.group.replicas
@@ -116,7 +116,7 @@ def _sum_over_devices(
     options: StepOptions,
     order: Sequence[int],
 ) -> list[jax.Array]:
-    """Scatters what is still local; sums whole leaves over the data axes, parts over replicas."""
+    """Reduce-scatters local gradients; sums full ones over data axes, shards over replicas."""
     reduced = jax.tree.leaves(plan.grads)
     size, ends = options.bucket_size, options.end_bucket_size
     late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
