@@ -396,7 +396,7 @@ def test_a_stack_sharded_on_its_layers_communicates_nothing_for_muon(level, coun
 
 
 def test_no_rule_shards_the_layers_where_parameters_are_stored_sharded():
-    with pytest.raises(gshard.GShardError, match="at 'os' and 'os_g' this one can be"):
+    with pytest.raises(gshard.GShardError, match="at 'os' and 'os_g' this one is possible"):
         gshard.shard_train_state(
             (arrays(0), optax.sgd(1.0)),
             mesh(),
