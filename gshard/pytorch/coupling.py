@@ -1,4 +1,4 @@
-"""Whether an optimizer's result for one tensor depends on another one, read off its trace."""
+"""Checks in an optimizer's trace whether its result for one tensor depends on another tensor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NOBODY: _Of = frozenset()
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
-    """Refuses an optimizer that cannot be run tensor by tensor, and says what couples them.
+    """Refuses an optimizer that cannot run tensor by tensor, and says what couples the tensors.
 
     Args:
       tx: the optimizer.
-      params: abstract.
-      name: of the optimizer, for the message.
+      params: the abstract parameters.
+      name: the name of the optimizer, for the message.
 
     Raises:
       GShardError: an update, or the state of one parameter, depends on another parameter.
@@ -66,7 +66,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
 
 
 def dependence(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
-    """What each output is made of; `blame` takes the name of who first brought two together."""
+    """Returns what each output depends on; `blame` gets the first operation that couples two."""
     return flow(jaxpr, inputs, partial(_through, blame), _NOBODY)
 
 
@@ -84,7 +84,7 @@ def _through(blame: list[str], eqn: Any, given: list[_Of]) -> list[_Of]:
 
 
 def _transform_of(eqn: Any) -> str:
-    """The optax transformation that an equation came from: what holds an inner function there."""
+    """Returns the name of the optax transformation whose update made an equation."""
     frames = getattr(eqn.source_info.traceback, "frames", [])
     for frame in frames:
         outer, inside, _ = frame.function_name.partition(".<locals>.")

@@ -29,7 +29,7 @@ from gshard.train_state.components import ShardedOptState
 
 
 class Even:
-    """State and step of an optimizer that shards every tensor.
+    """The state and the step of an optimizer that shards every tensor.
 
     Attributes:
       plan: the layout of every array, at level `os`.
@@ -44,7 +44,7 @@ class Even:
         replica_axes: Any,
         buckets: bool,
     ):
-        """`buckets`: several parameters are sent together."""
+        """Shards the state; `buckets` says whether to all-gather several parameters together."""
         self._target, self._groups, self._labels = target, groups, labels
         state, self.plan = shard_train_state(
             target.pair(grouped(groups, labels)),
@@ -62,38 +62,38 @@ class Even:
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
-        """One step; leaves of `skipped` stay what they are, with their state."""
+        """Runs one step; the leaves in `skipped` and their state do not change."""
         self.accept(
             *self._step(skipped, self._target.values(), self._state, self._given(grads), values)
         )
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
-        """New parameters and state, traced, from gradients in the plan's layouts."""
+        """Returns new parameters and state from gradients in the plan's layouts, while tracing."""
         grads = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
         extra = {"hyperparameters": values}
         return update_and_all_gather(self.plan, grads, state, params, extra, None, self._size)
 
     def accept(self, new: Any, state: ShardedOptState) -> None:
-        """Takes what `updated` returned."""
+        """Stores what `updated` returned."""
         self._state = state
         self._target.write(new)
 
     def mark(self) -> Any:
-        """An object that is another one after a step or a load."""
+        """Returns an object that a step or a load replaces by another one."""
         return self._state
 
     @property
     def state(self) -> ShardedOptState:
-        """The state as it is stored; a step donates its arrays."""
+        """Returns the state as stored; a step donates its arrays."""
         return self._state
 
     def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
-        """The step, lowered."""
+        """Returns the lowered step."""
         params = self._target.values()
         return self._step.lower(skipped, params, self._state, self._given(grads), values)
 
     def states(self) -> list[Any]:
-        """The full state of each group, in host memory."""
+        """Returns the full state of each group, in host memory."""
         whole = jax.tree.leaves(to_host(self._state.inner, self.plan.opt_state))
         return [
             jax.tree.unflatten(jax.tree.structure(group.state), [whole[i] for i in places])
@@ -112,7 +112,7 @@ class Even:
         )
 
     def parts(self) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Of each group, by path and place, what lies on this process's devices, with padding."""
+        """Returns each group's shards on this process's devices, padded, by path and offset."""
         leaves = jax.tree.leaves(self._state.inner)
         return [
             {path: _by_place(leaves[i]) for path, i in zip(paths, places, strict=True)}
@@ -120,7 +120,7 @@ class Even:
         ]
 
     def load_parts(self, parts: Sequence[Any]) -> None:
-        """Sets what `parts` returned of the same division."""
+        """Sets the shards that `parts` returned for a state that was sharded in the same way."""
         refuse_other_parts(parts, self.parts())
         leaves, new = jax.tree.leaves(self._state.inner), {}
         for own, (paths, places) in zip(parts, self._named(), strict=True):
@@ -130,7 +130,7 @@ class Even:
         self._set(new)
 
     def _named(self) -> list[tuple[list[str], list[int]]]:
-        """Of each group the paths of its state, and where among all it is."""
+        """Returns, for each group, the paths of its state and their positions among all leaves."""
         names = (flatten(group.state)[0] for group in self._groups)
         return list(zip(names, self._places, strict=True))
 
@@ -141,7 +141,7 @@ class Even:
         self._state = self._state._replace(inner=jax.tree.unflatten(structure, leaves))
 
     def loads(self) -> list[int]:
-        """Elements of parameters that each device updates, padding included."""
+        """Returns the parameter elements that each device updates, padding included."""
         parts = [
             math.prod(x.shard_shape)
             for x, label in zip(jax.tree.leaves(self.plan.grads), self._labels, strict=True)
@@ -150,15 +150,15 @@ class Even:
         return [sum(parts)] * self.plan.group.size
 
     def state_bytes(self) -> int:
-        """Of optimizer state on one device."""
+        """Returns the bytes of optimizer state on one device."""
         return sum(x.bytes_per_device for x in jax.tree.leaves(self.plan.opt_state))
 
     def all_gathered_elements(self) -> int:
-        """Elements that are gathered on every device in a step, padding included."""
+        """Returns the elements that each device all-gathers in a step, padding included."""
         return sum(x.stored_size for x in jax.tree.leaves(self.plan.grads) if x.dim is not None)
 
     def _parameter_of(self) -> list[int | None]:
-        """Of every leaf of the optimizer's state the position of its parameter, if it has one."""
+        """Returns, for each leaf of the optimizer state, the position of its parameter, or None."""
         found: list[int | None] = [None] * len(jax.tree.leaves(self.plan.opt_state))
         for g, (group, places) in enumerate(zip(self._groups, self._places, strict=True)):
             own = [i for i, label in enumerate(self._labels) if label == g]
@@ -168,7 +168,7 @@ class Even:
         return found
 
     def _given(self, grads: Any) -> Any:
-        """Gradients as they are compiled for: on the mesh."""
+        """Places gradients on the mesh, as the compiled step expects them."""
         if isinstance(grads, LocalGradients):
             return grads
         whole = self.plan.sharding()
@@ -199,7 +199,7 @@ def _at(parts: Any, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _place(index: tuple[slice, ...]) -> str:
-    """Where a part begins, as a name."""
+    """Returns the offset of a shard, as a name."""
     return "at " + ",".join(str(part.start or 0) for part in index)
 
 

@@ -32,10 +32,10 @@ from gshard.train.value_and_grad import finish_reduction
 
 
 def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """The owner of each tensor: by size, largest first, to who has least (the first of equals).
+    """Assigns tensors, largest first, to the device with the least load (the first of equals).
 
-    `loads` are those of each device before, and are brought up to date (PyTorch,
-    `ZeroRedundancyOptimizer`, "sorted-greedy").
+    Returns the owner of each tensor. `loads`, the load of each device, is updated in place. This is
+    the "sorted-greedy" algorithm of PyTorch's `ZeroRedundancyOptimizer`.
     """
     owners = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -45,11 +45,12 @@ def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
 
 class Greedy:
-    """State and step of an optimizer whose every tensor is on one device.
+    """The state and the step of an optimizer that keeps each tensor's state on one device.
 
     Attributes:
       plan: the layouts of parameters and gradients, at level `dp`.
-      owners: of each parameter, by place in the group; None for one that is not optimized.
+      owners: each parameter's owner, as an index of a device in the group; None for a parameter
+        that is not optimized.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Greedy:
         replica_axes: Any,
         buckets: bool,
     ):
-        """`buckets`: one collective a dtype, not one a tensor."""
+        """Makes the state; `buckets` asks for one collective per dtype, not one per tensor."""
         self._target, self._groups, self._labels = target, groups, labels
         self._refuse(mesh, replica_axes)
         pair = target.pair(optax.identity())
@@ -89,7 +90,7 @@ class Greedy:
         self._reduced = jax.jit(self._reduce)
 
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
-        """One step; leaves of `skipped` stay what they are, with their state."""
+        """Runs one step; the leaves in `skipped` and their state do not change."""
         params = self._whole(jax.tree.leaves(self._target.values()))
         if isinstance(grads, LocalGradients):
             given = self._reduced(grads)
@@ -105,16 +106,16 @@ class Greedy:
         self._target.write(jax.tree.unflatten(self._structure, found))
 
     def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
-        """What is sent, lowered; nothing runs."""
+        """Returns the lowered all-gather of the updated parameters; nothing runs."""
         del grads, values, skipped
         return self._all_gather.lower(self._whole(jax.tree.leaves(self._target.values())))
 
     def mark(self) -> Any:
-        """An object that is another one after a step or a load."""
+        """Returns an object that a step or a load replaces by another one."""
         return self._mark
 
     def states(self) -> list[Any]:
-        """The full state of each group, in host memory."""
+        """Returns the full state of each group, in host memory."""
         return [self._group_state(g) for g in range(len(self._groups))]
 
     def load(self, states: Sequence[Any]) -> None:
@@ -123,7 +124,7 @@ class Greedy:
         self._set({place: values for place in self._own})
 
     def parts(self) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Of each group, by path and owner, what lies on this process's devices."""
+        """Returns each group's state on this process's devices, by path and owner."""
         found: list[dict[str, dict[str, np.ndarray]]] = [{} for _ in self._groups]
         for place, owner in self._own.items():
             for g, group in enumerate(found):
@@ -132,7 +133,7 @@ class Greedy:
         return found
 
     def load_parts(self, parts: Sequence[Any]) -> None:
-        """Sets what `parts` returned of the same division."""
+        """Sets what `parts` returned for a state with the same owners."""
         refuse_other_parts(parts, self.parts())
         self._set(
             {
@@ -155,23 +156,23 @@ class Greedy:
             self._own[place].states = states
 
     def loads(self) -> list[int]:
-        """Elements of parameters that each device updates."""
+        """Returns the parameter elements that each device updates."""
         sizes = [x.size for x in jax.tree.leaves(self.plan.params)]
         pairs = list(zip(sizes, self.owners, strict=True))
         places = range(len(self._all_gather.devices))
         return [sum(s for s, o in pairs if o == place) for place in places]
 
     def state_bytes(self) -> int:
-        """Of optimizer state, on the device of this process that has most."""
+        """Returns the bytes of optimizer state on the device of this process that has most."""
         owners = self._own.values()
         return max(sum(x.nbytes for x in jax.tree.leaves(owner.states)) for owner in owners)
 
     def all_gathered_elements(self) -> int:
-        """Elements that are sent to every device in a step, padding of rows included."""
+        """Returns the elements sent to every device in a step, padding of rows included."""
         return self._all_gather.elements
 
     def _assign(self, sizes: Sequence[int], count: int) -> list[int | None]:
-        """Owners, one group after the other: what is added later moves nothing."""
+        """Returns owners, assigned group by group: a group added later moves no earlier tensor."""
         owners: list[int | None] = [None] * len(sizes)
         loads = [0] * count
         for tree in self._trees:
@@ -202,7 +203,7 @@ class Greedy:
         ]
 
     def _group_state(self, g: int) -> Any:
-        """The state of a group, each leaf from its owner; what is shared from the first."""
+        """Returns a group's state, each leaf from its owner, and shared leaves from the first."""
         numbers, group = jax.tree.leaves(self._trees[g]), self._groups[g]
         paths, leaves, structure = flatten(group.state)
         of = parameter_of(group.state, group.tree)
@@ -219,9 +220,9 @@ class Owner:
     """The state of some tensors on one device.
 
     Attributes:
-      device: where everything is.
+      device: the device of its tensors and states.
       mine: positions of its tensors among all.
-      states: of each group; None where it owns nothing of it.
+      states: the state of each group; None for a group of which it owns nothing.
     """
 
     def __init__(
@@ -235,11 +236,11 @@ class Owner:
         """Makes the state of a new optimizer.
 
         Args:
-          device: where everything is to be.
+          device: the device for its tensors and states.
           params: its tensors by position, on the device.
-          groups: of all parameters.
-          trees: of each group, with positions for leaves.
-          pack: what is sent of new tensors, beside them.
+          groups: the groups of all parameters.
+          trees: the tree of each group, with positions as leaves.
+          pack: computes from new tensors what is sent, in addition to the tensors.
         """
         self.device, self.mine = device, tuple(params)
         self._groups, self._trees, self._pack = groups, trees, pack
@@ -265,12 +266,12 @@ class Owner:
         grads: Sequence[Mapping[Any, jax.Array]],
         values: Any,
     ) -> tuple[dict[int, jax.Array], list[jax.Array]]:
-        """New tensors by position, and what was packed; of `skipped` everything stays.
+        """Returns new tensors by position, and what was packed; `skipped` ones do not change.
 
         Args:
-          skipped: positions.
-          params: of all, by device.
-          grads: of all, by device.
+          skipped: positions of the tensors to skip.
+          params: all parameters, by device.
+          grads: all gradients, by device.
           values: hyperparameters of each group.
         """
         if not self.mine:
@@ -280,17 +281,17 @@ class Owner:
         return dict(zip(self.mine, new, strict=True)), rows
 
     def state(self, g: int) -> dict[str, jax.Array]:
-        """Of a group by path."""
+        """Returns the state of a group, by path."""
         return dict(zip(*flatten(self.states[g])[:2], strict=True))
 
     def placed(self, g: int, values: Mapping[str, Any]) -> Any:
-        """The state of a group of copies of these values, by path."""
+        """Returns a group's state made of copies of these values, which are given by path."""
         paths, leaves, structure = flatten(self.states[g])
         copies = [np.array(values[p], x.dtype) for p, x in zip(paths, leaves, strict=True)]
         return jax.tree.unflatten(structure, [jax.device_put(x, self.device) for x in copies])
 
     def _own(self, g: int, own: Mapping[int, Any]) -> Any:
-        """A group's tree with these leaves, the others left out."""
+        """Returns a group's tree with only these leaves."""
         return jax.tree.map(lambda i: own.get(i, optax.MaskedNode()), self._trees[g])
 
     def _run(
@@ -322,9 +323,10 @@ class FromOwners:
     """Sends new parameters from their owners to all devices.
 
     Attributes:
-      devices: of the group, in the order of owners.
-      local: those of this process.
-      elements: sent to every device; in rows with padding, else all-reduced, at twice the price.
+      devices: the devices of the group, in the order of owners.
+      local: the devices of this process.
+      elements: elements sent to every device: all-gathered as padded rows, or else all-reduced at
+        twice the cost.
     """
 
     def __init__(
@@ -335,15 +337,15 @@ class FromOwners:
         leaves: Sequence[jax.Array],
         rows: bool,
     ):
-        """Prepares for some parameters.
+        """Prepares to send some parameters.
 
         Args:
-          plan: level `dp`.
-          devices: of the group.
-          owners: of each leaf; None: it stays what it is.
+          plan: a plan at level `dp`.
+          devices: the devices of the group.
+          owners: the owner of each leaf; None for a leaf that does not change.
           leaves: the parameters.
-          rows: an owner's tensors of one dtype are one row, and rows are gathered at once, padded
-            to the longest; else one all-reduce a tensor.
+          rows: True makes an owner's tensors of one dtype one row, and all-gathers the rows at
+            once, padded to the longest; False runs one all-reduce per tensor.
         """
         self._plan, self._owners, self.devices = plan, owners, list(devices)
         self.local = [d for d in self.devices if d.process_index == jax.process_index()]
@@ -354,7 +356,7 @@ class FromOwners:
         self._one = jax.jit(self._from_one, static_argnums=0)
 
     def pack(self, new: Mapping[int, jax.Array]) -> list[jax.Array]:
-        """An owner's new tensors, by position, as a row `(1, length)` a dtype, if in rows."""
+        """Packs an owner's new tensors into one row `(1, length)` per dtype, if rows are used."""
         rows = []
         for dtype, length in self._lengths.items():
             own = [jnp.zeros(0, dtype), *(x.ravel() for x in new.values() if x.dtype == dtype)]
@@ -369,18 +371,18 @@ class FromOwners:
         new: Mapping[Any, Mapping[int, jax.Array]],
         rows: Mapping[Any, Sequence[jax.Array]],
     ) -> list[jax.Array]:
-        """The new parameters on every device.
+        """Returns the new parameters on every device.
 
         Args:
           params: the old ones.
-          old: the same by device.
-          new: by device of this process, its tensors by position.
-          rows: by device, what `pack` made of them.
+          old: the old parameters, by device.
+          new: the new tensors by position, for each device of this process.
+          rows: the rows that `pack` made of them, by device.
         """
         return self._send(self._rows(rows) if self._lengths else self._each(old, new), params)
 
     def lower(self, params: Sequence[jax.Array]) -> jax.stages.Lowered:
-        """What is sent, lowered."""
+        """Returns the lowered collectives."""
         sharding = NamedSharding(self._plan.mesh, self._plan.batch_spec)
         rows = [
             jax.ShapeDtypeStruct((len(self.devices), length), dtype, sharding=sharding)
@@ -389,12 +391,12 @@ class FromOwners:
         return self._send.lower(rows or params, params)
 
     def one(self, owner: int, x: jax.Array | None, like: Any) -> np.ndarray:
-        """One array from its owner, in the host memory of every process.
+        """Copies one array from its owner into the host memory of every process.
 
         Args:
-          owner: its place among the devices.
-          x: what the owner has; None where that is another process's.
-          like: its shape and dtype.
+          owner: the owner's index among the devices.
+          x: the owner's array; None if another process owns it.
+          like: the array's shape and dtype.
         """
         if len(self.local) == len(self.devices):
             return np.array(x)
@@ -468,12 +470,12 @@ class FromOwners:
 
 
 def by_device(x: jax.Array) -> dict[Any, jax.Array]:
-    """What each device of this process has of an array."""
+    """Returns the shard of an array on each device of this process."""
     return {shard.device: shard.data for shard in x.addressable_shards}
 
 
 def _row_lengths(leaves: Sequence[jax.Array], owners: Sequence[int | None]) -> dict[Any, int]:
-    """By dtype, elements of the owner that has most."""
+    """Returns, for each dtype, the elements of the owner that has most."""
     totals: Counter[Any] = Counter()
     for x, owner in zip(leaves, owners, strict=True):
         if owner is not None:

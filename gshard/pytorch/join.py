@@ -97,15 +97,17 @@ class Join:
         self._weigh(None)
 
     def __call__(self, *inputs: Iterable[Any]) -> Iterator[Any]:
-        """Batches of this process, until all inputs of all processes are at their end.
+        """Yields batches of this process until all inputs of all processes are used up.
 
         Args:
-          *inputs: one iterable of batches, whose rows are laid over this process's devices; or one
-            for each of these, in the order of rows. All batches of one have the same shapes.
+          *inputs: one iterable of batches, whose examples are sharded over this process's devices;
+            or one iterable per device, in the order of examples. All batches of one iterable have
+            the same shapes.
 
         Raises:
-          UnevenInputsError: with `throw_on_early_termination`, and where `enable` is False.
-          GShardError: another number of inputs, or batches of another shape.
+          UnevenInputsError: a process runs out of data before others, and
+            `throw_on_early_termination` is True or `enable` is False.
+          GShardError: the number of inputs is wrong, or a batch has another shape.
         """
         places = local_positions(self._plan)
         if len(inputs) not in (1, places):
@@ -118,7 +120,7 @@ class Join:
         try:
             while self._some_left(sources):
                 known = [s.last for s in sources if s.last is not None]
-                # Rows that some device trains on: old ones may have no finite gradient by now.
+                # Examples that some device trains on: old ones may have no finite gradient by now.
                 like = next((s.last for s in sources if s.left), known[0] if known else None)
                 if like is None:
                     raise GShardError(
@@ -163,7 +165,7 @@ class Join:
 
 
 class _Source:
-    """One input: its batch at hand, and whether that is new."""
+    """One input: its current batch, and whether that batch is new."""
 
     def __init__(self, batches: Iterable[Any], name: str):
         if not isinstance(batches, Iterable):

@@ -1,4 +1,4 @@
-"""What is optimized: parameters in one or several groups, and the hyperparameters of each."""
+"""The parameters to optimize, in one or several groups, and the hyperparameters of each group."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Tree:
     accumulation: Accumulation | None = None
 
     def __init__(self, tree: Any, several: bool = False):
-        """`several`: the tree is a list, of one tree a group."""
+        """Stores the tree; `several` says that it is a list with one tree per group."""
         self._several = several
         leaves, structure = jax.tree.flatten(tree)
         self._fixed = {i: x for i, x in enumerate(leaves) if not is_trained(x)}
         self.tree = structure.unflatten([x if is_trained(x) else None for x in leaves])
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
-        """What `shard_train_state` takes."""
+        """Returns the argument for `shard_train_state`."""
         return self.values(), tx
 
     def start(self, state: Any, plan: Plan) -> Any:
@@ -59,26 +59,26 @@ class Tree:
         return parts
 
     def values(self) -> Any:
-        """The arrays as they are now."""
+        """Returns the current arrays."""
         return self.tree
 
     def group_tree(self, values: Any, labels: Sequence[int | None], group: int) -> Any:
-        """The part of a tree like these values that is one group's."""
+        """Returns one group's subtree of a tree with the structure of these values."""
         return values[group] if self._several else values
 
     def with_group(
         self, labels: Sequence[int | None], group: Mapping[str, Any]
     ) -> tuple[Tree, list[int | None]]:
-        """With one more group: a new target, and the labels."""
+        """Adds a group: returns a new target and its labels."""
         trees = self.result() if self._several else [self.result()]
         return _target([*trees, tree_of(group)])
 
     def write(self, new: Any) -> None:
-        """Sets them."""
+        """Sets the arrays."""
         self.tree = new
 
     def result(self) -> Any:
-        """What `step` returns; numbers that are not floating are as they came."""
+        """Returns the result of `step`; arrays that are not floating-point are unchanged."""
         leaves, structure = jax.tree.flatten(self.tree, is_leaf=lambda x: x is None)
         return structure.unflatten([self._fixed.get(i, x) for i, x in enumerate(leaves)])
 
@@ -87,19 +87,19 @@ class Variables(Tree):
     """Variables of NNX that came without their model; they are set in place."""
 
     def __init__(self, tree: Any, several: bool = False):
-        """`several`: the tree is a list, of one tree a group."""
+        """Stores the tree; `several` says that it is a list with one tree per group."""
         self.tree, self._several = tree, several
 
     def result(self) -> Any:
-        """What `step` returns."""
+        """Returns the result of `step`."""
         return self.tree
 
     def values(self) -> Any:
-        """The arrays as they are now."""
+        """Returns the current arrays."""
         return jax.tree.map(lambda x: x.get_value(), self.tree, is_leaf=_is_variable)
 
     def write(self, new: Any) -> None:
-        """Sets them."""
+        """Sets the arrays."""
         variables = jax.tree.leaves(self.tree, is_leaf=_is_variable)
         for variable, x in zip(variables, jax.tree.leaves(new), strict=True):
             variable.set_value(x)
@@ -120,11 +120,11 @@ class Model(Tree):
                 )
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
-        """What `shard_train_state` takes."""
+        """Returns the argument for `shard_train_state`."""
         return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)
 
     def result(self) -> Any:
-        """What `step` returns."""
+        """Returns the result of `step`."""
         return self.tree
 
     def start(self, state: Any, plan: Plan) -> Any:
@@ -135,11 +135,11 @@ class Model(Tree):
         return plan.kind.split(state)
 
     def values(self) -> Any:
-        """The arrays as they are now."""
+        """Returns the current arrays."""
         return nnx.as_pure(nnx.state(self.tree, self._wrt))
 
     def group_tree(self, values: Any, labels: Sequence[int | None], group: int) -> Any:
-        """The part of a tree like these values that is one group's."""
+        """Returns one group's subtree of a tree with the structure of these values."""
         if set(labels) == {group}:
             return values
         pairs = jax.tree_util.tree_leaves_with_path(values)
@@ -153,7 +153,7 @@ class Model(Tree):
     def with_group(
         self, labels: Sequence[int | None], group: Mapping[str, Any]
     ) -> tuple[Tree, list[int | None]]:
-        """The same model, and the labels with one more."""
+        """Returns the same model, and the labels with the new group's."""
         keep, ids = self.accumulation, _ids(self.tree) if self.accumulation else []
         added = jax.tree.leaves(tree_of(group), is_leaf=_is_variable)
         where = [ids.index(id(x)) if id(x) in ids else None for x in added]
@@ -173,19 +173,19 @@ class Model(Tree):
         return self, [new if i in where else label for i, label in enumerate(labels)]
 
     def write(self, new: Any) -> None:
-        """Sets them."""
+        """Sets the arrays."""
         nnx.update(self.tree, new)
 
 
 def parameters(params: Any) -> tuple[Tree, list[int | None], list[dict[str, Any]]]:
-    """What may be given as `params`, taken apart.
+    """Splits the `params` argument of an optimizer into arrays, labels and hyperparameters.
 
     Returns:
-      Where the arrays are; the group of each leaf; the hyperparameters that each group names.
+      The target with the arrays; the group of each leaf; the hyperparameters that each group sets.
 
     Raises:
-      ArgumentTypeError: for a bare array, no parameters at all, or a mixture.
-      GShardError: nothing to optimize, or something twice.
+      ArgumentTypeError: `params` is a bare array, has no parameters, or is a mixture.
+      GShardError: there is nothing to optimize, or a parameter is given twice.
     """
     if isinstance(params, nnx.Module):
         variables = jax.tree.leaves(nnx.state(params, nnx.Param), is_leaf=_is_variable)
@@ -210,7 +210,7 @@ def parameters(params: Any) -> tuple[Tree, list[int | None], list[dict[str, Any]
 
 
 def tree_of(group: Mapping[str, Any]) -> Any:
-    """The parameters of a group that a user gives."""
+    """Returns the parameters of a group that the user gives."""
     found = group["params"]
     if isinstance(found, nnx.Module):
         return jax.tree.leaves(nnx.state(found, nnx.Param), is_leaf=_is_variable)
@@ -222,7 +222,7 @@ def tree_of(group: Mapping[str, Any]) -> Any:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters that a group of the user names."""
+    """Returns the hyperparameters that a group of the user sets."""
     return {name: x for name, x in group.items() if name != "params"}
 
 
@@ -310,11 +310,11 @@ class ParamGroup(MutableMapping[str, Any]):
     says so.
 
     Attributes:
-      name: of the factory.
+      name: name of the factory.
       live: hyperparameters that may change, by the factory's own names.
-      fixed: the others.
-      tree: of the group's arrays, abstract.
-      state: what its plain optimizer keeps for them, abstract.
+      fixed: hyperparameters that may not change.
+      tree: the abstract tree of the group's arrays.
+      state: the abstract state that its plain optimizer keeps for them.
     """
 
     def __init__(
@@ -369,19 +369,19 @@ class ParamGroup(MutableMapping[str, Any]):
         self._traced = {*_ALIASES, *_ALIASES.values()} & set(self.live)
 
     def tx(self, values: Mapping[str, Any] | None = None) -> optax.GradientTransformationExtraArgs:
-        """The group's optimizer, with the hyperparameters of now, of which some may be traced."""
+        """Returns the group's optimizer with its current hyperparameters; some may be traced."""
         return self._make(**{**self.live, **(values or {})})
 
     def traced(self) -> dict[str, Any]:
-        """What is an argument of the compiled step: the learning rate, and what has changed."""
+        """Returns the arguments of the compiled step: the learning rate, and what has changed."""
         return {name: self.live[name] for name in sorted(self._traced)}
 
     def hyperparameters(self) -> dict[str, Any]:
-        """All, by the factory's own names."""
+        """Returns all hyperparameters, by the factory's own names."""
         return {**self.fixed, **self.live}
 
     def saved(self) -> dict[str, Any]:
-        """Those that are numbers or text."""
+        """Returns the hyperparameters that are numbers or text."""
         every = self.hyperparameters()
         return {name: x for name, x in every.items() if isinstance(x, (bool, int, float, str))}
 
@@ -389,7 +389,7 @@ class ParamGroup(MutableMapping[str, Any]):
         """Refuses saved hyperparameters that this group cannot take.
 
         Raises:
-          GShardError: names one.
+          GShardError: a hyperparameter does not fit; the message names it.
         """
         for name, value in saved.items():
             if name in self.live and not _is_number(value):
@@ -464,7 +464,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return optax.with_extra_args_support(made)
 
     def _traces(self, names: list[str], every: dict[str, Any], wanted: Any) -> bool:
-        """Whether these can be traced, and the optimizer's state is the same then."""
+        """Whether these can be traced without a change of the optimizer's state."""
 
         def run(values: dict[str, Any], state: Any, params: Any) -> Any:
             return self._make(**values).update(params, state, params)
@@ -481,7 +481,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return len(read) == len(names) and _described(found[1]) == wanted
 
     def _state_after(self) -> Any:
-        """The optimizer's state after an update, described."""
+        """Returns the abstract state of the optimizer after an update."""
         tx = self._make()
         try:
             state = jax.eval_shape(lambda p: tx.update(p, tx.init(p), p)[1], self.tree)
@@ -493,7 +493,7 @@ class ParamGroup(MutableMapping[str, Any]):
 
 
 def factory_of(optimizer_class: Any) -> Callable[..., Any]:
-    """The argument, or a `GShardError` that says what it should be."""
+    """Returns the argument, or raises a `GShardError` that says what it should be."""
     if isinstance(optimizer_class, optax.GradientTransformation):
         raise ArgumentTypeError(
             "optimizer_class is an optax transformation already. Pass the factory, and its "
@@ -508,7 +508,7 @@ def factory_of(optimizer_class: Any) -> Callable[..., Any]:
 
 
 def _defaults(factory: Callable[..., Any], name: str) -> tuple[dict[str, Any], bool]:
-    """Arguments by name with their defaults, and whether the factory takes any others."""
+    """Returns arguments with their defaults by name, and whether the factory takes any others."""
     try:
         parameters = inspect.signature(factory).parameters.values()
     except (TypeError, ValueError) as error:
@@ -519,7 +519,7 @@ def _defaults(factory: Callable[..., Any], name: str) -> tuple[dict[str, Any], b
 
 
 def _named(given: Mapping[str, Any], known: Mapping[str, Any], takes_any: bool) -> dict[str, Any]:
-    """The arguments by the factory's own names."""
+    """Returns the arguments by the factory's own names."""
     found = dict(given)
     for alias, name in _ALIASES.items():
         if alias in found and alias not in known and (takes_any or name in known):
@@ -543,7 +543,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _python(x: Any) -> Any:
-    """A number as Python's: an array would bring its own dtype into the update."""
+    """Returns a scalar as a Python number: an array would bring its dtype into the update."""
     if not _is_number(x):
         return x
     x = x.item() if hasattr(x, "item") else x
@@ -551,7 +551,7 @@ def _python(x: Any) -> Any:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """As a file gives it back."""
+    """Whether two values are equal; one may be of the type that a file gives it."""
     return bool(np.all(x == y))
 
 
@@ -564,7 +564,7 @@ _NONE = "none"
 
 
 def grouped(groups: Sequence[ParamGroup], labels: Labels) -> optax.GradientTransformationExtraArgs:
-    """The groups' optimizers together, of a tree whose leaves have these labels.
+    """Combines the groups' optimizers into one for a tree whose leaves have these labels.
 
     Its state is that of the optimizer where there is one group of all leaves, else that of
     `optax.multi_transform`. `update` takes `hyperparameters`: of each group those that are traced.
@@ -598,12 +598,12 @@ def grouped(groups: Sequence[ParamGroup], labels: Labels) -> optax.GradientTrans
 
 
 def is_plain(groups: Sequence[ParamGroup], labels: Labels) -> bool:
-    """Whether the state is that of the one optimizer."""
+    """Whether the state is that of a single optimizer for all leaves."""
     return len(groups) == 1 and None not in labels
 
 
 def group_states(state: Any, groups: Sequence[ParamGroup], labels: Labels) -> list[Any]:
-    """The state of each group's optimizer, out of that of `grouped`."""
+    """Returns the state of each group's optimizer, taken from that of `grouped`."""
     if is_plain(groups, labels):
         return [state]
     return [state.inner_states[str(i)].inner_state for i in range(len(groups))]

@@ -1,4 +1,4 @@
-"""States of optimizers that come from elsewhere, matched by path with those that are wanted."""
+"""Matches loaded optimizer states by path with the states that an optimizer expects."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gshard.wrapped.named_arrays import misfit
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Each of the states in the tree of its wanted (abstract) one.
+    """Returns each state in the tree of the abstract state that is wanted.
 
     Args:
       states: one per group, in a sequence or in a mapping from "0", "1", ...: trees, or what a
         file made of them, with the same paths.
-      wanted: abstract.
+      wanted: the abstract states.
 
     Raises:
-      GShardError: names the entries that are missing, unknown, or of another shape.
+      GShardError: entries are missing, unknown, or of another shape; the message names them.
     """
     states = entries(states, len(wanted))
     if not isinstance(states, Sequence) or len(states) != len(wanted):
@@ -53,7 +53,7 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
 
 
 def _wrong(value: Any, like: Any) -> str:
-    """What is wrong with a value, in words; empty where nothing is."""
+    """Returns a readable message of what is wrong with a value; empty if nothing is."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         same = getattr(value, "dtype", None) == like.dtype and value.shape == like.shape
         return "" if same else "is not a key of the same kind"
@@ -61,7 +61,7 @@ def _wrong(value: Any, like: Any) -> str:
 
 
 def entries(given: Any, count: int) -> Any:
-    """A list, also where a file made a mapping from "0", "1", ... of it, without what is empty."""
+    """Returns a list, also from the mapping "0", "1", ... without empty entries that a file has."""
     if isinstance(given, Mapping) and {*given} <= {str(i) for i in range(count)}:
         return [given.get(str(i), {}) for i in range(count)]
     return given
@@ -71,7 +71,7 @@ def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
     """Refuses local shards of a state that was sharded otherwise, or of another process.
 
     Raises:
-      GShardError: names an entry that differs.
+      GShardError: an entry differs; the message names it.
     """
     sound = isinstance(parts, Sequence) and all(
         isinstance(group, Mapping) and all(isinstance(x, Mapping) for x in group.values())
@@ -101,10 +101,11 @@ def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
 
 
 def parameter_of(tree: Any, params: Any) -> list[int | None]:
-    """For every leaf of a state, or of its layouts, the position of its parameter; None: of all.
+    """Returns the position of the parameter of each leaf of a state or its layouts.
 
-    A leaf belongs to the parameter whose path its own ends in, if every parameter has one beside
-    it, or if it has the parameter's shape: a count is none of a parameter named `count`.
+    The position is None for a leaf of all parameters. A leaf belongs to the parameter whose path
+    its own path ends in, if every parameter has such a leaf, or if it has the parameter's shape: a
+    step count does not belong to a parameter named `count`.
     """
     names, leaves, _ = flatten(params)
     at = {name: i for i, name in enumerate(names)}
@@ -121,7 +122,7 @@ def parameter_of(tree: Any, params: Any) -> list[int | None]:
 
 
 def with_zeros(grads: Sequence[Any], skipped: Sequence[int], params: Sequence[Any]) -> list[Any]:
-    """The gradients of all parameters: zeros for the skipped ones, in their ascending order."""
+    """Returns the gradients of all parameters, with zeros for the skipped ones (ascending)."""
     found = list(grads)
     for i in skipped:
         found.insert(i, jnp.zeros(params[i].shape, params[i].dtype))
@@ -129,7 +130,7 @@ def with_zeros(grads: Sequence[Any], skipped: Sequence[int], params: Sequence[An
 
 
 def keep_of(of: Sequence[int | None], skipped: Collection[int], new: Any, old: Any) -> Any:
-    """`new`, but `old` for what belongs to skipped parameters; `of` is that of each leaf."""
+    """Returns `new`, with `old` leaves for skipped parameters; `of` gives each leaf's parameter."""
     leaves, structure = jax.tree.flatten(new)
     pairs = zip(of, leaves, jax.tree.leaves(old), strict=True)
     return jax.tree.unflatten(structure, [y if i in skipped else x for i, x, y in pairs])

@@ -1,7 +1,8 @@
-"""What a wrapped model keeps between calls: its gradients, from `backward` to `clear_grad`.
+"""Keeps the gradients of a wrapped model between calls, from `backward` to `clear_grad`.
 
-Inside `no_sync` each device adds up its own; the first `backward` outside reduces the sum. Buffers
-that the loss changes are each device's own until the block ends, and then one for all.
+Inside `no_sync` each device accumulates its local gradients; the first `backward` outside reduces
+the sum. Buffers that the loss changes differ between devices until the block ends, and are then
+made equal on all devices.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class Updating(Protocol):
     """An optimizer whose update is in the program of `backward`."""
 
     def arguments(self) -> tuple[Any, Any]:
-        """Its state, which is donated, and its hyperparameters."""
+        """Returns the optimizer's state, which is donated, and its hyperparameters."""
         ...
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
-        """New parameters and state; traced."""
+        """Returns new parameters and state; called while tracing."""
         ...
 
     def accept(self, new: Any, state: Any) -> None:
-        """Takes what `updated` returned."""
+        """Stores what `updated` returned."""
         ...
 
     def end(self) -> None:
-        """The optimizer's own call of a step, after `backward`."""
+        """Finishes the step when the user calls the optimizer after `backward`."""
         ...
 
 
@@ -59,15 +60,15 @@ class Accumulation:
       plan: the layout of every array.
       model: the wrapped model.
       optimizer: the wrapped optimizer, if any.
-      grads: an `nnx.State` like the trained parameters, reduced: the sum over the calls of
-        `backward` since they were cleared. Or None.
-      scaler: whose scale they are multiplied by; None where they are not.
-      forward: the output of the model or a copy, compiled.
+      grads: the reduced gradients, an `nnx.State` like the trained parameters: the sum over the
+        calls of `backward` since they were cleared. None if there are none.
+      scaler: the scaler by whose scale the gradients are multiplied; None if they are not scaled.
+      forward: the compiled function that computes the output of the model or of a copy.
       joined: 1 or 0 for each device of this process, whether it has data left, and whether the
         mean is over all devices anyway; or None.
-      stepped_by: the one that an optimizer which is not wrapped belongs to; or None.
+      stepped_by: the owner of an optimizer that is not wrapped; or None.
       updating: updates the model within `backward`, which then keeps no gradients; or None.
-      finite: whether every entry is, once they were divided by the scale; else None.
+      finite: whether every entry of the unscaled gradients is finite; None before unscaling.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Accumulation:
         find_unused: bool = False,
         **options: Any,
     ):
-        """`options` are those of `gshard.value_and_grad`."""
+        """Prepares the compiled phases; `options` are those of `gshard.value_and_grad`."""
         self.model: Any = None
         self.optimizer: Any = None
         self.grads: nnx.State | None = None
@@ -97,7 +98,7 @@ class Accumulation:
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """Goes by a plan, from now on; gradients are forgotten."""
+        """Switches to another plan and drops all gradients."""
         self.settle()
         self.clear()
         self.plan, wrt = plan, plan.template[1].wrt
@@ -112,7 +113,7 @@ class Accumulation:
         self._update_if = nnx.jit(compiled_fns.update_if, donate_argnums=1)
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
-        """Adds the gradient of `loss_fn(model, batch)` to what is there, and returns the loss."""
+        """Adds the gradient of `loss_fn(model, batch)` to the sum, and returns the loss."""
         if not callable(loss_fn):
             raise GShardError(
                 f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. It takes "
@@ -158,7 +159,7 @@ class Accumulation:
         return loss if scaler is None else loss / scaler.loss_scaling
 
     def reduce(self) -> None:
-        """Ends what `no_sync` left on each device; nothing where there is none."""
+        """Reduces the local gradients that `no_sync` has accumulated, if there are any."""
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
 
@@ -174,7 +175,7 @@ class Accumulation:
             self._buffers = {}
 
     def refuse_waiting(self) -> None:
-        """Raises a `GShardError` where gradients of `no_sync` have not been reduced."""
+        """Raises a `GShardError` if gradients of `no_sync` have not been reduced."""
         if self._pending is not None:
             raise GShardError(
                 "gradients of no_sync() have not been reduced over the devices. Call one backward "
@@ -182,7 +183,7 @@ class Accumulation:
             )
 
     def refuse_scaled(self) -> None:
-        """Raises a `GShardError` where gradients are multiplied by a scale."""
+        """Raises a `GShardError` if the gradients are multiplied by a scale."""
         if self.scaler is not None:
             raise GShardError(
                 "the gradients are multiplied by the scale of a scaler. Call "
@@ -190,7 +191,7 @@ class Accumulation:
             )
 
     def take(self) -> nnx.State:
-        """The gradients, for an optimizer.
+        """Returns the gradients for an optimizer.
 
         Raises:
           GShardError: there are none, or some are not reduced.
@@ -201,13 +202,13 @@ class Accumulation:
         return self.grads
 
     def unscale(self, scale: jax.Array) -> jax.Array:
-        """Divides the gradients by their scale; whether every entry is finite."""
+        """Divides the gradients by their scale; returns whether every entry is finite."""
         self.grads, self.finite = self._unscale(self.take(), scale)
         self.scaler = None
         return self.finite
 
     def step(self, finite: jax.Array | None = None) -> None:
-        """Updates model and optimizer; where `finite` is given and false nothing is changed."""
+        """Updates model and optimizer; if `finite` is given and false, nothing is changed."""
         given = (self.model, self.optimizer, self.take())
         self.refuse_scaled()
         refuse_donated(jax.tree.leaves(nnx.state(self.optimizer)))
@@ -217,12 +218,12 @@ class Accumulation:
             self._update_if(*given, finite)
 
     def clear(self) -> None:
-        """Forgets all gradients."""
+        """Drops all gradients."""
         self.grads = self._pending = self.scaler = self.finite = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it nothing is sent but, at `p_g_os`, parameters; nestable."""
+        """Turns off gradient reduction; only `p_g_os` communicates parameters. It can be nested."""
         self._depth += 1
         try:
             yield
@@ -232,14 +233,14 @@ class Accumulation:
                 self.settle()
 
     def lower(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """The next `backward`, lowered, for `gshard.audit`."""
+        """Returns the next `backward`, lowered, for `gshard.audit`."""
         loss_fn, batch = self._given(loss_fn, batch)
         held = (self._pending, self._buffers if self._depth else self.grads)
         more = self.updating.arguments() if self.updating and not self._depth else ()
         return self._compiled(loss_fn, batch).lower(self.model, batch, *held, *more)
 
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
-        """The loss as it is compiled, and its batch on the devices."""
+        """Returns the loss function to compile, and its batch on the devices."""
         given = shard_batch(batch, self.plan)
         rows = [x.shape[0] // self.plan.group.devices for x in jax.tree.leaves(given) if x.ndim]
         if isinstance(loss_fn, Scaled):
@@ -294,13 +295,13 @@ class Accumulation:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A loss that is multiplied by the scale of a scaler; its batch is `(batch, scale)`."""
+    """A loss multiplied by the scale of a scaler; its batch is `(batch, scale)`."""
 
     loss_fn: Callable[..., Any]
     scaler: Any
 
     def __call__(self, model: nnx.Module, batch: Any) -> Any:
-        """The loss of a batch times its scale."""
+        """Returns the loss of a batch times its scale."""
         batch, scale = batch
         loss = self.loss_fn(model, batch)
         if isinstance(loss, Weighted):
@@ -310,18 +311,18 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Joined:
-    """A loss of devices of which some have no data left; its batch is `(batch, shares)`.
+    """A loss for devices of which some have no data left; its batch is `(batch, shares)`.
 
     Attributes:
       loss_fn: the loss.
-      initial: the mean is over all devices, and not over those that have data.
+      initial: whether the mean is over all devices, and not only over those that have data.
     """
 
     loss_fn: Callable[..., Any]
     initial: bool
 
     def __call__(self, model: nnx.Module, batch: Any) -> Any:
-        """The loss on one device; `shares` is `(rows,)`, all 1 or all 0."""
+        """Returns the loss on one device; `shares` has one entry per example, all 1 or all 0."""
         batch, shares = batch
         loss = self.loss_fn(model, batch)
         if not isinstance(loss, Weighted):

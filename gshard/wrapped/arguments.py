@@ -1,4 +1,4 @@
-"""What users pass: a model of NNX or Linen, and the devices to shard it over."""
+"""Converts what users pass: a model of NNX or Linen, and the devices to shard it over."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gshard.wrapped.wrapped_model import Wrapped, refuse_hidden
 
 
 def as_module(model: Any, call: str) -> nnx.Module:
-    """An NNX module, the one given or one that applies a Linen module to its variables.
+    """Returns the given NNX module, or one that applies a Linen module to its variables.
 
     Raises:
-      GShardError: it is neither; names the call.
+      GShardError: `model` is neither; the message names the call.
     """
     if isinstance(model, nnx.Module):
         refuse_hidden(model)
@@ -43,7 +43,7 @@ def as_module(model: Any, call: str) -> nnx.Module:
 
 
 def refuse_wrapped(model: Any, call: str) -> None:
-    """Raises a `GShardError` when a model is wrapped already."""
+    """Raises a `GShardError` if a model is already wrapped."""
     if isinstance(model, Wrapped):
         raise GShardError(
             f"{call}: this model is wrapped already. Wrap the model that it was made of."
@@ -53,7 +53,7 @@ def refuse_wrapped(model: Any, call: str) -> None:
 def mesh_of(
     group: Any = None, dp_group: Any = None, argument: str = "group"
 ) -> tuple[Mesh, tuple[str, ...] | None]:
-    """The mesh that `group=` and `dp_group=` mean, and its replica axes.
+    """Returns the mesh that `group=` and `dp_group=` describe, and its replica axes.
 
     Args:
       group: devices of `gshard.distributed.new_group` to shard the state over, a mesh of
@@ -66,7 +66,7 @@ def mesh_of(
       The mesh, and the axes as `shard_train_state` takes them: None for its default.
 
     Raises:
-      GShardError: for groups that overlap otherwise, or that name devices twice.
+      GShardError: the groups do not overlap in exactly one device, or name a device twice.
     """
     if isinstance(group, Mesh):
         axes = None if dp_group is None else names_of("dp_group", dp_group)
@@ -92,7 +92,7 @@ def mesh_of(
 
 
 def _grid(shard: list[Any], copies: list[Any], common: Any) -> Mesh:
-    """Replicas x shards: each replica is `shard`, shifted as its device is from the common one."""
+    """Returns a mesh of replicas x shards; each replica is `shard`, shifted to its own device."""
     every = jax.devices()
     place = {device: i for i, device in enumerate(every)}
     rows = [[place[d] + place[copy] - place[common] for d in shard] for copy in copies]

@@ -1,4 +1,4 @@
-"""What is compiled: one function a phase, made of the core's own. Nothing is kept here."""
+"""The compiled functions of a wrapped model, one for each phase. They keep no state."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 
 @dataclass(frozen=True)
 class Inputs:
-    """Inputs of a model without their arrays: what it is compiled for.
+    """The inputs of a model without their arrays, as a key for compilation.
 
     Attributes:
-      structure: of `(args, kwargs)`.
+      structure: the tree structure of `(args, kwargs)`.
       others: one per leaf; None for an array.
     """
 
@@ -38,7 +38,7 @@ class Inputs:
 
     @classmethod
     def of(cls, inputs: Any) -> tuple[list[Any], Inputs]:
-        """The arrays, and the rest."""
+        """Splits inputs into their arrays and the rest."""
         graphs = jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, _GRAPHS))
         if any(isinstance(x, _GRAPHS) for x in graphs):
             raise GShardError(
@@ -58,7 +58,7 @@ class Inputs:
         return [x for x, yes in zip(leaves, are, strict=True) if yes], rest
 
     def with_arrays(self, arrays: list[Any]) -> Any:
-        """The inputs again."""
+        """Returns the inputs with these arrays."""
         rest = iter(arrays)
         leaves = [next(rest) if x is None else x for x in self.others]
         return jax.tree.unflatten(self.structure, leaves)
@@ -66,15 +66,15 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a wrapped model and its optimizer.
+    """The compiled phases of a wrapped model and its optimizer.
 
-    Gradients are an `nnx.State` like the trained parameters, Divided; those of one device are
-    `LocalGradients`, sums of means over its rows.
+    Reduced gradients are an `nnx.State` like the trained parameters, sharded as in the plan. Those
+    of one device are `LocalGradients`, sums of means over its examples.
 
     Attributes:
       plan: the layout of every array.
-      sizes: of buckets: `bucket_size` and `end_bucket_size`, in elements.
-      options: further ones of `gshard.value_and_grad`.
+      sizes: bucket sizes in elements: `bucket_size` and `end_bucket_size`.
+      options: further options of `gshard.value_and_grad`.
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class Phases:
     options: dict[str, Any]
 
     def forward(self, model: Any, arrays: list[Any], rest: Inputs) -> Any:
-        """The model's output; what it changes of its own state is written."""
+        """Returns the model's output, and writes the changes of its own state."""
         plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
         parts = plan.kind.split_target(model, {})
         params = jax.tree.map(lambda x, place: place.unpad(x), parts.params, plan.params)
@@ -103,7 +103,7 @@ class Phases:
         pending: LocalGradients | None,
         grads: nnx.State | None,
     ) -> tuple[jax.Array, nnx.State]:
-        """The loss, and its gradient with what was pending, reduced and added to `grads`."""
+        """Returns the loss, and its gradient and pending ones reduced and added to `grads`."""
         if pending is None:
             run = value_and_grad(loss_fn, self.plan, **self.sizes, **self.options)
             loss, new = run(model, batch)
@@ -124,7 +124,7 @@ class Phases:
         state: Any,
         values: Any,
     ) -> tuple[jax.Array, Any, Any]:
-        """The loss, new parameters and the optimizer's state: nothing waits for all gradients."""
+        """Returns loss, new parameters and state; updates do not wait for all gradients."""
         params = self.plan.kind.split_target(model, {}).params
         loss, grads = self.backward(loss_fn, model, batch, pending, grads)
         return loss, *updated(params, grads, state, values)
@@ -137,19 +137,19 @@ class Phases:
         pending: LocalGradients | None,
         buffers: dict[str, Any],
     ) -> tuple[jax.Array, LocalGradients, dict[str, Any]]:
-        """Each device's loss, its gradient added to what is pending, and its own buffers.
+        """Returns each device's loss, its gradient added to the pending ones, and its buffers.
 
-        `buffers` are those that the losses have changed, with a leading axis over the devices.
+        `buffers` are the ones that the losses have changed, with a leading axis over the devices.
         """
         own, buffers = self._own(loss_fn, model, batch, buffers)
         return own.loss, _added(pending, own), buffers
 
     def reduce(self, pending: LocalGradients, grads: nnx.State | None) -> nnx.State:
-        """What is pending, reduced and added to `grads`."""
+        """Returns the pending gradients, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
     def settle(self, model: nnx.Module, buffers: dict[str, Any]) -> None:
-        """Writes one value for all devices of buffers of which each has its own."""
+        """Combines the buffers of all devices into one value each, and writes it into the model."""
         parts = self.plan.kind.split_target(model, {})
         options = StepOptions(**self.options)
         self.plan.kind.absorb(model, parts, mean_non_trainable(buffers, self.plan, options))
@@ -161,9 +161,9 @@ class Phases:
         batch: Any,
         buffers: dict[str, Any] | None = None,
     ) -> tuple[LocalGradients, dict[str, Any]]:
-        """Each device's gradient of the mean over its rows, with a weight of 1, and its buffers.
+        """Returns each device's gradient of the mean over its examples, with weight 1, and buffers.
 
-        Without `buffers` those that the loss changes are agreed on and written into the model.
+        Without `buffers`, those that the loss changes are combined and written into the model.
         """
 
         def plain(model: nnx.Module, batch: Any) -> Any:
@@ -196,12 +196,12 @@ class Phases:
 
 
 def update(model: Any, optimizer: Any, grads: Any) -> None:
-    """One step of the optimizer."""
+    """Runs one step of the optimizer."""
     optimizer.update(model, grads)
 
 
 def update_if(model: Any, optimizer: Any, grads: Any, finite: jax.Array) -> None:
-    """One step of the optimizer where the gradients are finite; else nothing is changed."""
+    """Runs one step of the optimizer if the gradients are finite; else changes nothing."""
     before = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
     optimizer.update(model, grads)
     after = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
@@ -210,13 +210,13 @@ def update_if(model: Any, optimizer: Any, grads: Any, finite: jax.Array) -> None
 
 
 def unscale(grads: nnx.State, scale: jax.Array) -> tuple[nnx.State, jax.Array]:
-    """The gradients divided by the scale, and whether every entry is finite."""
+    """Returns the gradients divided by the scale, and whether every entry is finite."""
     new = jax.tree.map(lambda g: (g * (1 / scale)).astype(g.dtype), grads)
     return new, jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(new)]))
 
 
 def _added(pending: LocalGradients | None, own: LocalGradients) -> LocalGradients:
-    """Sums of means over calls: the weight is still that of one."""
+    """Adds the means of several calls; the weight remains that of one call."""
     return own if pending is None else dataclasses.replace(pending + own, weight=own.weight)
 
 
@@ -232,12 +232,12 @@ class _Static:
 
 
 class OnModel:
-    """`fun(model, *args)`, compiled; what it changes of the model's own state is written.
+    """A compiled `fun(model, *args)` that writes its changes of the model's own state.
 
     Args:
-      fun: of a model and arrays, and of `fixed` where that is given.
+      fun: a function of a model and arrays, and of `fixed` if that is given.
       wrt: the filter of the parameters, which `fun` does not change.
-      donated: which of `args` are given away.
+      donated: which of `args` are donated.
     """
 
     def __init__(self, fun: Callable[..., Any], wrt: Any, donated: tuple[int, ...] = ()):
@@ -246,7 +246,7 @@ class OnModel:
         self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
     def __call__(self, model: nnx.Module, *args: Any, fixed: Any = None) -> Any:
-        """Runs it; `fixed` is hashable, and each is compiled for itself."""
+        """Runs the function; it is compiled once for each value of `fixed`, which is hashable."""
         static, params, rest = self._split(model, fixed)
         out, changed = self._jitted(static, params, rest, *args)
         if changed:
@@ -255,7 +255,7 @@ class OnModel:
         return out
 
     def lower(self, model: nnx.Module, *args: Any, fixed: Any = None) -> jax.stages.Lowered:
-        """Lowered for these arguments; nothing runs."""
+        """Returns the function lowered for these arguments; nothing runs."""
         return self._jitted.lower(*self._split(model, fixed), *args)
 
     def _split(self, model: nnx.Module, fixed: Any) -> tuple[_Static, Any, list[Any]]:

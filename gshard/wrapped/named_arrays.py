@@ -20,13 +20,13 @@ NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 
 
 def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
-    """Stored arrays with their layouts, by dotted path.
+    """Returns stored arrays with their layouts, by dotted path.
 
     Args:
-      *pairs: trees of arrays, each with that of their layouts.
+      *pairs: trees of arrays, each with the tree of their layouts.
 
     Raises:
-      GShardError: two paths have one name.
+      GShardError: two paths have the same name.
     """
     found = [
         (path.replace("/", "."), (x, place))
@@ -38,7 +38,7 @@ def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
 
 
 def full_values(stored: NamedArrays) -> dict[str, np.ndarray]:
-    """Their logical values, gathered one after the other; of a PRNG key its data."""
+    """Returns the logical values, gathered one after the other; for a PRNG key, its data."""
     return {name: _data(to_host(x, place)) for name, (x, place) in stored.items()}
 
 
@@ -51,15 +51,15 @@ def _is_key(x: Any) -> bool:
 
 
 def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[str]]:
-    """Names that a state dict lacks, and names that are not known.
+    """Returns the names that a state dict lacks, and its names that are not known.
 
     Args:
       values: arrays by name.
-      stored: what they are for.
-      what: how a message calls the state dict.
+      stored: the arrays to set.
+      what: the state dict's name in messages.
 
     Raises:
-      GShardError: for no state dict, or a value of another shape.
+      GShardError: `values` is not a state dict, or a value has another shape.
     """
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise GShardError(f"{what}: {shown(values)} is not a state dict, a mapping from names.")
@@ -76,7 +76,7 @@ def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[
 
 
 def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
-    """Why a value cannot be set where an array of that shape and dtype is; empty where it can."""
+    """Says why a value cannot replace an array of this shape and dtype; empty if it can."""
     value = np.asarray(value)
     if not (jnp.issubdtype(value.dtype, np.number) or value.dtype == np.bool_):
         return "is no array of numbers"
@@ -86,19 +86,19 @@ def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
 
 
 def differences(missing: list[str], unknown: list[str], whose: str) -> str:
-    """What `check` returned, for a message; empty where it is nothing."""
+    """Describes what `check` returned, for a message; empty if nothing differs."""
     told = [("it lacks", missing), (f"{whose} does not know", unknown)]
     return "; ".join(f"{words} {some(names)}" for words, names in told if names)
 
 
 def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
-    """Sets what both have; a warning tells of the rest.
+    """Sets the arrays that both have; a warning lists the others.
 
     Returns:
       Names that the state dict lacks, and names that the model does not know.
 
     Raises:
-      GShardError: for a value of another shape; nothing is changed.
+      GShardError: a value has another shape; nothing is changed.
     """
     missing, unknown = check(values, stored, "set_state_dict")
     write(model, values, stored)
@@ -108,7 +108,7 @@ def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], 
 
 
 def check_optimizer(values: Any, stored: NamedArrays) -> None:
-    """Raises a `GShardError` where the state dict is not wholly that of the optimizer."""
+    """Raises a `GShardError` unless the state dict has exactly the optimizer's arrays."""
     found = check(values, stored, "set_state_dict of the optimizer")
     if strange := differences(*found, "this optimizer"):
         raise GShardError(
@@ -117,9 +117,9 @@ def check_optimizer(values: Any, stored: NamedArrays) -> None:
 
 
 def write(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
-    """Sets Variables of a model or an optimizer, one after the other, in the layouts they have.
+    """Sets Variables of a model or an optimizer one by one, in their layouts.
 
-    `stored` is emptied, so that no more than one value is there twice.
+    `stored` is emptied, so that at most one value exists twice at a time.
     """
     at = {id(_value(x)): (path, x) for path, x in nnx.to_flat_state(nnx.state(target))}
     for name in list(stored):
