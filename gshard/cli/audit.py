@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
 
 
 def audited(config: Config) -> dict[str, Audit]:
-    """The audits of a config's levels, by name."""
+    """Returns the audits of a config's levels, by name of the level."""
     mesh = mesh_here(config, "gshard audit")
     setup = load_setup(config.model, config.arguments)
     found = {}

@@ -1,4 +1,4 @@
-"""What a command says: its exit code, and its text on stdout, which may be closed, or full."""
+"""What all commands share: exit codes, output, signals, configs, and the mesh of this computer."""
 
 from __future__ import annotations
 
@@ -32,17 +32,16 @@ NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to an
 
 
 def print_answer(text: str, code: int) -> int:
-    """Prints an answer and returns its exit code; `NO_ANSWER` where it cannot be written.
+    """Prints an answer and returns its exit code, or `NO_ANSWER` if it cannot be written.
 
-    A reader such as `head` may have had enough before the end: what it did not read is no less
-    true, and the code stays.
+    A reader such as `head` may close the pipe before the end; that does not change the exit code.
     """
     error = print_text(text)
     return code if error is None or isinstance(error, BrokenPipeError) else NO_ANSWER
 
 
 def print_text(text: str) -> OSError | None:
-    """Prints a text; what kept it from being written, after a line on stderr where one is due."""
+    """Prints a text; returns the error if it cannot be written, after a line on stderr if due."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -55,7 +54,7 @@ def print_text(text: str) -> OSError | None:
 
 
 def _write_no_more() -> None:
-    """Python flushes stdout when it exits, which would fail again (`SIGPIPE` in its manual)."""
+    """Keeps Python from flushing stdout at exit, which would fail again (see `SIGPIPE`)."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -67,13 +66,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Stopped(SystemExit):
-    """A signal asks this program to end; its code is what a shell says of it."""
+    """Raised when a signal asks this program to end; its code is the one that a shell reports."""
 
 
 def leave_accelerators() -> None:
-    """Keeps JAX to the CPU: nothing runs, and a job of somebody's may hold the accelerators.
+    """Restricts JAX to the CPU: nothing runs, and another job may be using the accelerators.
 
-    Where JAX has started it stays as it is.
+    If JAX has already started, this changes nothing.
     """
     jax.config.update("jax_platforms", "cpu")
 
@@ -81,16 +80,16 @@ def leave_accelerators() -> None:
 def in_words(
     read: Callable[[], tuple[Any, Asked]], work: Callable[[Any, Asked], tuple[str, int]]
 ) -> int:
-    """Does the work of a command; an error of the user's is one line, and so is each warning, once.
+    """Runs a command; prints a user's error as one line, and each warning once, as one line.
 
     Args:
-      read: gives the parsed words and the config. It may exit, as argparse does.
-      work: takes both, and gives what to print and the exit code. What else is printed meanwhile,
-        such as by the model, goes to stderr.
+      read: returns the parsed words and the config. It may exit, as argparse does.
+      work: takes both, and returns the text to print and the exit code. Anything else that is
+        printed meanwhile, such as by the model, goes to stderr.
 
     Returns:
-      The exit code (see `gshard.answer`); 130 after Ctrl-C, and 128 and its number after a signal
-      that ends a program: then too whatever the work has opened is closed.
+      The exit code (see `print_answer`); 130 after Ctrl-C, and 128 plus its number after a signal
+      that ends a program. What the work has opened is closed in every case.
     """
     with _stopped_by_signals(), _warnings_as_lines():
         try:
@@ -125,7 +124,7 @@ def _worked(
 
 @contextlib.contextmanager
 def status(what: str) -> Iterator[Callable[[str], Any]]:
-    """Shows on a terminal's stderr what is being done; gives a function that says what next."""
+    """Shows progress on stderr if it is a terminal; yields a function that changes the text."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -136,9 +135,10 @@ def status(what: str) -> Iterator[Callable[[str], Any]]:
 
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Turns signals that end the program into an exception, so that nothing is left behind.
+    """Turns signals that end the program into an exception, so that everything is cleaned up.
 
-    Not those that something else hears or ignores (`nohup`), nor outside the main thread.
+    This leaves out signals that are handled or ignored already (`nohup`), and does nothing outside
+    the main thread.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -157,8 +157,8 @@ def _stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """Gathers gshard's warnings and prints each once; those of others show as ever."""
-    # Several levels are looked at, and say the same.
+    """Collects gshard's warnings and prints each once; other warnings are shown as usual."""
+    # Several levels are examined, and give the same warnings.
     said: dict[str, None] = {}
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -192,15 +192,15 @@ _MEANINGS = {
 
 
 def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
-    """The parser of a command that is asked about a config; `given_config` reads its words.
+    """Returns the parser of a command that takes a config; `given_config` reads its words.
 
     Args:
-      name: `gshard plan`.
-      about: what it does, a sentence.
-      examples: what its help ends with.
+      name: the command, such as `gshard plan`.
+      about: a sentence that says what the command does.
+      examples: the end of its help.
 
     Returns:
-      One that takes CONFIG, an option for every key, and `--json`.
+      A parser that takes CONFIG, an option for every key, and `--json`.
     """
     parser = argparse.ArgumentParser(
         prog=name,
@@ -223,7 +223,7 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
 
 
 def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:
-    """The parsed words and the config that they ask about; None when none is named.
+    """Returns the parsed words and the config that they name, or None if they name none.
 
     Raises:
       GShardError: as `read_config`.
@@ -247,7 +247,7 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
 
 
 def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
-    """The same where a CONFIG must be named.
+    """Returns the parsed words and the config, which must be named.
 
     Raises:
       GShardError: as `read_config`.
@@ -259,7 +259,7 @@ def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
 
 
 def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words that argparse knows, and the values of `--arguments.NAME`, wherever they stand."""
+    """Separates the words that argparse knows from the values of `--arguments.NAME`."""
     others, found, left = [], {}, list(words)
     while left:
         word = left.pop(0)
@@ -274,7 +274,7 @@ def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str]
 
 
 def _value(word: str) -> Any:
-    """A word as TOML reads a value, or Python a bool; what is none, such as `os_g`, as a text."""
+    """Reads a word as a TOML value or a Python bool; other words, such as `os_g`, are strings."""
     if word in ("True", "False"):
         return word == "True"
     try:
@@ -288,12 +288,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def mesh_here(config: Config, command: str) -> Mesh:
-    """The mesh of a config on this computer; nothing may have used JAX before.
+    """Returns the mesh of a config on this computer; nothing may have used JAX before.
 
-    Accelerators where there are as many as asked for, else virtual devices of the CPU.
+    It has accelerators if there are as many as requested, and virtual CPU devices otherwise.
 
     Raises:
-      GShardError: there is no number, or it is too large; `command` begins the message.
+      GShardError: the config has no number of devices, or it is too large; the message begins with
+        `command`.
     """
     count = config.device_count()
     if count <= MOST_VIRTUAL:
@@ -311,9 +312,9 @@ def mesh_here(config: Config, command: str) -> Mesh:
 
 
 def free_memory(mesh: Mesh) -> int | None:
-    """Bytes that are free for all devices of a mesh together; None where nobody says.
+    """Returns the free bytes of all devices of a mesh together; None if unknown.
 
-    Those of accelerators are their own, those of virtual devices the computer's.
+    Accelerators have their own memory; virtual devices share the computer's.
     """
     devices = mesh.devices.flat
     if devices[0].platform == "cpu":
@@ -335,7 +336,7 @@ def _free_pages() -> int | None:
 
 
 def _free_in_group() -> int | None:
-    """Of a container's memory, where it has a limit."""
+    """Returns the free bytes of a container's memory; None if it has no limit."""
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CGROUP / "memory.max").read_text())
         return max(limit - int((_CGROUP / "memory.current").read_text()), 1)
@@ -343,6 +344,6 @@ def _free_in_group() -> int | None:
 
 
 def forecast_with_progress(config: Config, activations: bool = True) -> Forecast:
-    """`forecast_config`; a terminal shows which level is being traced."""
+    """Calls `forecast_config`, and shows on a terminal which level is being traced."""
     with status("importing the model") as say:
         return forecast_config(config, activations, say)

@@ -58,7 +58,7 @@ def main(words: list[str]) -> int:
 
 
 def _count(word: str) -> int:
-    """How many arrays, as argparse takes it."""
+    """Reads a number of arrays, for argparse."""
     number = int(word)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -66,7 +66,7 @@ def _count(word: str) -> int:
 
 
 def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, str]]:
-    """Of every level of a config the explanation, and why nothing was measured, by name."""
+    """Returns, for each level, its explanation and the reason why nothing was measured."""
     mesh = mesh_here(config, "gshard explain")
     setup = load_setup(config.model, config.arguments)
     found = {}
@@ -86,7 +86,7 @@ def explained(config: Config, abstract: bool) -> dict[str, tuple[Explanation, st
 
 
 def _does_not_fit(plan: Plan, mesh: Mesh) -> str:
-    """Why the state cannot be made here, in words; empty when it can."""
+    """Returns a readable reason why the state does not fit here; empty if it does."""
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.layouts)]
     made = 2 * max(sizes)  # an init function may have one array whole, and what it is made of
     needed, free = mesh.size * (sum(plan.bytes_per_device.values()) + made), free_memory(mesh)

@@ -91,7 +91,7 @@ def main(words: list[str]) -> int:
 
 
 def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
-    """Whether a level fits; where programs were compiled, by what the compiler says."""
+    """Returns the exit code: whether a level fits, as compiled if programs were compiled."""
     answers = [x["fits"] for x in programs.values() if "error" not in x]
     if programs and not answers:
         return NO_ANSWER
@@ -100,11 +100,11 @@ def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
 
 
 def checked(config: Config) -> Target:
-    """The target to compile for.
+    """Returns the target to compile for, after all checks that need no work.
 
     Raises:
-      GShardError: there is none, its compiler is not installed, or a process of its own cannot be
-        told the model's arguments: before anything else is done.
+      GShardError: there is no target, its compiler is not installed, or the model's arguments
+        cannot be passed to another process.
     """
     if config.target is None:
         raise GShardError("compile for which machine? Give --target, such as h100:1x8.")
@@ -114,7 +114,7 @@ def checked(config: Config) -> Target:
 
 
 def compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
-    """What the compiler says of every level; `{"error": ...}` where it says nothing.
+    """Returns the compiler's report for each level; `{"error": ...}` if there is none.
 
     Raises:
       GShardError: there is no compiler.
@@ -151,7 +151,7 @@ LEVELS = ("os", "os_g", "p_g_os")
 
 
 def table_1() -> dict[str, dict[int, dict[str, int]]]:
-    """Bytes of model states on one device, by size of model, degree and level."""
+    """Returns the bytes of model states on one device, by model size, degree and level."""
     return {name: {n: _bytes(elements, n) for n in DEGREES} for name, elements in SIZES.items()}
 
 
@@ -164,7 +164,7 @@ def _bytes(elements: int, devices: int) -> dict[str, int]:
 
 
 def rounded(count: int) -> str:
-    """Bytes in GB as the paper prints them: 7.5, 31.4, 0.12; from 100 on without a fraction."""
+    """Formats bytes in GB as the paper does: 7.5, 31.4, 0.12; from 100 on without a fraction."""
     amount = Decimal(count) / 10**9
     if amount >= 100:
         return str(amount.quantize(Decimal(1), ROUND_DOWN))

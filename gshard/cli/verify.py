@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
 
 
 def _verified(directory: Path, steps: list[int]) -> list[tuple[int, Path, list[Damage]]]:
-    """Step, folder and damages of each, with a display of the progress on a terminal."""
+    """Verifies each step, with progress on a terminal; returns its number, folder and damages."""
     folders = [directory / str(step) for step in steps]
     found = []
     columns = (
@@ -97,7 +97,7 @@ def _row(step: int, folder: Path, bad: list[Damage]) -> dict[str, Any]:
 
 
 def _line(step: int, folder: Path, bad: list[Damage]) -> str:
-    """The verdict on a step, and a line for each damage."""
+    """Returns the verdict on a step, and a line for each damage."""
     if bad:
         return "\n".join([f"[fail] step {step}", *(f"       {x}" for x in bad)])
     about = StepInfo.read(folder)

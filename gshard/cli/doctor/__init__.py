@@ -1,1 +1,1 @@
-"""`gshard doctor`: what is wrong with this machine, before anything is trained on it."""
+"""`gshard doctor` finds what is wrong with this machine before anything is trained on it."""

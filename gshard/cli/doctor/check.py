@@ -1,4 +1,4 @@
-"""What a check says, and figures as text."""
+"""The result of a check, probes in a process of their own, and text for both."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-      name: what it is.
-      ok: `"ok"`; `"warn"` for what works, but probably not as meant; `"fail"`.
+      name: what was checked.
+      ok: `"ok"`; `"warn"` for what works, but probably not as intended; `"fail"`.
       found: what was found, on one line.
       fix: how to fix it, on one line; empty where nothing is wrong.
     """
@@ -36,13 +36,13 @@ class Check:
 
 
 def size(count: float) -> str:
-    """Bytes as text: `1.5 GiB`, `64 MiB`."""
+    """Formats bytes: `1.5 GiB`, `64 MiB`."""
     return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.0f} MiB"
 
 
 _RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 _RUN += "from gshard.cli.doctor import probes; probes.main(*sys.argv[2:])"
-# This process's place in a job is not that of a process that checks alone.
+# A probe runs alone, so it must not see this process's position in a job.
 _NOT_PASSED = (
     env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID,
     env_vars.LOCAL_PROCESS_ID, env_vars.PORT_IS_KEPT, env_vars.RESTARTS,
@@ -55,7 +55,7 @@ _LONGEST = 240  # characters of a line
 
 
 class Answer(NamedTuple):
-    """What a probe found, or why it did not answer; and the line of its log that tells most."""
+    """What a probe found, or why it did not answer, and the most useful line of its log."""
 
     result: dict[str, Any] | None
     trouble: str = ""
@@ -63,9 +63,9 @@ class Answer(NamedTuple):
 
 
 def ask(probe: str, seconds: float, **arguments: Any) -> Answer:
-    """Runs a function of `gshard.cli.doctor.probes` in a new process, which has so many seconds."""
+    """Runs a function of `gshard.cli.doctor.probes` in a new process for at most `seconds`."""
     told = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED}
-    # What else runs on the GPUs keeps its memory.
+    # Other programs on the GPUs keep their memory.
     told |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     words = [sys.executable, "-c", _RUN, json.dumps(sys.path), probe, json.dumps(arguments)]
     guardian = Guardian()
@@ -102,7 +102,7 @@ def ask(probe: str, seconds: float, **arguments: Any) -> Answer:
 
 
 def telling(log: str) -> str:
-    """The line of a log that says what went wrong; empty where none does."""
+    """Returns the line of a log that says what went wrong; empty if none does."""
     readable = Readable()
     lines = [line for line in _CODES.sub("", log).splitlines() if readable.shows(line)]
     found = [line for line in lines if _TELLING.search(line)]
@@ -111,7 +111,7 @@ def telling(log: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text without line ends and codes of a terminal, cut short."""
+    """Shortens a text and removes its line ends and terminal codes."""
     text = " ".join(_CODES.sub("", text).split())
     text = "".join(c for c in text if c.isprintable())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -67,7 +67,7 @@ def main(words: list[str]) -> int:
 
 
 def seconds(text: str) -> float:
-    """A time, as argparse takes it."""
+    """Reads a number of seconds, for argparse."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(text)
@@ -75,12 +75,12 @@ def seconds(text: str) -> float:
 
 
 def _checks(quick: bool, limit: float, held: ExitStack) -> Iterator[Check]:
-    """All checks, in the order in which one explains the next.
+    """Yields all checks, in an order in which earlier ones explain later ones.
 
     Args:
-      quick: without those that start JAX.
-      limit: seconds for each that does.
-      held: what stays open until the last.
+      quick: whether to skip the checks that start JAX.
+      limit: seconds for each check that starts JAX.
+      held: keeps resources open until the last check.
     """
     console = Console(stderr=True)
 
@@ -123,7 +123,7 @@ def _checks(quick: bool, limit: float, held: ExitStack) -> Iterator[Check]:
 
 
 def _guarded(title: str, check: Callable[[], list[Check]]) -> list[Check]:
-    """The checks of a group; one that breaks in a way nobody foresaw does not end the others."""
+    """Runs a group of checks; an unexpected error in one group does not stop the others."""
     try:
         return check()
     except Exception as error:
@@ -132,6 +132,6 @@ def _guarded(title: str, check: Callable[[], list[Check]]) -> list[Check]:
 
 
 def _lines(check: Check) -> str:
-    """`[ok]   name: found`, and how to fix it."""
+    """Formats a check as `[ok]   name: found`, and how to fix it."""
     first = f"{f'[{check.ok}]':6s} {check.name}: {check.found}"
     return f"{first}\n       fix: {check.fix}" if check.fix else first

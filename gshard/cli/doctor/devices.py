@@ -1,4 +1,4 @@
-"""Whether JAX starts, uses every device of the machine, and computes and adds up right on them."""
+"""Checks that JAX starts, uses every device of the machine, and computes correctly on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOW = "see that no other program holds the devices; --timeout gives it more se
 
 
 def started(here: Hardware, seconds: float) -> tuple[list[dict[str, Any]], list[Check]]:
-    """The devices that JAX uses, none where it does not start; and what to say of them."""
+    """Returns the devices that JAX uses (none if it does not start), and checks of them."""
     answer = ask("devices", seconds)
     if answer.result is None:
         return [], [Check("devices", "fail", _said(answer), _fix_start(answer, here))]
@@ -39,7 +39,7 @@ def started(here: Hardware, seconds: float) -> tuple[list[dict[str, Any]], list[
 
 
 def _in_words(found: list[dict[str, Any]]) -> str:
-    """`8 gpu (NVIDIA H100, 75.0 GiB each)`."""
+    """Describes devices, such as `8 gpu (NVIDIA H100, 75.0 GiB each)`."""
     kinds = Counter((d["platform"], d["kind"], d["memory"]) for d in found)
     parts = []
     for (platform, kind, memory), count in kinds.items():
@@ -61,14 +61,14 @@ def _mesh(found: dict[str, Any]) -> Check:
 
 
 def unused(kind: str, used: int, here: Hardware, told: Mapping[str, str], log: str = "") -> Check:
-    """Devices of the machine that JAX does not use.
+    """Checks for devices of the machine that JAX does not use.
 
     Args:
       kind: a field of `Hardware`.
-      used: how many of the kind JAX does use.
+      used: how many devices of this kind JAX uses.
       here: the machine.
-      told: the environment.
-      log: what JAX said when it started.
+      told: the environment variables.
+      log: the messages of JAX when it started.
     """
     count = getattr(here, kind)
     said = f"JAX uses {used} of {count} {_NAMES[kind]}{'s' if count > 1 else ''}"
@@ -113,7 +113,7 @@ def _fix_start(answer: Answer, here: Hardware) -> str:
 
 
 def numbers(devices: list[dict[str, Any]], seconds: float) -> list[Check]:
-    """A train step at every level against one device."""
+    """Checks that a train step at every level matches single-device training."""
     few = len(devices) == 1 and devices[0]["platform"] == "cpu"
     answer = ask("numbers", seconds, virtual=_VIRTUAL if few else 0)
     if answer.result is None:
@@ -124,7 +124,7 @@ def numbers(devices: list[dict[str, Any]], seconds: float) -> list[Check]:
 
 
 def judged(found: Mapping[str, float], where: str) -> Check:
-    """Whether the difference of each level from one device is one of rounding."""
+    """Checks that each level differs from single-device training only by rounding."""
     name = "train step"
     wrong = [f"{level} by {error:.1g}" for level, error in found.items() if not error <= TOLERANCE]
     if wrong:
@@ -136,7 +136,7 @@ def judged(found: Mapping[str, float], where: str) -> Check:
 
 
 def gloo(seconds: float) -> list[Check]:
-    """Two CPU processes of this machine that join and add up."""
+    """Checks that two CPU processes of this machine can join and compute a sum."""
     name, answer = "two processes (Gloo)", ask("gloo", seconds, patience=max(1, int(seconds)))
     if answer.result is None:
         fix = "see `own name` and `loopback` above: the processes talk at this machine's addresses"
@@ -148,7 +148,7 @@ def gloo(seconds: float) -> list[Check]:
 
 
 def nccl(devices: list[dict[str, Any]], seconds: float) -> list[Check]:
-    """A sum over the GPUs of this machine, where there are several."""
+    """Checks a sum over the GPUs of this machine, if there are several."""
     if sum(device["platform"] == "gpu" for device in devices) < 2:
         return []
     name, answer = "all GPUs (NCCL)", ask("nccl", seconds)

@@ -1,4 +1,4 @@
-"""Memory, shared memory and cores of the machine, and how much of them a container leaves."""
+"""Checks the machine: memory, cores, accelerators and disks, and the limits of a container."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LITTLE_SHARED = GIB  # NCCL and loaders of data keep buffers there; Docker give
 
 
 def machine(accelerators: int, root: Path = Path("/")) -> list[Check]:
-    """Memory, swap, /dev/shm and cores.
+    """Checks memory, swap, /dev/shm and cores.
 
     Args:
-      accelerators: how many the machine has.
-      root: where `proc`, `sys` and `dev` lie.
+      accelerators: number of accelerators of the machine.
+      root: the folder that contains `proc`, `sys` and `dev`.
     """
     limits = cgroup_limits(root)
     return [*_memory(limits[0], root), *_shared(accelerators, root), _cores(limits[1])]
@@ -66,7 +66,7 @@ def _cores(limit: float | None) -> Check:
 
 
 def _lines(path: Path) -> dict[str, int]:
-    """`MemTotal: 24 kB` and so on, in bytes."""
+    """Reads lines such as `MemTotal: 24 kB`, in bytes."""
     found = {}
     for line in contents(path).splitlines():
         name, _, rest = line.partition(":")
@@ -86,7 +86,7 @@ _TPUS = {"0x0027", "0x005e", "0x0056", "0x0062", "0x0063", "0x006f", "0x0076"}
 
 @dataclass(frozen=True)
 class Hardware:
-    """How many of each there are; of NVIDIA's GPUs their driver's version too, where it says so."""
+    """The number of devices of each kind, and the version of NVIDIA's driver if it reports one."""
 
     nvidia: int = 0
     driver: str = ""
@@ -95,12 +95,12 @@ class Hardware:
 
     @property
     def all(self) -> int:
-        """Devices of any kind."""
+        """The number of devices of all kinds."""
         return self.nvidia + self.amd + self.tpu
 
 
 def hardware(root: Path = Path("/")) -> tuple[Hardware, list[Check]]:
-    """What is in the machine, and a line for each kind."""
+    """Returns the devices in the machine, and a check for each kind."""
     nvidia, driver, found = _nvidia(root)
     amd = len(_numbered(root / "dev/dri", "renderD")) if (root / "dev/kfd").exists() else 0
     here = Hardware(nvidia, driver, amd, _tpus(root))
@@ -112,7 +112,7 @@ def hardware(root: Path = Path("/")) -> tuple[Hardware, list[Check]]:
 
 
 def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
-    """How many, the driver's version, and what is wrong with them."""
+    """Returns the number of NVIDIA GPUs, the driver's version, and what is wrong with them."""
     count = len(_numbered(root / "dev", "nvidia"))
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -143,7 +143,7 @@ def _broken(count: int, what: str) -> Check:
 
 
 def _taken(rows: list[list[str]]) -> list[Check]:
-    """GPUs whose memory other programs hold."""
+    """Checks for GPUs whose memory other programs use."""
     taken = []
     for i, (_, _, total, used) in enumerate(rows):
         if total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total):
@@ -155,7 +155,7 @@ def _taken(rows: list[list[str]]) -> list[Check]:
 
 
 def _tpus(root: Path) -> int:
-    """Chips: /dev/accel0 and so on, or /dev/vfio/0 beside a TPU on the PCI bus."""
+    """Counts TPU chips: /dev/accel0 and so on, or /dev/vfio/0 with a TPU on the PCI bus."""
     chips = len(_numbered(root / "dev", "accel"))
     if chips:
         return chips
@@ -173,19 +173,19 @@ def _id(path: Path) -> str:
 
 
 def _numbered(folder: Path, prefix: str) -> list[str]:
-    """Names in a folder that are a prefix and a number."""
+    """Lists the names in a folder that are a prefix and a number."""
     names = [p.name for p in folder.glob(f"{prefix}*")] if folder.is_dir() else []
     return [name for name in names if name.removeprefix(prefix).isdigit()]
 
 
 def to_install(platform: str, here: Hardware, jax: str, extras: list[str]) -> str:
-    """The line of pip that gives JAX a platform (`nvidia`, `amd`, `tpu`).
+    """Returns the pip command that gives JAX a platform (`nvidia`, `amd`, `tpu`).
 
     Args:
       platform: a field of `Hardware`.
       here: the machine; CUDA 13 needs a driver of 580 or newer.
-      jax: its version, which stays.
-      extras: names that this JAX offers in brackets.
+      jax: the version of JAX, which is kept.
+      extras: names of the extras of this version of JAX.
     """
     major = here.driver.split(".")[0]
     wanted = {
@@ -197,7 +197,7 @@ def to_install(platform: str, here: Hardware, jax: str, extras: list[str]) -> st
 
 
 def visible(told: Mapping[str, str]) -> str:
-    """The variable that hides GPUs of the machine from this process; empty where none does."""
+    """Returns the variable that hides GPUs from this process; empty if none does."""
     names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
     return next((name for name in names if name in told), "")
 
@@ -206,7 +206,7 @@ _BYTES = 16 * 2**20
 
 
 def disks() -> list[Check]:
-    """The temporary and the current directory."""
+    """Checks the temporary and the current directory."""
     found = []
     asked = {"temporary directory": tempfile.gettempdir, "current directory": os.getcwd}
     for name, ask in asked.items():

@@ -1,4 +1,4 @@
-"""Whether this machine talks to itself: a port on loopback, and the address of its own name."""
+"""Checks the network: a port on loopback, this machine's name, and process 0 of the job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECONDS = 5.0  # that somebody has to answer
 
 
 def network() -> list[Check]:
-    """A port, and the machine's name."""
+    """Checks a port on loopback, and the address of the machine's name."""
     return [_loopback(), _own_name()]
 
 
@@ -70,7 +70,7 @@ _RETRY = 0.2  # seconds
 
 
 def cluster(held: ExitStack) -> list[Check]:
-    """Who this process is in its job, as `gshard.distributed.initialize()` would read it.
+    """Checks this process's position in its job, as `gshard.distributed.initialize()` reads it.
 
     Args:
       held: keeps the port of process 0 open, so that the others of the job reach it meanwhile.
@@ -107,7 +107,7 @@ def _detected(told: Mapping[str, str]) -> list[Check]:
 
 
 def _first_host(told: Mapping[str, str]) -> str:
-    """The machine of process 0: `n01` of `n[01-04,07],m2`; empty where nobody says."""
+    """Returns the machine of process 0: `n01` of `n[01-04,07],m2`; empty if unknown."""
     if at := told.get("JAX_COORDINATOR_ADDRESS"):
         return at.rpartition(":")[0]
     nodes = told.get("SLURM_STEP_NODELIST") or told.get("SLURM_JOB_NODELIST") or ""
@@ -116,7 +116,7 @@ def _first_host(told: Mapping[str, str]) -> str:
 
 
 def _known(host: str) -> Check:
-    """Whether a host has an address here. Its port is JAX's to choose."""
+    """Checks that a host name has an address here; JAX chooses the port."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -130,7 +130,7 @@ def _unknown(host: str, error: OSError) -> Check:
 
 
 def _own_port(at: Address, held: ExitStack) -> Check:
-    """Process 0: whether it can listen where the others will look for it."""
+    """Checks, on process 0, that it can listen at the address that the others connect to."""
     kept = bool(os.environ.get(env_vars.PORT_IS_KEPT))
     try:
         held.enter_context(listening(at, kept=kept))
@@ -142,7 +142,7 @@ def _own_port(at: Address, held: ExitStack) -> Check:
 
 
 def reached(at: Address, seconds: float = SECONDS) -> Check:
-    """Another process: whether process 0 answers."""
+    """Checks, on any other process, that process 0 answers."""
     try:
         _connect(at, seconds)
     except socket.gaierror as error:
@@ -158,7 +158,7 @@ def reached(at: Address, seconds: float = SECONDS) -> Check:
 
 
 def _connect(at: Address, seconds: float) -> None:
-    """Connects; process 0 of a job that has just been started may listen a moment later."""
+    """Connects to process 0, and retries because it may start to listen a moment later."""
     deadline = time.monotonic() + seconds
     while True:
         try:

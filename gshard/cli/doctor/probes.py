@@ -1,4 +1,4 @@
-"""What runs in a process of its own: it may hang or abort, and prints one JSON object.
+"""Probes that run in a process of their own, since they may hang or abort; each prints JSON.
 
 `main` is called with the name of a function and its arguments.
 """
@@ -31,7 +31,7 @@ _STEPS = 2
 
 
 def main(name: str, arguments: str) -> None:
-    """Runs a probe; whatever libraries print goes to stderr."""
+    """Runs a probe; anything that libraries print goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore", GShardWarning)
@@ -44,7 +44,7 @@ def main(name: str, arguments: str) -> None:
 
 
 def devices() -> dict[str, Any]:
-    """The devices that JAX uses, their memory in bytes, and the mesh over them."""
+    """Returns the devices that JAX uses, their memory in bytes, and the mesh over them."""
     try:
         found = jax.local_devices()
     except AssertionError:  # all that JAX says then
@@ -63,10 +63,10 @@ def devices() -> dict[str, Any]:
 
 
 def numbers(virtual: int) -> dict[str, Any]:
-    """The largest difference of the parameters, each level against one device without gshard.
+    """Returns the largest difference in parameters of each level from single-device training.
 
     Args:
-      virtual: CPU devices to make; 0 for those that are there.
+      virtual: number of virtual CPU devices to make; 0 uses the existing devices.
     """
     if virtual:
         with suppress(GShardError):  # XLA_FLAGS says how many
@@ -81,7 +81,7 @@ def numbers(virtual: int) -> dict[str, Any]:
     params = {"in": normal(64, 48) / 8, "bias": normal(48), "out": normal(48, 16) / 7}
     batch = {"x": normal(4 * len(here), 64), "y": normal(4 * len(here), 16)}
     tx = optax.sgd(0.1, momentum=0.9)
-    # TPUs, and GPUs with TF32, round the operands of a product otherwise.
+    # Otherwise TPUs, and GPUs with TF32, round the operands of a product.
     with jax.default_matmul_precision("highest"):
         wanted = _on_one_device(params, tx, batch)
         found = {}
@@ -115,7 +115,7 @@ def _on_one_device(params: Any, tx: Any, batch: Any) -> dict[str, np.ndarray]:
 
 
 def gloo(patience: int) -> dict[str, Any]:
-    """What two new processes, which have so many seconds to meet, find as the sum of 1 and 2."""
+    """Returns the sum of 1 and 2 that two new processes compute; they meet within `patience` s."""
     sums = spawn(_sum_over_processes, nprocs=2, virtual_devices=1, initialization_timeout=patience)
     return {"sums": sums}
 
@@ -128,10 +128,10 @@ def _sum_over_processes() -> float:
 
 
 def nccl(elements: int = 2**24) -> dict[str, Any]:
-    """The sum over all local devices, each with its own number, and how fast it is moved.
+    """Returns the sum over all local devices, each with its own number, and its transfer rate.
 
     Args:
-      elements: that each device gives, of 4 bytes.
+      elements: number of elements of each device, of 4 bytes each.
     """
     mesh = make_mesh(devices=jax.local_devices())
     count = mesh.size
@@ -144,7 +144,7 @@ def nccl(elements: int = 2**24) -> dict[str, Any]:
     seconds = (time.perf_counter() - began) / 5
     wanted = count * (count + 1) / 2
     right = all((np.asarray(part.data) == wanted).all() for part in total.addressable_shards)
-    # What a ring moves in and out of each device.
+    # Bytes that a ring transfers in and out of each device.
     moved = 2 * (count - 1) / count * 4 * elements
     return {"right": bool(right), "devices": count, "bytes_per_second": moved / seconds}
 
@@ -154,7 +154,7 @@ def _rows(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
 
 
 def _sum(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Adds up rows that lie on several devices; every device has the sum."""
+    """Returns a function that sums rows over several devices; every device gets the sum."""
     whole = jax.NamedSharding(mesh, jax.P())
     return jax.jit(lambda x: x.sum(0), out_shardings=whole)
 

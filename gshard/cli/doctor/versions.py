@@ -1,6 +1,6 @@
-"""Whether the packages at hand are those that gshard, and JAX, ask for.
+"""Checks the versions of packages that gshard and JAX require, and environment variables.
 
-Every bound is read from the metadata of what is installed, so that none is written twice.
+All bounds come from the metadata of the installed packages, so that none is written twice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPARED = {
 
 
 def versions() -> list[Check]:
-    """Python, the packages, the plugins of JAX, and what is there of gshard's extras."""
+    """Checks Python, the packages, the plugins of JAX, and which extras of gshard are installed."""
     try:
         floor = metadata.metadata("gshard")["Requires-Python"]
     except metadata.PackageNotFoundError:
@@ -63,7 +63,7 @@ def _python(floor: str) -> Check:
 
 
 def package(name: str) -> Check:
-    """The version of a package, and whether it is what gshard and the others ask for."""
+    """Checks the version of a package against what gshard and the other packages require."""
     here, asked = _version(name), _asked(name)
     wanted = ", ".join(f"{who} asks for {what}" for who, what in asked)
     to_install = f"{name}{asked[0][1]}" if asked else name
@@ -78,7 +78,7 @@ def package(name: str) -> Check:
 
 
 def plugin(name: str) -> Check:
-    """A plugin of JAX: of the version that this JAX asks for, or JAX does without it."""
+    """Checks a plugin of JAX: JAX ignores a plugin of another version than it requires."""
     here, jax = _version(name) or "", _version("jax")
     asked = [what for one, what, marker in _requirements("jax") if one == name and marker]
     extra = name.removeprefix("jax-").split("-")[0].replace("libtpu", "tpu")
@@ -96,7 +96,7 @@ def plugin(name: str) -> Check:
 
 
 def extras() -> Check:
-    """Which optional parts of gshard are there; none is needed."""
+    """Lists which optional parts of gshard are installed; none is required."""
     there, missing = [], []
     for extra in metadata.metadata("gshard").get_all("Provides-Extra") or []:
         if extra in _FOR_DEVELOPMENT:
@@ -123,7 +123,7 @@ def _version(name: str) -> str | None:
 
 
 def _asked(name: str) -> list[tuple[str, str]]:
-    """(who asks, for which versions), of those that always ask."""
+    """Returns (package, versions) for each package that requires this one unconditionally."""
     return [
         (who, what)
         for who in _ASKING
@@ -133,7 +133,7 @@ def _asked(name: str) -> list[tuple[str, str]]:
 
 
 def _requirements(name: str) -> list[tuple[str, str, str]]:
-    """(name, versions, marker) of each requirement of a package."""
+    """Returns (name, versions, marker) of each requirement of a package."""
     try:
         lines = metadata.requires(name) or []
     except metadata.PackageNotFoundError:
@@ -147,7 +147,7 @@ def _normal(name: str) -> str:
 
 
 def _met(version: str, specifier: str) -> bool:
-    """Whether a version is among those of a specifier; parts of other forms are passed by."""
+    """Whether a version matches a specifier; parts of unknown forms are ignored."""
     here = _numbers(version)
     for part in filter(None, specifier.split(",")):
         match = re.fullmatch(r"(>=|<=|==|>|<)([\d.]+?)(\.\*)?", part)
@@ -170,19 +170,19 @@ def _same(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version: `(0, 10, 2)` of `0.10.2.dev1+cuda`."""
+    """Returns the release of a version: `(0, 10, 2)` of `0.10.2.dev1+cuda`."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
 FORCED = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _OURS = [name for name in vars(env_vars).values() if str(name).startswith("GSHARD_")]
-# Of JAX, beside its settings.
+# Variables of JAX in addition to its settings.
 _OF_JAX = {
     "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES",
     "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
 }  # fmt: skip
-# How near a name must be; other programs have variables that begin with JAX_ too.
+# How similar a name must be; other programs also have variables that begin with JAX_.
 _NEAR = {"GSHARD_": 0.5, "JAX_": 0.9}
 
 
@@ -230,11 +230,11 @@ _TOLD = (
 
 
 def variables(accelerators: int, told: Mapping[str, str]) -> list[Check]:
-    """A warning for each variable that switches something off, and a line with the others.
+    """Returns a warning for each variable that turns something off, and a line with the others.
 
     Args:
-      accelerators: how many GPUs and TPU chips the machine has.
-      told: the environment.
+      accelerators: number of GPUs and TPU chips of the machine.
+      told: the environment variables.
     """
     found = [
         Check(name, "warn", f"{shown(told[name])}: {meaning}", f"unset {name}")
@@ -256,7 +256,7 @@ def variables(accelerators: int, told: Mapping[str, str]) -> list[Check]:
 
 
 def _misspelt(told: Mapping[str, str]) -> list[Check]:
-    """Variables that nobody reads: of gshard any, of JAX those whose names are nearly settings."""
+    """Checks for variables that nothing reads: gshard's, and near misses of JAX's settings."""
     settings = {name.upper() for name in jax.config.values if name.startswith("jax_")} | _OF_JAX
     found = []
     for prefix, known in (("GSHARD_", _OURS), ("JAX_", settings)):
