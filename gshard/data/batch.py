@@ -1,7 +1,7 @@
-"""The input contract: every process passes its own rows, and the global batch is their sequence.
+"""Makes global batches: every process passes its own examples, which are put in sequence.
 
-Rows lie over all data axes of the mesh, contiguous on each device. A batch is any pytree; arrays
-share their leading dimension, scalars go to every device.
+Examples are sharded over all data axes of the mesh, contiguous on each device. A batch is any
+pytree; its arrays share their leading dimension, and scalars are replicated.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
       The same tree of global arrays.
 
     Raises:
-      GShardError: when the number of examples is not a multiple of this process's devices, or when
-        the processes gave different arrays or numbers of examples.
+      GShardError: the number of examples is not a multiple of this process's devices, or the
+        processes gave different arrays or numbers of examples.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -72,13 +72,13 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
 
 
 def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
-    """Places this process's rows on its devices; nothing is compared, and nothing communicates.
+    """Places this process's examples on its devices, without comparison or communication.
 
     Args:
-      batch: as in `shard_batch`, its rows known to be right on every process.
-      plan: its mesh is concrete.
-      copy: False where nobody else writes into the NumPy arrays of the batch. JAX on CPU may take
-        their memory over as it is, and the caller may fill it with the next batch.
+      batch: as in `shard_batch`, already checked on every process.
+      plan: a plan with a concrete mesh.
+      copy: False if nobody else writes into the NumPy arrays of the batch. JAX on CPU may share
+        their memory, which the caller might fill with the next batch.
 
     Returns:
       The same tree of global arrays.
@@ -95,7 +95,7 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
             return jax.device_put(x, rows if np.ndim(x) else whole)
 
         return jax.tree.map(put_all, batch)
-    # By place and not by process: these may have different numbers of devices, in any order.
+    # By index in the data group, since processes may have different numbers of devices.
     mine = sorted(positions_by_process(plan)[jax.process_index()])
 
     def put(x: Any) -> jax.Array:
@@ -117,16 +117,16 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
 
 
 def local_positions(plan: Plan) -> int:
-    """Places of the data group that this process has a device of: each takes its own rows."""
+    """Returns the number of indices of the data group for which this process has a device."""
     return len(positions_by_process(plan).get(jax.process_index(), ()))
 
 
 def positions_by_process(plan: Plan) -> dict[int, set[int]]:
-    """Places of the data group, from 0, by the process that has a device of them."""
+    """Returns, by process, the indices of the data group for which it has a device."""
     return _positions(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
 
 
-@functools.lru_cache(maxsize=64)  # every step asks
+@functools.lru_cache(maxsize=64)  # every step calls it
 def _positions(rows: NamedSharding, count: int) -> dict[int, set[int]]:
     at = rows.devices_indices_map((count,))
     found: dict[int, set[int]] = {}
@@ -136,7 +136,7 @@ def _positions(rows: NamedSharding, count: int) -> dict[int, set[int]]:
 
 
 def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
-    """What is not global yet, by path."""
+    """Returns, by path, the leaves that are not global yet."""
     paths, leaves, _ = flatten(batch)
     return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
 
@@ -145,7 +145,7 @@ def check_plan(plan: Any, call: str) -> None:
     """Checks that a plan can place a batch.
 
     Raises:
-      GShardError: names the call where it is no plan, or says that its mesh is abstract.
+      GShardError: it is not a plan, or its mesh is abstract.
     """
     if not isinstance(plan, Plan):
         raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
@@ -154,10 +154,10 @@ def check_plan(plan: Any, call: str) -> None:
 
 
 def check_leaves(batch: Any, keys: bool = True) -> None:
-    """Checks that the leaves are numbers, or keys of `jax.random` where these may be.
+    """Checks that the leaves are numeric, or with `keys` also PRNG keys of `jax.random`.
 
     Raises:
-      GShardError: names the first that is not.
+      GShardError: names the first leaf that is not.
     """
     for x in jax.tree.leaves(batch):
         dtype = getattr(x, "dtype", None)
@@ -176,10 +176,10 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
 
 
 def _check_global_arrays(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
-    """Checks this process's rows against the global arrays in the same tree.
+    """Checks the number of this process's examples against the global arrays in the same tree.
 
     Raises:
-      GShardError: names a global array of another number of rows.
+      GShardError: names a global array with another number of examples.
     """
     paths, leaves, _ = flatten(batch)
     whole = rows // local_positions(plan) * plan.group.devices
@@ -193,7 +193,7 @@ def _check_global_arrays(batch: Any, placed: list[bool], rows: int, plan: Plan) 
 
 
 def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
-    """The rows of a batch of numbers, checked to divide over devices and micro-batches.
+    """Returns the number of examples, checked to be a multiple of devices times micro-batches.
 
     Raises:
       GShardError: names the array that does not fit.

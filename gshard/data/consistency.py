@@ -1,9 +1,9 @@
-"""Whether the processes agree about a batch: the same arrays, and the same rows for every device.
+"""Checks that the processes agree about a batch: same arrays, and as many examples per device.
 
-JAX does not ask: with 4 rows on one process and 6 on another each makes a global array of its own
-shape, and training goes on with numbers that are nobody's. So what a process gives is compared with
-the others', whenever it is not what this process gave in its last call; a call that changes nothing
-is compared on the host alone. Loaders are compared where a `for` begins.
+JAX does not check this: with 4 examples on one process and 6 on another, each makes a global array
+of its own shape, and training continues with wrong values. So a process compares its batch with
+those of the others whenever the batch differs in form from that of its last call; an unchanged form
+is only compared on the host. Loaders are compared when a `for` begins.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LOOKS = 8
 
 @dataclasses.dataclass
 class _Agreed:
-    """What the processes of a plan agreed on; the same on each of them."""
+    """The form that the processes of a plan agreed on; the same on each of them."""
 
     last: Any = None
     shapes: Sequence[tuple[int, ...]] = ()
-    looks: int = 0  # left
+    looks: int = 0  # number of further calls whose data is compared
 
 
 _known: weakref.WeakKeyDictionary[Plan, _Agreed] = weakref.WeakKeyDictionary()
@@ -47,19 +47,19 @@ def compare_batches(
     places: Mapping[int, AbstractSet[int]],
     fault: GShardError | None,
 ) -> None:
-    """Compares what this process gives with what the others give, unless it is as in its last call.
+    """Compares this process's batch with those of the others, unless its form has not changed.
 
-    Called by every process that has a device in the mesh, before any of them may raise.
+    Every process that has a device in the mesh calls this, before any of them may raise.
 
     Args:
-      batch: the arrays that are not global yet, with this process's rows; any tree.
-      plan: its mesh spans several processes.
-      places: of the data group, by the process that has a device of them.
-      fault: why this process cannot place its batch; the others are told.
+      batch: a tree of the arrays that are not global yet, with this process's examples.
+      plan: a plan whose mesh spans several processes.
+      places: indices in the data group by process, as `positions_by_process` returns them.
+      fault: why this process cannot place its batch, which the others are told; None if it can.
 
     Raises:
-      GShardError: `fault`; another process's; arrays or rows that differ; or a process that did not
-        come to compare.
+      GShardError: this or another process has a fault, arrays or numbers of examples differ, or a
+        process did not join the comparison.
     """
     refuse_given_up(plan)
     leaves, structure = jax.tree.flatten(batch)
@@ -89,7 +89,7 @@ def compare_batches(
 
 
 def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan) -> None:
-    """Compares how this process's loader was made, its data and where it is with the others'.
+    """Compares the arguments, data and position of this process's loader with the others'.
 
     Raises:
       GShardError: names what differs, and on which process.
@@ -119,7 +119,7 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
 
 
 def _check_same_call(said: Mapping[int, str], mine: str) -> dict[int, str]:
-    """The texts without what they are about, after checking that it is the same."""
+    """Checks that all processes make the same call, and returns their texts without its name."""
     kinds = {rank: text.partition("\n")[0] for rank, text in said.items()}
     if set(kinds.values()) != {mine}:
         what = {"batch": "gives a batch", "loader": "begins a for over a DataLoader"}
@@ -142,7 +142,7 @@ def _describe_change(was: int | None, now: int) -> str:
 def _compare_arrays(
     found: Mapping[int, BatchSummary], mine: BatchSummary, plan: Plan, change: str
 ) -> None:
-    """Each comparison is the same on every process, so that all of them raise, or none."""
+    """Refuses batches of different arrays; the result is the same on every process."""
     for rank, x in found.items():
         if not x.can:
             raise GShardError(f"process {rank} cannot place its batch: {x.text}")
@@ -155,11 +155,11 @@ def _compare_arrays(
 
 
 def _differing(texts: Mapping[int, str]) -> str:
-    """Those lines of each process that not all of them have."""
+    """Formats the lines of each process's text that not all processes have."""
     lines = {rank: text.split("\n") for rank, text in texts.items()}
     everywhere = set.intersection(*(set(own) for own in lines.values()))
     only = {rank: [x for x in own if x not in everywhere] for rank, own in lines.items()}
-    # The tree says more than the arrays only where these are the same.
+    # The tree structure only helps if the arrays are the same.
     arrays = {rank: [x for x in own if not x.startswith("tree ")] for rank, own in only.items()}
     shown = arrays if any(arrays.values()) else only
     return some(
@@ -228,28 +228,28 @@ HASHED = 1 << 20
 
 
 class BatchSummary(NamedTuple):
-    """What one process gives."""
+    """A summary of the batch of one process."""
 
-    can: bool  # whether it can place it
-    kind: int  # of `text`
-    data: int  # of some bytes of every row
-    says: bool  # whether these are data: not all the same entry, as before any was read
+    can: bool  # whether the process can place its batch
+    kind: int  # checksum of `text`
+    data: int  # checksum of some bytes of every example
+    says: bool  # whether these bytes are data: not all entries are equal
     rows: int
-    text: str  # its arrays, one a line; or why it cannot
+    text: str  # the arrays, one per line; or why the process cannot place them
 
     def __str__(self) -> str:
         return f"{self.can:d} {self.kind} {self.data} {self.says:d} {self.rows}\n{self.text}"
 
     @classmethod
     def read(cls, said: str) -> BatchSummary:
-        """Of `str(statement)`, the text perhaps cut."""
+        """Parses `str(summary)`, whose text may have been cut."""
         head, _, text = said.partition("\n")
         can, kind, data, says, rows = map(int, head.split())
         return cls(bool(can), kind, data, bool(says), rows, text)
 
 
 def summarize_batch(batch: Any, fault: GShardError | None) -> BatchSummary:
-    """What this process says of its batch, or of what is wrong with it."""
+    """Summarizes this process's batch, or its fault."""
     paths, leaves, structure = flatten(batch)
     rows = count_examples([getattr(x, "shape", ()) for x in leaves])
     if fault is not None:
@@ -266,19 +266,19 @@ def summarize_batch(batch: Any, fault: GShardError | None) -> BatchSummary:
 
 
 def describe_structure(structure: Any) -> str:
-    """A tree without its leaves, in words that are the same in every process."""
+    """Describes a tree structure by a text that is the same in every process."""
     return "tree " + re.sub(r" at 0x[0-9a-f]+", "", str(structure)).removeprefix("PyTreeDef")
 
 
 def count_examples(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Rows of the first array that has some; 0 when there are only scalars."""
+    """Returns the number of examples of the first array, or 0 if there are only scalars."""
     return next((shape[0] for shape in shapes if shape), 0)
 
 
 def _checksum(leaves: Sequence[Any]) -> tuple[int, bool]:
-    """A number that tells this process's rows from another's, and whether they say anything.
+    """Returns a checksum of this process's examples, and whether they are data.
 
-    Scalars are the same everywhere, and arrays whose entries are all equal are no data yet.
+    Scalars are the same everywhere and are left out. Arrays of equal entries are not data.
     """
     found, says = 0, False
     for x in leaves:
@@ -286,10 +286,10 @@ def _checksum(leaves: Sequence[Any]) -> tuple[int, bool]:
             continue
         x = np.asarray(x)
         entries = x.reshape(x.shape[0], -1)
-        # Of every row, and not the first rows alone: these may be a header or a padding.
+        # Bytes of every example, since the first ones may be a header or padding.
         every = -(-entries.nbytes // HASHED)
         some = np.ascontiguousarray(entries[:, ::every]).reshape(-1)
-        as_bytes = some.view(np.uint8).reshape(some.size, -1)  # so that NaN is equal to itself
+        as_bytes = some.view(np.uint8).reshape(some.size, -1)  # as bytes, NaN is equal to itself
         says |= bool((as_bytes != as_bytes[:1]).any())
         found = zlib.crc32(as_bytes.tobytes(), found)
     return found, says

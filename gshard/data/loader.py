@@ -1,7 +1,7 @@
-"""`DataLoader`: random-access data as global batches, in an order that can be found again.
+"""`DataLoader`: makes global batches of random-access data, in a reproducible order.
 
-The global batch is the same for any number of processes: each reads its own rows of it. What a
-loader is at is two numbers, so that training can go on where it stopped.
+The global batch is the same for any number of processes: each reads its own examples of it. The
+position of a loader is two numbers, so that training can continue where it stopped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gshard.sharding.plan import Plan
 
 
 class DataLoader:
-    """Global batches of a source, read ahead by a thread.
+    """Iterates over a source in global batches, which a thread reads ahead.
 
-    Every `for` continues where the loader is, to the end of the epoch (or of `num_epochs`). The
-    next one begins the next epoch, in another order.
+    Every `for` starts at the position of the loader and runs to the end of the epoch (or of
+    `num_epochs`). The next one begins the next epoch, in another order.
 
     Args:
       source: a tree of arrays (NumPy, memory-mapped) that share their leading dimension, or an
@@ -53,7 +53,7 @@ class DataLoader:
         its own for every example and epoch; returns the example to stack. It runs in the thread.
 
     Raises:
-      GShardError: for arguments that do not fit; while iterating, for examples that differ.
+      GShardError: an argument is not valid; while iterating, if examples differ in form.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -103,34 +103,36 @@ class DataLoader:
         self._walk = 0  # how often an iteration began, or a state was loaded
 
     def __len__(self) -> int:
-        """Batches of one epoch."""
+        """Number of batches of one epoch."""
         return self._order.batches
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loader is in, from 0."""
+        """Number of the current epoch, from 0."""
         return self._epoch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the loader is, as plain integers, the same on every process.
+        """Returns the position and the settings of the loader as integers, same on every process.
 
-        `position` counts the batches of `epoch` that were given out, not those read ahead; after
-        the last one it is 0, of the next epoch. `checksum` is of the first and the last row of
-        arrays or of a list.
+        `position` counts the batches of `epoch` that were returned, not those read ahead; after the
+        last batch it is 0, in the next epoch. `checksum` is that of the first and the last example
+        of arrays or of a list.
         """
         epoch, position = self._next()
         return {"epoch": epoch, "position": position, **self._made_with}
 
     def _next(self) -> tuple[int, int]:
-        """Epoch and position of the next batch."""
+        """Returns epoch and position of the next batch."""
         over = self._position == len(self)
         return (self._epoch + 1, 0) if over else (self._epoch, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to where another loader was, on any number of processes; the rest is bit-identical.
+        """Restores the position of another loader, on any number of processes.
+
+        The batches from there on are bit-identical.
 
         Raises:
-          GShardError: for a state of other data, or of a loader made otherwise.
+          GShardError: the state is of other data, or of a loader with other arguments.
         """
         own = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(own):
@@ -160,12 +162,12 @@ class DataLoader:
         self._walk += 1
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches from here to the end of the epoch, or of `num_epochs`.
+        """Iterates from the current position to the end of the epoch, or of `num_epochs`.
 
-        Processes compare their loaders here: how they were made, their data, where they are.
+        Processes compare the arguments, data and positions of their loaders here.
 
         Raises:
-          GShardError: they differ, or not all processes came.
+          GShardError: the loaders differ, or a process did not join the comparison.
         """
         self._walk += 1
         self._epoch, self._position = self._next()  # after a `break` at the last batch
@@ -183,22 +185,22 @@ class DataLoader:
         self._epoch, self._position = self._epoch + 1, 0
 
     def _batches_from_here(self) -> Iterator[tuple[int, int]]:
-        """Epoch and position of what one `for` gives, from where the loader is."""
+        """Yields epoch and position of each batch of one `for`, from the current position."""
         epoch, position = self._epoch, self._position
         while True:
             for p in range(position, len(self)):
                 yield epoch, p
             epoch, position = epoch + 1, 0
-            # So a `for` that goes on from a state ends where the one before would have.
+            # So a `for` that continues from a state ends where the interrupted one would have.
             if self._num_epochs is not None and epoch % self._num_epochs == 0:
                 return
 
     def _batch(self, at: tuple[int, int]) -> Any:
-        """A global batch; this process reads its own rows."""
+        """Makes one global batch, of which this process reads its own examples."""
         epoch, position = at
         rows = local_indices(self._plan, self._order.rows(epoch, position), jax.process_index())
         try:
-            # The loaders were compared where the `for` began, so no process asks another: that
+            # The loaders were compared when the `for` began, so nothing is compared here: that
             # would be a collective in a thread, in no order with those of the step.
             return put_batch(self._source.read(rows, epoch), self._plan, copy=False)
         except Exception as error:
@@ -228,7 +230,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
       An iterator over trees of global arrays.
 
     Raises:
-      GShardError: for arguments that do not fit; while iterating, as `shard_batch`.
+      GShardError: an argument is not valid; while iterating, as in `shard_batch`.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -247,7 +249,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _describe_argument(name: str, value: int) -> str:
-    """How a loader was made, in a message."""
+    """Describes one argument of a loader, for messages."""
     if name == "length":
         return f"a source of {value} rows"
     if name == "checksum":
@@ -256,7 +258,7 @@ def _describe_argument(name: str, value: int) -> str:
 
 
 class EpochOrder:
-    """The rows of every batch of every epoch."""
+    """The order of the examples: their indices for every batch of every epoch."""
 
     def __init__(self, length: int, batch_size: int, seed: int, shuffle: bool, drop: bool):
         self.length, self.batch_size, self.drop = length, batch_size, drop
@@ -265,14 +267,14 @@ class EpochOrder:
 
     @property
     def batches(self) -> int:
-        """Batches of one epoch."""
+        """Number of batches of one epoch."""
         return self.length // self.batch_size if self.drop else -(-self.length // self.batch_size)
 
     def rows(self, epoch: int, position: int) -> np.ndarray:
-        """The rows of one global batch, int64, in order.
+        """Returns the indices of the examples of one global batch, int64, in order.
 
-        An epoch's permutation takes 8 bytes for each row of the data, kept until the next one's.
-        It is that of NumPy's generator, whose stream a new version of NumPy may change.
+        The permutation of an epoch takes 8 bytes per example, and is kept until the next epoch. It
+        is that of NumPy's generator, whose stream a new version of NumPy may change.
         """
         start = position * self.batch_size
         stop = min(start + self.batch_size, self.length)
@@ -286,7 +288,7 @@ class EpochOrder:
         return kept[1][start:stop]
 
     def check(self, places: int) -> None:
-        """Checks that every batch divides over the devices that take rows.
+        """Checks that every batch size is a multiple of the devices that examples are sharded over.
 
         Raises:
           GShardError: names the nearest sizes.
@@ -316,7 +318,7 @@ class EpochOrder:
 
 
 def local_indices(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
-    """Those rows of a global batch that lie on devices of this process, in order."""
+    """Returns those indices of a global batch that belong to devices of this process, in order."""
     each = rows.size // plan.group.devices
     places = rows.reshape(plan.group.devices, each)
     return places[sorted(positions_by_process(plan)[process])].reshape(-1)

@@ -1,4 +1,4 @@
-"""Work that one thread does before it is due, a bounded number of pieces ahead."""
+"""Runs work ahead in one thread, by a bounded number of items."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _running: weakref.WeakSet[_Worker] = weakref.WeakSet()
 
 
 def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterator[tuple[T, Any]]:
-    """Each item with what `work` made of it, up to `most` more of them done before they are due.
+    """Yields each item with the result of `work`, which runs up to `most` items ahead.
 
-    An error comes where its item is due. When the iterator is dropped the thread ends after the
-    piece that it is at; it is a daemon, so that a script that fails does not wait for it.
+    An error is raised when its item is due. When the iterator is dropped, the thread ends after its
+    current item; it is a daemon, so that a script that fails does not wait for it.
     """
     if not most:
         for item in items:
@@ -41,7 +41,7 @@ def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterat
 
 
 class _Worker:
-    """The thread and what it shares with the iterator."""
+    """The thread, and the queue and semaphore that it shares with the iterator."""
 
     def __init__(self, items: Iterator[Any], work: Callable[[Any], Any], most: int):
         self.done: SimpleQueue[tuple[Any, Any, BaseException | None] | None] = SimpleQueue()
@@ -77,7 +77,7 @@ def _run(
 
 
 def _leave() -> None:
-    # A thread inside XLA when the interpreter ends would take the process down with it.
+    # A thread that is still inside XLA when the interpreter exits would crash the process.
     workers = [worker for worker in _running if worker.thread.is_alive()]
     for worker in workers:
         worker.stop()

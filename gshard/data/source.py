@@ -1,4 +1,4 @@
-"""Random-access data as rows: a tree of arrays, or an object that gives one example at a time."""
+"""Reads examples by index: from a tree of arrays, or an object with one example per index."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from gshard.data.consistency import describe_structure
 
 
 class Source:
-    """Rows of the user's data, read by number and written into a batch.
+    """The user's data, whose examples are read by index and written into a batch.
 
-    Every example has the tree, shapes and dtypes of the first one, which is read at once: so all
-    processes know that their batches agree.
+    Every example must have the tree, shapes and dtypes of the first one, which is read immediately,
+    so that the batches of all processes agree.
 
     Attributes:
-      length: rows.
-      words: what an example is: its tree, and each array's path, dtype and shape.
-      checksum: of the first and the last row of arrays or of a list, before `transform`, uint32; 0
-        for an object with a `__getitem__` of its own, which may draw another example each time.
+      length: number of examples.
+      words: the form of an example: path, dtype and shape of each array, and the tree.
+      checksum: checksum of the first and the last example of arrays or of a list, before
+        `transform`, uint32; 0 for an object with its own `__getitem__`, which may return another
+        example each time.
     """
 
     def __init__(self, data: Any, transform: Callable[..., Any] | None, seed: int):
@@ -50,13 +51,13 @@ class Source:
         self.checksum = self._checksum() if arrays or isinstance(data, list) else 0
 
     def read(self, rows: np.ndarray, epoch: int) -> Any:
-        """The examples with these numbers, as a tree of NumPy arrays that they are the rows of.
+        """Reads the examples with these indices and stacks them, as a tree of NumPy arrays.
 
-        Each is copied before the next one is read: the user's code may give one buffer for all.
+        Each is copied before the next one is read, since the user's code may reuse one buffer.
 
         Raises:
-          GShardError: for an example of another form. What the user's code raises is passed on,
-            with a note that names the row.
+          GShardError: an example has another form. Errors of the user's code are passed on, with a
+            note that names the index.
         """
         if self._arrays and self._transform is None:
             found = [np.asarray(x[rows]) for x in self._arrays]
@@ -76,13 +77,13 @@ class Source:
         return jax.tree.unflatten(structure, batch)
 
     def _raw(self, row: int) -> Any:
-        """One row as the data has it."""
+        """Reads one example from the data, untransformed."""
         if self._arrays:
             return jax.tree.unflatten(self._structure, [np.asarray(x[row]) for x in self._arrays])
         return self._data[row]
 
     def _example(self, row: int, epoch: int) -> Any:
-        """One example, transformed."""
+        """Reads and transforms one example."""
         try:
             example = self._raw(row)
             return example if self._transform is None else self._transform(example, row, epoch)
@@ -91,7 +92,7 @@ class Source:
             raise
 
     def _first(self) -> tuple[list[str], list[tuple[tuple[int, ...], np.dtype]], Any]:
-        """Paths, (shape, dtype) of each leaf and structure of the first example."""
+        """Returns paths, (shape, dtype) of each leaf, and structure of the first example."""
         example = self._example(0, 0)
         paths, leaves, structure = flatten(example)
         what = "source[0]" if self._transform is None else "transform(source[0])"
@@ -111,7 +112,7 @@ class Source:
         return paths, forms, structure
 
     def _other(self, row: int, example: Any) -> GShardError:
-        """What makes an example another one than the first, in words."""
+        """Makes the error that says how an example differs in form from the first one."""
         paths, forms, structure = self._like
         found, leaves, own = flatten(example)
         mapped = self._transform is not None
@@ -143,7 +144,7 @@ class Source:
 
 
 def _arrays(data: Any) -> list[tuple[str, Any]]:
-    """Arrays of a tree by path; none for an object that gives examples, such as a list."""
+    """Returns paths and arrays of a tree of arrays; none for an object of examples, as a list."""
     if isinstance(data, (list, Iterator)):  # JAX warns of an iterator as a leaf
         return []
     paths, leaves, _ = flatten(data)
@@ -198,7 +199,7 @@ def _length(data: Any) -> int:
 
 
 class Transform:
-    """`transform(example)`, or `transform(example, rng)` where it has an argument of that name."""
+    """Calls `transform(example)`, or `transform(example, rng)` if it has an argument `rng`."""
 
     def __init__(self, function: Callable[..., Any], seed: int):
         if not callable(function):
@@ -210,11 +211,11 @@ class Transform:
         self._random = _takes_rng(function)
 
     def __call__(self, example: Any, row: int, epoch: int) -> Any:
-        """The example as it is stacked. The function may write into what it is given."""
+        """Transforms a copy of the example, so that the function may write into it."""
         example = jax.tree.map(_copied, example)
         if not self._random:
             return self._function(example)
-        # Of the row and not of the process that reads it.
+        # The seed depends on the index of the example, and not on the process that reads it.
         entropy = np.random.SeedSequence(self._seed, spawn_key=(epoch, row))
         return self._function(example, rng=np.random.default_rng(entropy))
 
@@ -224,10 +225,10 @@ def _copied(x: Any) -> Any:
 
 
 def _takes_rng(function: Callable[..., Any]) -> bool:
-    """Whether the function is given `rng`.
+    """Whether the function takes `rng`.
 
     Raises:
-      GShardError: it has a second argument of another name, which nobody would give.
+      GShardError: it has a second required argument of another name, which it is never given.
     """
     try:
         found = inspect.signature(function).parameters

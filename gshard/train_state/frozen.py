@@ -1,7 +1,7 @@
-"""Parameters that are not trained: carried, without gradient and optimizer state.
+"""Frozen parameters, which have no gradient and no optimizer state.
 
-Inside gshard the tree of trained parameters has an `optax.MaskedNode`, which has no leaves, where a
-frozen one was. Optax's own transformations take such trees.
+Inside gshard the tree of trained parameters has an `optax.MaskedNode`, which has no leaves, in
+place of each frozen one. Optax's own transformations accept such trees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which kind of train state this is: Linen, NNX or `(params, tx)`."""
+"""The kinds of train states, Linen and NNX, and the functions that tell them apart."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Kind(Protocol):
         ...
 
     def split(self, state: Any) -> Components:
-        """Takes a state apart."""
+        """Splits a state into its components."""
         ...
 
     def split_target(self, params: Any, collections: dict[str, Any], /) -> Components:
-        """Takes what a loss alone needs apart: parameters, or a model, and further collections."""
+        """Splits the arguments of a loss: parameters, or a model, and further collections."""
         ...
 
     def split_inference(self, state: Any, /) -> Components:
-        """Takes what evaluation needs apart: no optimizer."""
+        """Splits a state into the components that evaluation needs, without an optimizer."""
         ...
 
     def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
@@ -81,7 +81,7 @@ class Kind(Protocol):
         ...
 
     def is_inference(self, state: Any) -> bool:
-        """Whether evaluation accepts this although it is no complete state."""
+        """Whether this is an incomplete state that evaluation accepts."""
         ...
 
     def check(self, state: Any) -> None:
@@ -89,7 +89,7 @@ class Kind(Protocol):
         ...
 
     def check_step(self, state: Any) -> None:
-        """Raises a GShardError for a state with a way to train of its own."""
+        """Raises a GShardError for a state with an `apply_gradients` of its own."""
         ...
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
@@ -105,27 +105,27 @@ class Kind(Protocol):
         ...
 
     def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
-        """Returns what the user's `post_update` makes of a state."""
+        """Calls the user's `post_update` and returns the new state."""
         ...
 
     def random_paths(self, state: Any) -> frozenset[str]:
-        """Paths of non-trainable state that random numbers are drawn from."""
+        """Returns the paths of non-trainable state that random numbers are drawn from."""
         ...
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
-        """Names that Flax's metadata gives the dimensions of parameters, by path."""
+        """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
         ...
 
     def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
-        """Mesh axes that Flax's metadata gives the dimensions of parameters, by path."""
+        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
         ...
 
 
 def kind_of(state: Any) -> Kind:
-    """The kind of a train state.
+    """Returns the kind of a train state.
 
     Raises:
-      GShardError: when it is none that gshard knows.
+      GShardError: gshard does not know this kind of state.
     """
     if isinstance(state, TrainState):
         return Linen()
@@ -147,7 +147,7 @@ def kind_of(state: Any) -> Kind:
 
 
 def as_state(state: Any) -> Any:
-    """`(params, tx)` as a `TrainState` without `apply_fn`; other states as they are."""
+    """Converts `(params, tx)` to a `TrainState` without `apply_fn`; returns other states as is."""
     if (
         isinstance(state, tuple)
         and len(state) == 2
@@ -164,13 +164,13 @@ def as_state(state: Any) -> Any:
 
 
 def is_init(state: Any) -> bool:
-    """Whether this is a function that makes a train state: models can be called too."""
+    """Whether this is a function that makes a train state, rather than a callable model."""
     others = (type, TrainState, tuple, nn.Module, nnx.Module)
     return callable(state) and not isinstance(state, others)
 
 
 def is_nnx_pair(state: Any) -> bool:
-    """Whether this is an NNX `(model, optimizer)`."""
+    """Whether this is an NNX `(model, optimizer)` pair."""
     return (
         isinstance(state, tuple)
         and len(state) == 2
@@ -180,12 +180,12 @@ def is_nnx_pair(state: Any) -> bool:
 
 
 def abstract(init: Callable[..., Any], *args: Any) -> Any:
-    """The state that `init(*args)` would make, its arrays abstract."""
+    """Returns the state that `init(*args)` would make, with abstract arrays."""
     return nnx.eval_shape(lambda: as_state(init(*args)))
 
 
 def abstract_like(state: Any) -> Any:
-    """The same state with abstract arrays; those that lie over a mesh say how."""
+    """Returns the same state with abstract arrays, which keep any `NamedSharding`."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         try:
@@ -196,7 +196,7 @@ def abstract_like(state: Any) -> Any:
                 "field with struct.field(pytree_node=False)."
             ) from error
 
-    def of_variable(x: Any) -> Any:  # NNX takes an abstract array outside a Variable for static
+    def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
         return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x
 
     if not is_nnx_pair(state):

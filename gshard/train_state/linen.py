@@ -1,4 +1,4 @@
-"""Linen train states as `Parts`, and back."""
+"""Converts Linen train states to `Components` and back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Linen:
     """A Flax `TrainState` or a subclass of it with more fields.
 
     Attributes:
-      frozen: paths of the parameters that are not trained; they are split off as an extra.
+      frozen: paths of the parameters that are not trained; they become non-trainable state.
     """
 
     frozen: frozenset[str] = frozenset()
@@ -52,11 +52,11 @@ class Linen:
     def freeze(
         self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
     ) -> Linen:
-        """The kind of states whose parameters are trained but for `frozen` and for integers."""
+        """Returns the kind of states in which `frozen` and integer parameters are not trained."""
         return Linen(paths_of(updated(state.params), frozen))
 
     def narrow(self, state: Any) -> Any:
-        """A state as its optimizer makes it, its optimizer state without the frozen parameters."""
+        """Returns the state with an optimizer state of the trained parameters alone."""
         tx = thawed(state.tx, self.frozen)
         if not self.frozen:
             return state
@@ -64,12 +64,12 @@ class Linen:
         return state.replace(tx=tx, opt_state=opt_state)
 
     def split(self, state: Any) -> Components:
-        """The parts of a state."""
+        """Splits a state into its components."""
         parts = self.split_target(state.params, _extra_fields(state))
         return dataclasses.replace(parts, opt_state=state.opt_state, step=state.step)
 
     def split_target(self, params: Any, collections: dict[str, Any]) -> Components:
-        """Parts for a loss alone: parameters and further collections."""
+        """Splits the arguments of a loss: parameters and further collections."""
         trained, frozen = take_out(updated(params), self.frozen)
         non_trainable = {**collections, **overwritten(params)}
         return Components(
@@ -77,28 +77,28 @@ class Linen:
         )
 
     def trained(self, tree: Any) -> Any:
-        """The trained part of a tree like the parameters that an optimizer updates."""
+        """Returns the trained part of a tree like the parameters that an optimizer updates."""
         return take_out(tree, self.frozen)[0]
 
     def full_update(self, updates: Any, params: Any) -> Any:
-        """Updates of the trained parameters as updates of all."""
+        """Returns updates of the trained parameters as updates of all of them."""
         return put_back(updates, no_change(take_out(params, self.frozen)[1]))
 
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """An optimizer of the trained parameters as one of all, for a plain state."""
+        """Wraps an optimizer of the trained parameters for a plain state with all parameters."""
         return without_frozen(tx, self.frozen)
 
     def is_inference(self, state: Any) -> bool:
-        """Whether evaluation takes this, though it is no whole state."""
+        """Whether this is an incomplete state that evaluation accepts; Linen has none."""
         del state
         return False
 
     def split_inference(self, state: Any) -> Components:
-        """Parts for evaluation: no optimizer."""
+        """Splits a state into the components that evaluation needs, without an optimizer."""
         return dataclasses.replace(self.split(state), opt_state=None)
 
     def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
-        """A state like `like` with the arrays of `parts` and the optimizer `tx`."""
+        """Returns a state like `like` with the arrays of `parts` and the optimizer `tx`."""
         fields = {name: x for name, x in parts.non_trainable.items() if name not in PARAMETERS}
         params = _all_params(parts.params, parts.non_trainable)
         return like.replace(
@@ -106,7 +106,7 @@ class Linen:
         )
 
     def check(self, state: Any) -> None:
-        """Refuses a state that cannot be divided."""
+        """Refuses a state that cannot be sharded."""
         if isinstance(state.params, optax.LookaheadParams):
             raise GShardError(
                 "the parameters are optax.LookaheadParams, whose slow half has no gradient; a plan "
@@ -117,7 +117,7 @@ class Linen:
         check_overwritten(state.params)
 
     def check_step(self, state: Any) -> None:
-        """Refuses a state whose own way to train `make_train_step` would pass by."""
+        """Refuses a state with its own `apply_gradients`, which a train step does not call."""
         if type(state).apply_gradients is not TrainState.apply_gradients:
             raise GShardError(
                 f"{type(state).__name__} has an apply_gradients of its own, which make_train_step "
@@ -126,11 +126,11 @@ class Linen:
             )
 
     def update(self, state: Any, parts: Components) -> Any:
-        """The state after a step."""
+        """Returns the state after a step."""
         return self.merge(parts, state, state.tx)
 
     def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
-        """What the user's `post_update` makes of a state."""
+        """Calls the user's `post_update` and returns the new state."""
         new = fn(state)
         if type(new) is not type(state):
             raise GShardError(
@@ -149,34 +149,34 @@ class Linen:
         return new
 
     def absorb(self, params: Any, parts: Components, updates: dict[str, Any]) -> dict[str, Any]:
-        """What the loss changed, for the caller to keep."""
+        """Returns the non-trainable state that the loss changed, which the caller keeps."""
         del params, parts
         return {name: x for name, x in updates.items() if name not in PARAMETERS}
 
     def params_of(self, parts: Components, template: Any) -> Any:
-        """All parameters as the user's own tree."""
+        """Returns all parameters as the user's own tree."""
         del template
         return _all_params(parts.params, parts.non_trainable)
 
     def random_paths(self, state: Any) -> frozenset[str]:
-        """Paths of extras that random numbers are drawn from, beside keys of `jax.random`: none."""
+        """Returns no paths: random numbers are drawn from keys of `jax.random` only."""
         del state
         return frozenset()
 
     def tx(self, state: Any) -> optax.GradientTransformation:
-        """The optimizer of a state."""
+        """Returns the optimizer of a state."""
         return state.tx
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
-        """By path the names that Flax's metadata gives the dimensions of parameters, if any."""
+        """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
         return {path: box.names for path, box in _named_boxes(state)}
 
     def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
-        """By path the mesh axes that Flax's metadata gives the dimensions of parameters, if any."""
+        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
         return {path: _mesh_axes(box) for path, box in _named_boxes(state)}
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
-        """`loss_fn(params, batch, *, rng, <extras it names>)` as a pure function."""
+        """Converts `loss_fn(params, batch, *, rng, <fields it names>)` to a pure function."""
         del static
         named, needed, takes_any = _keywords(loss_fn)
         if takes_any:
@@ -208,31 +208,31 @@ class Linen:
         return pure
 
     def gradients(self, grads: Any, params: Any, updates: dict[str, Any]) -> Any:
-        """Gradients in the containers of the parameters; an `optax.MaskedNode` for a frozen one.
+        """Returns gradients in the tree of the parameters, `optax.MaskedNode` for a frozen one.
 
-        Those that replace their parameter are among `updates`.
+        Gradients that replace their parameter are taken from `updates`.
         """
         structure = jax.tree.structure(self.trained(updated(params)))
         return join_overwritten(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
 
 
-PARAMETERS = (FROZEN, OVERWRITTEN)  # extras that are parameters of the user's state
+PARAMETERS = (FROZEN, OVERWRITTEN)  # non-trainable state that is in the user's parameter tree
 
 
 def _all_params(trained: Any, non_trainable: Mapping[str, Any]) -> Any:
-    """The user's own tree of parameters, from the trained ones and those among the extras."""
+    """Rebuilds the user's parameter tree from the trained and the non-trainable parameters."""
     return join_overwritten(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
 
 
 def unbox(params: Any) -> Any:
-    """Linen parameters without the boxes of `nn.with_partitioning`."""
+    """Removes the boxes of `nn.with_partitioning` from Linen parameters."""
     return jax.tree.map(
         lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, params, is_leaf=_is_box
     )
 
 
 def _named_boxes(state: Any) -> list[tuple[str, Any]]:
-    """Parameters by path whose box names their dimensions."""
+    """Returns paths and boxes of the parameters whose box names their dimensions."""
     boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
     return [(path_of(keys), box) for keys, box in boxes if hasattr(box, "names")]
 
@@ -257,7 +257,7 @@ def _extra_fields(state: Any) -> dict[str, Any]:
 
 
 def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
-    """Names a function takes beyond two arguments, those it needs, and whether it takes any."""
+    """Returns the keywords a loss takes, those it requires, and whether it takes `**kwargs`."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):

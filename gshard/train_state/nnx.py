@@ -1,4 +1,4 @@
-"""NNX `(model, optimizer)` pairs as `Parts`, and back."""
+"""Converts NNX `(model, optimizer)` pairs to `Components` and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gshard.train_state.components import Components, PureLoss
 
 @dataclass(frozen=True)
 class _NnxStatic:
-    """What turns the extras of an NNX model, which are kept by path, into its state again."""
+    """The structure that rebuilds the state of an NNX model from non-trainable state by path."""
 
     graph: Any
     structure: Any
@@ -42,7 +42,7 @@ class Nnx:
     )  # of a train step, before the batch
 
     def freeze(self, state: Any, frozen: Any, paths_of: Any = None) -> Nnx:
-        """Refuses `frozen=`, which the optimizer's filter says."""
+        """Refuses `frozen=`: the optimizer's `wrt=` chooses what is trained."""
         if frozen is not None:
             raise GShardError(
                 f"frozen={shown(frozen)} is for Linen and plain parameters. For NNX say what is "
@@ -63,24 +63,24 @@ class Nnx:
         return self
 
     def narrow(self, state: Any) -> Any:
-        """A pair as its optimizer makes it: `wrt` left out what is not trained."""
+        """Returns the pair as it is: the optimizer's `wrt=` leaves out what is not trained."""
         return state
 
     def trained(self, tree: Any) -> Any:
-        """The trained part of a tree like the parameters: all of it."""
+        """Returns the trained part of a tree like the parameters: all of it."""
         return tree
 
     def full_update(self, updates: Any, params: Any) -> Any:
-        """Updates as `nnx.Optimizer` takes them."""
+        """Returns updates as `nnx.Optimizer` takes them."""
         del params
         return updates
 
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The optimizer of a plain pair."""
+        """Returns the optimizer of a plain pair."""
         return tx
 
     def split(self, state: Any) -> Components:
-        """The parts of a pair."""
+        """Splits a pair into its components."""
         model, optimizer = state
         parts = self.split_model(model)
         return dataclasses.replace(
@@ -88,7 +88,7 @@ class Nnx:
         )
 
     def split_model(self, model: nnx.Module) -> Components:
-        """The model alone, without an optimizer."""
+        """Splits a model into components without an optimizer."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         paths, leaves, structure = flatten(rest)
         check_unique(paths, "Variables of the model")
@@ -97,7 +97,7 @@ class Nnx:
         return Components(nnx.as_pure(params), None, None, non_trainable, static)
 
     def split_target(self, model: nnx.Module, collections: dict[str, Any]) -> Components:
-        """Parts for a loss alone."""
+        """Splits the model that a loss is called with."""
         if collections:
             raise GShardError(
                 f"{some(collections)}: an NNX model keeps its own state. Call it with (model, "
@@ -111,15 +111,15 @@ class Nnx:
         return self.split_model(model)
 
     def is_inference(self, state: Any) -> bool:
-        """Whether evaluation takes this, though it is no whole state: a model alone."""
+        """Whether this is a model without an optimizer, which evaluation accepts."""
         return isinstance(state, nnx.Module)
 
     def split_inference(self, model: nnx.Module | tuple[Any, Any]) -> Components:
-        """Parts for evaluation: no optimizer."""
+        """Splits a model, or the model of a pair, into components without an optimizer."""
         return self.split_model(model[0] if isinstance(model, tuple) else model)
 
     def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
-        """A new model and optimizer like the given pair, with the arrays of `parts` and `tx`."""
+        """Makes a new pair like the given one with the arrays of `parts` and the optimizer `tx`."""
         model, optimizer = like
         graph, params, _ = nnx.split(model, self.wrt, ...)
         params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(parts.params))
@@ -131,10 +131,10 @@ class Nnx:
         return model, optimizer
 
     def check(self, state: Any) -> None:
-        """Refuses a state that cannot be divided."""
+        """Accepts every pair: all can be sharded."""
 
     def check_step(self, state: Any) -> None:
-        """Refuses a state whose own way to train `make_train_step` would pass by."""
+        """Accepts every pair: NNX has no `apply_gradients` that a train step would not call."""
 
     def update(self, state: Any, parts: Components) -> None:
         """Writes the arrays of `parts` into the user's model and optimizer, in place."""
@@ -145,7 +145,7 @@ class Nnx:
         optimizer.step.set_value(parts.step)
 
     def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
-        """What the user's `post_update` makes of a pair, in place."""
+        """Calls the user's `post_update`, which changes the pair in place, and returns the pair."""
         before = nnx.graphdef(state), flatten(nnx.state(state))[0]
         out = fn(*state)
         if out is not None:
@@ -170,19 +170,19 @@ class Nnx:
         return {}
 
     def params_of(self, parts: Components, template: Any) -> Any:
-        """The trained parameters as an `nnx.State` of Variables."""
+        """Returns the trained parameters as an `nnx.State` of Variables."""
         return self.gradients(parts.params, template[0], {})
 
     def random_paths(self, state: Any) -> frozenset[str]:
-        """Paths of extras that random numbers are drawn from: keys of `nnx.Rngs`, and counts."""
+        """Returns the paths of the keys and counts of `nnx.Rngs`."""
         return frozenset(flatten(nnx.state(state[0], nnx.RngState))[0])
 
     def tx(self, state: Any) -> optax.GradientTransformation:
-        """The optimizer of a state."""
+        """Returns the optimizer of a pair."""
         return state[1].tx
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
-        """By path the names that Flax's metadata gives the dimensions of Variables, if any."""
+        """Returns, by path, the names that Flax's metadata gives the dimensions of Variables."""
         variables, _ = jax.tree_util.tree_flatten_with_path(
             nnx.state(state[0]), is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
@@ -195,11 +195,11 @@ class Nnx:
         return {path: found for path, found in names.items() if found}
 
     def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
-        """By path the mesh axes that Flax's metadata gives the dimensions of Variables, if any."""
+        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
         return self.scan_names(state)
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
-        """`loss_fn(model, batch)` as a pure function; what it changes in the model comes back."""
+        """Converts `loss_fn(model, batch)` to a pure function that returns changes of the model."""
         if mutable:
             raise GShardError(
                 f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."
@@ -238,17 +238,17 @@ class Nnx:
         return pure
 
     def gradients(self, grads: Any, model: nnx.Module, updates: dict[str, Any]) -> Any:
-        """Gradients as the `nnx.State` of Variables that `optimizer.update` takes."""
+        """Returns gradients as the `nnx.State` of Variables that `optimizer.update` takes."""
         del updates
         structure = jax.tree.structure(nnx.state(model, self.wrt))
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
 
 def _changed(before: Any, after: Any, run: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Paths of the parameters and of the extras that the loss really changes.
+    """Finds the paths of the parameters and of the non-trainable state that the loss changes.
 
-    NNX transforms (`nnx.remat`, `nnx.jit`, `nnx.scan`) write every Variable back as it was: only a
-    trace of `run`, from what was before to what is after, can tell.
+    NNX transforms (`nnx.remat`, `nnx.jit`, `nnx.scan`) write every Variable back even if it did not
+    change; only a trace of `run`, which computes the values after from those before, can tell.
     """
     paths = [flatten(tree)[0] for tree in before]
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)

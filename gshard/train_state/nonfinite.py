@@ -1,4 +1,4 @@
-"""The guard: steps whose gradient is not finite change nothing, are counted, and end a run."""
+"""The guard: skips and counts steps whose gradient is not finite, and ends a run of too many."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jax import core
 
 from gshard._util.errors import NonFiniteError
 
-LATE = 2  # steps; a run may be this far ahead of what was looked at
+LATE = 2  # number of steps that a run may be ahead of the last guard that was checked
 
 
 class Guard(NamedTuple):
-    """Counts in the train state, int32 scalars.
+    """Counts of skipped steps in the train state, int32 scalars.
 
     Attributes:
-      row: bad steps in a row.
+      row: number of non-finite steps in a row.
       first: number of the step at which they began.
-      skipped: steps that changed nothing, ever: bad ones, and those without weight.
+      skipped: number of all steps that changed nothing: non-finite ones, and those of weight 0.
     """
 
     row: Any
@@ -30,13 +30,19 @@ class Guard(NamedTuple):
 
     @classmethod
     def new(cls) -> Guard:
-        """Of a fresh state."""
+        """Makes the guard of a new state."""
         return cls(np.int32(0), np.int32(0), np.int32(0))
 
     def after(self, finite: jax.Array, updates: jax.Array, step: jax.Array) -> Guard:
-        """The counts after step number `step`, whose gradient was finite, and which updates.
+        """Returns the counts after a step.
 
-        A finite step that does not update had no weight, and says nothing about a row of bad ones.
+        A finite step that does not update has weight 0; it neither extends nor ends a row of
+        non-finite steps.
+
+        Args:
+          finite: boolean scalar, whether the gradient was finite.
+          updates: boolean scalar, whether the step updates the state.
+          step: number of the step.
         """
         first = jnp.where(finite | (self.row > 0), self.first, jnp.asarray(step, jnp.int32))
         row = jnp.where(updates, 0, self.row + ~finite)
@@ -44,10 +50,10 @@ class Guard(NamedTuple):
 
 
 class Watch:
-    """Looks at the guard of each step a little later, so that no step waits for the host.
+    """Checks the guard of each step with a delay, so that no step waits for the host.
 
-    A single process looks at a step as soon as it has ended, at the latest `LATE` steps after it.
-    Several processes look exactly that late, so that all of them stop at the same step.
+    A single process checks a step as soon as it has ended, at the latest `LATE` steps after it.
+    Several processes check exactly `LATE` steps after it, so that all stop at the same step.
     """
 
     def __init__(self, most: int | None):
@@ -56,21 +62,22 @@ class Watch:
         self._last: Any = None  # of the state that the last step returned
 
     def add(self, guard: Guard, after: Guard) -> None:
-        """Remembers the guard of a step, and the same in the state that it returned.
+        """Records the guard of a step, and its copy in the state that the step returned.
 
-        The first must not be donated later.
+        `guard` must not be donated later.
         """
         if self._most is not None and not isinstance(guard.row, core.Tracer):
             self._seen.append(guard)
             self._last = after.row
 
     def look(self, before: Guard) -> None:
-        """Before a step with a state of this guard is started.
+        """Checks earlier steps, before a step starts with a state that has the guard `before`.
 
-        Another state than the last step returned has its own history: a new start.
+        A state that the last step did not return has a history of its own: recorded guards are
+        dropped.
 
         Raises:
-          NonFiniteError: after `most` bad steps in a row.
+          NonFiniteError: `most` steps in a row were not finite.
         """
         if before.row is not self._last:
             self._seen.clear()
