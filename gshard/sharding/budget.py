@@ -1,4 +1,4 @@
-"""The budget of a plan: bytes stored and elements communicated. The only file with formulas.
+"""The budget of a plan: bytes stored and elements communicated. All formulas are in this file.
 
 Source: ZeRO (Rajbhandari et al., 2020), sections 5 and 7, counted leaf by leaf, padding included.
 Everything that reports a figure (tests, the demo, `audit`) calls `budget`.
@@ -36,8 +36,8 @@ class Traffic:
       wire_bytes: bytes that a device sends, by the ring algorithms, in the dtypes of the plan: of
         parameters where they are gathered, of gradients where they are reduced. A loss that casts
         sharded parameters communicates the dtype that it casts them to.
-      at_most: this is an upper bound: a leaf that the backward pass does not need is gathered once
-        less.
+      at_most: whether this is an upper bound: a leaf that the backward pass does not need is
+        gathered once less.
     """
 
     kind: str
@@ -178,7 +178,7 @@ def _traffic(
         yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, shard, True)), False
     if stored.dim is None:
         yield "all-gather", "update", *_hops(reduced, stored), False
-    else:  # for the forward and again for the backward
+    else:  # gathered for the forward pass and again for the backward pass
         yield "all-gather", "gather", *_times(micro_batches, *_gathers(stored, reshard)), True
 
 
@@ -187,13 +187,13 @@ def _times(n: int, elements: int, sent: int) -> tuple[int, int]:
 
 
 def _all_reduce(layout: Layout, elements: int, over_replicas: bool = False) -> tuple[int, int]:
-    """Elements and bytes sent of a sum over all devices, or over the replicas of a shard."""
+    """Returns elements and bytes sent of a sum over all devices, or over replicas of a shard."""
     n = layout.group.replicas if over_replicas else layout.group.devices
     return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
 
 
 def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
-    """Elements and bytes sent of one gather or scatter in the dtype of `moved`.
+    """Returns elements and bytes sent of one gather or scatter in the dtype of `moved`.
 
     There is one hop per shard axis, each smaller than the last. A device always sends (N-1)/N of
     the array in total.
@@ -205,7 +205,7 @@ def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
 
 
 def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
-    """Elements and bytes sent of the gathers of one leaf for a forward and a backward pass."""
+    """Returns elements and bytes sent of one leaf's gathers for forward and backward pass."""
     if isinstance(reshard, bool):
         return _times(2 if reshard else 1, *_hops(layout, layout))
     size, elements, sent = layout.stored_size // layout.group.size, 0, 0
@@ -264,7 +264,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
 
 
 def largest_layer(plan: Plan) -> int:
-    """Bytes of the largest layer that is gathered: one layer of a scanned stack, or one array."""
+    """Returns the bytes of the largest gathered layer, of a scanned stack or a single array."""
     stacks: dict[str, int] = {}
     alone = 0
     for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):

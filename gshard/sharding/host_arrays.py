@@ -117,5 +117,5 @@ def _assembled(shards: list[Any], x: jax.Array) -> np.ndarray:
 
 
 def _on_host(x: jax.Array) -> np.ndarray:
-    """One device's array; by way of an object that goes, since JAX keeps what the host has seen."""
+    """Copies one device's array through a temporary array, since JAX caches the host copy in it."""
     return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x]))

@@ -1,4 +1,4 @@
-"""Layouts: how each array is stored over the mesh. The only file that pads arrays."""
+"""Layouts, which describe how each array is stored over the mesh. No other file pads arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gshard._util.errors import GShardError
 from gshard.sharding.mesh import Group
 from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 
-DEVICE, HOST = "device", "pinned_host"  # JAX's names of memories
+DEVICE, HOST = "device", "pinned_host"  # JAX's names of memory kinds
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Layout:
         return _spec(self.model_axes)
 
     def local(self) -> Layout:
-        """The layout that one model-parallel rank sees: `shape` is that of its local shard."""
+        """Returns the layout that one model-parallel rank sees; `shape` is its local shard's."""
         if not self.group.model_axes:
             return self
         sizes = dict(self.group.model_axes)
@@ -115,15 +115,15 @@ class Layout:
         return self.memory != DEVICE
 
     def in_memory(self, memory: str) -> Layout:
-        """The same layout, stored in `memory`."""
+        """Returns the same layout, stored in `memory`."""
         return dataclasses.replace(self, memory=memory)
 
     def replicated(self) -> Layout:
-        """The same layout, replicated over the shard group."""
+        """Returns the same layout, replicated over the shard group."""
         return dataclasses.replace(self, dim=None)
 
     def layer(self) -> Layout:
-        """The layout of one layer of a stack that is scanned over its leading dimension."""
+        """Returns the layout of one layer of a stack that is scanned over its first dimension."""
         if self.dim == 0:
             raise GShardError(
                 f"{self.path}: the scanned dimension 0 is sharded. Shard another one."
@@ -141,7 +141,7 @@ class Layout:
         return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
     def as_stored(self, x: Any, what: str) -> Any:
-        """Returns an array in its storage shape; pads one of logical shape.
+        """Returns an array in its storage shape, padding one of logical shape.
 
         Args:
           x: the array.
@@ -189,7 +189,8 @@ def lay_out(
       group: axes of the mesh.
       rule: decides which dimension is sharded; None replicates the array.
       model_axes: by dimension, the model-parallel axes that it is sharded over.
-      params_replicated: the layout is of gradient and optimizer state, not of the parameter.
+      params_replicated: whether the layout is for gradient and optimizer state alone, since the
+        parameter is replicated.
     """
     shape = tuple(leaf.shape)
     choice = None
@@ -206,7 +207,7 @@ def lay_out(
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:
-    """Axes by dimension as a `PartitionSpec` without trailing empty entries, in JAX's form."""
+    """Converts axes by dimension to a `PartitionSpec` without trailing empty entries."""
     last = max((d for d, names in enumerate(axes) if names), default=-1)
     named = axes[: last + 1]
     return jax.P(*[names if names[1:] else names[0] if names else None for names in named])

@@ -1,4 +1,4 @@
-"""The levels of ZeRO as data: what each one shards.
+"""The levels of ZeRO as data, which say what each one shards.
 
 Source: ZeRO (Rajbhandari et al., 2020), sections 5.1 to 5.3; the names are Paddle's.
 """
@@ -21,12 +21,12 @@ Accumulate = Literal["level", "local", "scatter", "sync"]
 
 @dataclass(frozen=True)
 class Level:
-    """What a level shards over the shard group, and how it accumulates over micro-batches.
+    """A level: what it shards over the shard group, and how gradients accumulate at it.
 
     Attributes:
       name: `dp`, `os`, `os_g` or `p_g_os`.
-      shards_params: parameters are stored sharded, and all-gathered where they are used.
-      shards_opt_state: the optimizer state, and with it the reduced gradient, is sharded.
+      shards_params: whether parameters are stored sharded, and all-gathered where they are used.
+      shards_opt_state: whether the optimizer state, and with it the reduced gradient, is sharded.
       accumulate: `local` keeps each device's own gradient until the last micro-batch and reduces
         once; `scatter` reduces every micro-batch and keeps 1/N of the gradient.
     """
@@ -52,7 +52,7 @@ _ALIASES = {"0": "dp", "1": "os", "2": "os_g", "3": "p_g_os", "ddp": "dp", "fsdp
 
 
 def parse_level(level: str | int | Level) -> Level:
-    """Returns the level of a name (`os_g`, `fsdp`) or of a ZeRO stage (`2`, `zero2`)."""
+    """Converts a name (`os_g`, `fsdp`) or a ZeRO stage (`2`, `zero2`) to its level."""
     if isinstance(level, Level):
         return level
     if not isinstance(level, bool) and isinstance(level, (str, int)):
@@ -60,8 +60,7 @@ def parse_level(level: str | int | Level) -> Level:
         name = _ALIASES.get(name.removeprefix("zero").lstrip("-_ "), name)
         if name in LEVELS:
             return LEVELS[name]
-    # Paddle's own examples pass "p_g", which Paddle refuses too: the cut-off name means the
-    # longest.
+    # Paddle's own examples pass "p_g", which Paddle refuses too; the cut-off name means "p_g_os".
     hint = " Did you mean 'p_g_os'?" if level == "p_g" else did_you_mean(level, LEVELS)
     raise GShardError(
         f"level={shown(level)} is unknown.{hint} Choose 'os' (ZeRO-1: optimizer state "
@@ -71,7 +70,7 @@ def parse_level(level: str | int | Level) -> Level:
 
 
 def parse_levels(levels: Any) -> tuple[str, ...]:
-    """Returns the names of several levels: a list, a text (`os,p_g_os`) or a single level."""
+    """Returns the names of several levels, given as a list, a text (`os,p_g_os`) or one level."""
     if isinstance(levels, str):
         levels = levels.split(",")
     elif isinstance(levels, (int, Level)) and not isinstance(levels, bool):
@@ -96,5 +95,5 @@ def check_accumulate(accumulate: Any) -> None:
 
 
 def is_auto(level: str | int | Level) -> bool:
-    """Whether the level is to be chosen from the memory of the devices."""
+    """Whether the level is `"auto"`, to be chosen by the memory of the devices."""
     return isinstance(level, str) and level.strip().lower() == "auto"

@@ -1,4 +1,4 @@
-"""Decides every layout of a train state, once: rules for the parameters, then all the rest."""
+"""Decides every layout of a train state: parameters by rules first, then everything else."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ _advice = ContextVar(
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made from, besides its level.
+    """The arguments that a plan is made from, in addition to its level.
 
     Attributes:
-      state: the user's state, its arrays abstract (`shape` and `dtype` are read).
-      kind: of the state.
+      state: the user's state, with abstract arrays (`shape` and `dtype` are read).
+      kind: the kind of the state.
       tx: the user's optimizer.
-      mesh: devices, or an `AbstractMesh`.
+      mesh: the device mesh, or an `AbstractMesh`.
       group: the data axes of the mesh.
-      rule: answers for every leaf.
-      wrap: makes the optimizer follow a plan.
-      scan_axes: which dimension a scan iterates over, beyond what Flax's metadata says: a mapping
+      rule: a rule that decides every leaf.
+      wrap: wraps the optimizer so that it follows a plan.
+      scan_axes: the dimensions that scans iterate over, in addition to Flax's metadata: a mapping
         from path pattern to dimension, or the names that the metadata uses (default `layers`,
         `layer`, `scan`).
       precision: dtypes to compute and reduce in, or None.
-      offload: what only an update touches, and sharded parameters, are stored in host memory.
+      offload: whether sharded parameters, and arrays that only an update uses, are stored in host
+        memory.
     """
 
     state: Any
@@ -207,7 +208,7 @@ def _like_parameters(
 ) -> list[Layout | None]:
     """Finds the layouts of leaves whose path ends in a parameter's path, with the same shape.
 
-    Compiling `tx.init` instead would not tell: XLA placed every moment on one device.
+    Compiling `tx.init` would not give these layouts: XLA placed every moment on one device.
     """
 
     def same_shape(position: int, name: str) -> bool:
@@ -224,7 +225,7 @@ def _like_parameters(
 def _in_precision(
     divided: list[Layout], precision: Precision | None
 ) -> tuple[list[Layout], dict[str, Layout], list[Layout]]:
-    """Layouts of parameters in their compute dtype, master copies by path, reduced gradients."""
+    """Returns the layouts of parameters in compute dtypes, master copies by path, and gradients."""
     if precision is None:
         return divided, {}, divided
     computed = [  # complex ones stay
@@ -246,7 +247,7 @@ def _in_precision(
 
 
 def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
-    """An optimizer state in the dtypes that `tx` gives it for these parameters."""
+    """Returns an abstract optimizer state in the dtypes that `tx` gives it for these parameters."""
     wanted = jax.eval_shape(
         tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     )
@@ -276,7 +277,7 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
 
 @contextlib.contextmanager
 def advising(text: str) -> Iterator[None]:
-    """Within it the warning about replicated parameters recommends what the user's call offers."""
+    """Sets the advice that the warning about replicated parameters gives, within a context."""
     token = _advice.set(text)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Device meshes, and which of their axes carry data.
+"""Device meshes and the roles of their axes.
 
 gshard makes the mesh itself because `jax.make_mesh` defaults to Explicit axes, under which plain
 Flax layers fail.
@@ -138,7 +138,7 @@ def virtual_devices(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
             return
     except RuntimeError:
-        pass  # JAX has started: what it started with decides
+        pass  # JAX has started: the devices that it has decide
     found = int(forced.group(1)) if forced else len(jax.devices("cpu"))
     if found < count:
         source = "XLA_FLAGS asks for" if forced else "JAX has already started with"
@@ -337,8 +337,8 @@ def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
       devices: the devices of one shard group.
 
     Returns:
-      The array, or None where one ring over all devices is as good: other platforms, parts of a
-      slice, several slices, two devices to a chip, a line, and slices of two rows.
+      The array, or None if one ring over all devices is as good: on other platforms, for a part of
+      a slice, several slices, two devices per chip, a line, and slices of two rows.
     """
     if any(device.platform != "tpu" for device in devices):
         return None

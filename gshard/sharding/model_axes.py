@@ -1,8 +1,8 @@
-"""Which dimensions of a leaf are sharded over the user's model-parallel mesh axes.
+"""Finds the dimensions of a leaf that are sharded over the user's model-parallel mesh axes.
 
-Flax's metadata says so (`nn.with_partitioning(init, (None, "model"))`, NNX `out_sharding=`, logical
-names by their rules), or the sharding of the arrays themselves. XLA inserts the collectives for
-these axes; gshard shards nothing over them.
+They come from Flax's metadata (`nn.with_partitioning(init, (None, "model"))`, NNX `out_sharding=`,
+logical names with rules) or from the sharding of the arrays. XLA inserts the collectives for these
+axes; gshard shards nothing over them.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ class ShardedTransformation(optax.GradientTransformationExtraArgs):
 
     Attributes:
       plan: the plan.
-      fetch_sizes: bytes per device that an update fetches from the host together, by group.
+      fetch_sizes: returns the bytes per device of each group of arrays that an update fetches from
+        the host.
     """
 
     plan: Plan
@@ -57,11 +58,11 @@ class Plan:
       master: layouts of the master copies that the optimizer updates, by path of the parameter.
       non_trainable: layouts of everything else, by name.
       precision: dtypes to compute and reduce in; None for the dtypes of the user's state.
-      kind: converts between the user's train state and `Components`.
+      kind: the kind of train state, which converts it to `Components` and back.
       tx: the user's own optimizer.
       template: the user's state with abstract arrays of logical shape.
-      at_level: makes the plan of the same state, with the same choices, at another level.
-      wrap: makes the user's optimizer follow a plan.
+      at_level: makes the plan of the same state, with the same options, at another level.
+      wrap: wraps the user's optimizer so that it follows a plan.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -89,7 +90,7 @@ class Plan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """Mesh axes that examples are sharded over, such as `axis_name=` of a synchronized norm."""
+        """Mesh axes that examples are sharded over, for `axis_name=` of a synchronized norm."""
         return self.group.axes
 
     @property
@@ -104,9 +105,9 @@ class Plan:
 
     @functools.cached_property
     def fetched_at_once(self) -> tuple[int, ...]:
-        """Bytes per device of each group of arrays that an update fetches from the host together.
+        """Bytes per device of each group of arrays that an update fetches from the host.
 
-        There is a single group where the optimizer computes across parameters.
+        There is a single group if the optimizer computes across parameters.
         """
         return self.optimizer.fetch_sizes() if self.bytes_per_device["host"] else ()
 
@@ -325,7 +326,7 @@ def plan_table(plan: Plan) -> str:
     console.print(f"stored per device: {sizes}")
     try:
         groups = plan.fetched_at_once
-    except (TypeError, ValueError):  # it needs arguments that only the user's own loop has
+    except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop
         groups = ()
     if groups:
         console.print(

@@ -1,4 +1,4 @@
-"""Rules: which dimension of a leaf is sharded.
+"""Rules, which decide the dimension of a leaf that is sharded.
 
 A rule is a pure function `LeafInfo -> ShardDim | None`. None leaves the decision to the next rule.
 Rules by path or predicate come first, the rule by shape last.
@@ -25,7 +25,7 @@ REPLICATE = "replicate"
 
 @dataclass(frozen=True)
 class LeafInfo:
-    """What a rule knows about one array of the train state.
+    """The properties of one array of the train state that a rule decides by.
 
     Attributes:
       path: keys joined by `/`, such as `Dense_0/kernel`.
@@ -57,7 +57,7 @@ class LeafInfo:
 
     @property
     def layer_size(self) -> int:
-        """Number of elements of one layer; of the array itself where it is not stacked."""
+        """Number of elements of one layer, or of the array if it is not stacked."""
         layers = 1 if self.scan_dim is None else max(1, self.shape[self.scan_dim])
         return math.prod(self.shape) // layers
 
@@ -143,7 +143,7 @@ def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate
     return rule
 
 
-# What to change in a call, by a part of the reason for which a leaf is replicated.
+# The setting that would shard a replicated leaf, by a part of the reason why it is replicated.
 _SETTINGS = {
     "<= min_shard_size": "min_shard_size= below the elements of one layer",
     "no dimension divides": "indivisible='pad'",
@@ -172,7 +172,8 @@ def by_path(pattern: str, dim: int | str) -> Rule:
       A rule for `rules=` of `shard_train_state`.
 
     Raises:
-      GShardError: the pattern is not a regular expression; the rule, where `dim` cannot be sharded.
+      GShardError: the pattern is not a regular expression; or, from the rule, `dim` cannot be
+        sharded.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -214,7 +215,7 @@ def by_predicate(
 
 
 def check_answer(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
-    """Converts the answer of a user's rule for one leaf; refuses one that cannot be sharded.
+    """Converts the answer of a user's rule for one leaf, and refuses invalid ones.
 
     Args:
       leaf: the array.
@@ -256,7 +257,7 @@ def check_answer(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
 
 
 def first_of(rules: Sequence[Rule]) -> Rule:
-    """Combines rules: the first answer that is not None counts."""
+    """Combines rules into one that returns the first answer that is not None."""
 
     def rule(leaf: LeafInfo) -> ShardDim | None:
         return next((c for c in (r(leaf) for r in rules) if c is not None), None)

@@ -24,15 +24,15 @@ class Fit:
     Args:
       wanted: a tree of `ShapeDtypeStruct` with shardings.
       what: how a message begins, such as `the state is`.
-      donated: whether the program takes over the memory of the arrays.
+      donated: whether the program reuses the memory of the arrays.
     """
 
     def __init__(self, wanted: Any, what: str, donated: bool = False):
         self._donated = donated
         self._paths, self._leaves, _ = flatten(wanted)
         self._what = what
-        self._structure: Any = None  # the one that was last found to fit
-        self._made: list[int] = []  # identities of what the program returned
+        self._structure: Any = None  # the structure that last passed the check
+        self._made: list[int] = []  # identities of the leaves that the program returned
         self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
     def __call__(self, tree: Any, beside: Any = None) -> tuple[list[Any], Any]:
@@ -48,7 +48,7 @@ class Fit:
         others = jax.tree.leaves(beside)
         leaves = self._as_made(tree)
         if leaves:
-            # A program returns no array twice: they can share one with the batch alone.
+            # A program returns no array twice, so only the batch can share one with these.
             if self._donated and any(id(x) in self._made for x in others):
                 self._refuse_shared(leaves, others)
             return leaves, self._structure
@@ -88,7 +88,7 @@ class Fit:
         """Returns the leaves if the checked program returned them, else an empty list."""
         if not self._made:
             return []
-        try:  # in half the time of a flattening
+        try:  # this takes half the time of flattening
             leaves = self._structure.flatten_up_to(tree)
         except (ValueError, TypeError):
             return []
@@ -100,7 +100,7 @@ class Fit:
             return []
         try:
             alive = not any(map(type(leaves[0]).is_deleted, leaves))  # a generator takes twice that
-        except TypeError:  # keys among them are of another type
+        except TypeError:  # PRNG keys have another type
             alive = False
         if not alive:
             refuse_donated(leaves)
@@ -125,7 +125,7 @@ class Fit:
 
 
 def refuse_donated(leaves: list[Any]) -> None:
-    """Raises a `DonatedStateError` when an array's memory is gone."""
+    """Raises a `DonatedStateError` if the memory of an array was donated."""
     if any(x.is_deleted() for x in leaves if _is_array(x)):
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
@@ -135,8 +135,8 @@ def refuse_donated(leaves: list[Any]) -> None:
 
 
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
-    """Describes what is wrong with one leaf, if anything. JAX replicates host values itself."""
-    if not hasattr(x, "dtype"):  # a Python number: the step count of a fresh TrainState
+    """Describes how one leaf differs from the plan, if at all. JAX replicates host values itself."""
+    if not hasattr(x, "dtype"):  # a Python scalar: the step count of a new TrainState
         fits = wanted.shape == () and isinstance(x, int)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
     on_host = isinstance(x, (np.ndarray, np.generic))
