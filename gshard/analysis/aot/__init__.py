@@ -1,1 +1,1 @@
-"""Compiling for machines that are not there: `compiled` runs `child`, `target` names machines."""
+"""Compiles for machines that are not present: `compiled` runs `child`, `target` names machines."""

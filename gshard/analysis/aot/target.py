@@ -48,7 +48,7 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """What is known of one of its devices."""
+        """The known properties of one of its devices."""
         return CHIPS[self.kind]
 
     @property
@@ -77,7 +77,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process that compiles for it needs to be started with."""
+        """The environment variables of a process that compiles for it."""
         more = {"JAX_PLATFORMS": "cpu"}
         if self.platform == "cpu":
             more["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={self.devices}"
@@ -98,7 +98,7 @@ class Target:
             _need(self, "libtpu", "aot-tpu")
 
     def described_devices(self) -> list[Any]:
-        """Its devices, in the order in which the compiler has them.
+        """Returns its devices, in the order in which the compiler has them.
 
         Raises:
           GShardError: the compiler for it is not installed; or, of virtual CPU devices, this

@@ -1,4 +1,4 @@
-"""Reading compiled programs: what is communicated, by whom, how often.
+"""Reads compiled programs: what they communicate, between which devices, and how often.
 
 Judging what was read is `gshard.audit`'s task. The counting rules hold for CPU, GPU and TPU text;
 what only the TPU compiler does is in `tpu`.

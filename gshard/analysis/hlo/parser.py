@@ -1,4 +1,4 @@
-"""HLO text as data: shapes, instructions, computations.
+"""Parses HLO text into shapes, instructions and computations.
 
 Reads what `jax.stages.Compiled.as_text()` gives on CPU, GPU and TPU. Nothing here knows what a
 collective is; `program` does.
@@ -51,7 +51,7 @@ def read_arrays(shape: str) -> tuple[Array, ...]:
 
     Layouts such as `{1,0:T(8,128)(2,1)S(1)}` are read only for `E(n)`, the bits of a packed
     element. Types narrower than a byte that are not packed take one byte each, as `pred` does.
-    Tokens and opaque values are no arrays and are left out.
+    Tokens and opaque values are not arrays and are left out.
     """
     arrays = []
     for dtype, dims, layout in _ARRAY.findall(_COMMENT.sub("", shape)):
@@ -65,7 +65,7 @@ def read_arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _dtype_bits(dtype: str) -> int:
-    """Width of a dtype in bits: the first number in its name (`bf16`, `s4`, `f8e4m3fn`, `c64`)."""
+    """Returns a dtype's width in bits: the first number in its name (`bf16`, `s4`, `f8e4m3fn`)."""
     width = re.search(r"\d+", dtype)
     return int(width.group()) if width else 8
 
@@ -87,13 +87,13 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the operands (meaningless for `parameter` and `constant`)."""
+        """The names of the operands (meaningless for `parameter` and `constant`)."""
         parts = split_top_level(_COMMENT.sub("", self.arguments))
         return tuple(part.split()[-1].removeprefix("%") for part in parts)
 
     @cached_property
     def attributes(self) -> dict[str, str]:
-        """Attribute name to its raw text."""
+        """The raw text of each attribute, by name."""
         pairs = (part.partition("=") for part in split_top_level(self.attribute_text))
         return {name.strip(): value.strip() for name, equals, value in pairs if equals}
 
@@ -104,7 +104,7 @@ class Instruction:
         return found.group(1) if found else ""
 
     def names(self, attribute: str) -> tuple[str, ...]:
-        """Computations named by an attribute, `%a` or `{%a, %b}`."""
+        """Returns the computations that an attribute names, `%a` or `{%a, %b}`."""
         value = self.attributes.get(attribute, "").strip("{}")
         return tuple(name.strip().removeprefix("%") for name in value.split(",") if name.strip())
 
@@ -129,7 +129,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A whole HLO module: its header line, its computations and the name of the entry."""
+    """An HLO module: its header line, its computations and the name of the entry."""
 
     header: str
     computations: dict[str, Computation]
@@ -170,7 +170,7 @@ def read_module(text: str) -> Module:
 
 
 def _read_instruction(line: str) -> Instruction | None:
-    """Reads one line; None for a line that only continues a long constant."""
+    """Reads one line; returns None for a line that only continues a long constant."""
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
@@ -191,7 +191,7 @@ def _read_instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index just past the bracket that closes the one at `start`."""
+    """Returns the index just past the bracket that closes the one at `start`."""
     depth = 0
     for token in _BRACKETS.finditer(text, start):
         if token.group() in "([{":
@@ -204,7 +204,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def split_top_level(text: str) -> list[str]:
-    """Splits at the commas that lie in no bracket and no string."""
+    """Splits at the commas that are outside brackets and strings."""
     parts, depth, start = [], 0, 0
     for token in _BRACKETS_AND_COMMAS.finditer(text):
         if token.group() in "([{":
@@ -242,7 +242,7 @@ def read_groups(instruction: Instruction) -> Groups | None:
       * iota: `[2,4]<=[4,2]T(1,0)`, the numbers 0..7 shaped (4, 2), transposed, shaped (2, 4);
       * mesh: `mesh['a'=2,'b'=4] {'b'}`, one group for each way to fix the axes not named. An axis
         may be split, `'b':(2)2` being the factor of size 2 after a factor of 2; a mesh whose
-        devices lie in another order says so in `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,..)`.
+        devices have another order has `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,..)`.
 
     A collective-permute has pairs instead; devices that are linked by a chain of pairs form one
     group.
@@ -276,7 +276,7 @@ def _rows(ids: np.ndarray) -> Groups:
 
 
 def _iota(text: str) -> np.ndarray:
-    """`[shape]<=[source]T(order)` as an array; `[shape]T(order)` has its source for its shape."""
+    """Reads `[shape]<=[source]T(order)` as an array; `[shape]T(order)` is its own source."""
     lists = [_numbers(inner) for inner in re.findall(r"\[([\d,]+)\]", text)]
     order = re.search(r"T\(([\d,]+)\)", text)
     ids = np.arange(math.prod(lists[-1])).reshape(lists[-1])

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program, what they communicate and how often they run."""
+"""Finds the collectives of a compiled program, what they communicate and how often they run."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Collective:
       kind: one of `KINDS`; `send` is what remains of a collective between TPU slices, or of a
         permute that XLA took apart.
       name: HLO name of the instruction.
-      operands: what one device puts in; several when XLA combined several collectives.
-      times: executions per run of the program; None when it lies in a loop of unknown length.
+      operands: the inputs on one device; several if XLA combined several collectives.
+      times: executions per run of the program; None if it is in a loop of unknown length.
       groups: logical device ids that communicate together; None for all devices, and for a `send`,
         whose text names only slices.
-      group_size: devices in one group.
-      asynchronous: started and waited for apart, so that computation can run meanwhile.
-      conditional: in a branch that not every run takes. Of the branches of a conditional only the
-        one that moves most is in the program.
+      group_size: number of devices in one group.
+      asynchronous: whether it is started and awaited separately, so that computation can overlap.
+      conditional: whether it is in a branch that not every run takes. Of the branches of a
+        conditional, only the one that transfers most is in the program.
       op_name: the JAX name stack, such as `jit(step)/gshard/gather/all_gather`; for a combined
         operation XLA's sum of several, which `op_names` takes apart.
     """
@@ -63,21 +63,21 @@ class Collective:
 
     @property
     def dtype(self) -> str:
-        """XLA's name; of a combined operation over several, joined by `+`."""
+        """XLA's name of the dtype; several, joined by `+`, for a combined operation."""
         return "+".join(sorted({array.dtype for array in self.operands}))
 
     @property
     def elements(self) -> int:
-        """Payload of one execution on one device, in elements.
+        """The payload of one execution on one device, in elements.
 
-        The output of an all-gather, the input of everything else, summed over the operands. Padding
-        that the compiler adds is moved, so it counts.
+        This is the output of an all-gather, or the input of everything else, summed over the
+        operands. Padding that the compiler adds is transferred, so it counts.
         """
         return self._copies * sum(array.elements for array in self.operands)
 
     @property
     def payload_bytes(self) -> int:
-        """The same in bytes."""
+        """The payload of one execution on one device, in bytes."""
         return self._copies * sum(array.bytes for array in self.operands)
 
     @property
@@ -93,8 +93,8 @@ class Collective:
     def op_names(self) -> tuple[str, ...]:
         """The name stack of each operand.
 
-        XLA writes those of a combined operation as `jit(step)/(reduce/psum:scalar/psum)`. Where the
-        parts are not as many as the operands, every operand has the whole.
+        XLA writes those of a combined operation as `jit(step)/(reduce/psum:scalar/psum)`. If their
+        number differs from that of the operands, every operand gets the full name.
         """
         many = len(self.operands)
         start = _last_group(self.op_name) if many > 1 else None
@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes that one device sends per run of the program, by the ring algorithms.
+        """The bytes that one device sends per run of the program, by the ring algorithms.
 
         With payload b and groups of g: all-gather, reduce-scatter and all-to-all b(g-1)/g,
         all-reduce twice that, permute, broadcast and send b. None when `times` is.
@@ -120,7 +120,7 @@ class Collective:
 
 
 def _last_group(op_name: str) -> int | None:
-    """Index of the parenthesis that closes at the end, if it is not that of a call as in `jvp(`."""
+    """Returns the index at which the last parentheses open, unless they are a call as in `jvp(`."""
     depth = 0
     for i in range(len(op_name) - 1, -1, -1):
         depth += (op_name[i] == ")") - (op_name[i] == "(")
@@ -130,7 +130,7 @@ def _last_group(op_name: str) -> int | None:
 
 
 def _split(names: str) -> list[str]:
-    """Splits at the colons that lie in no parentheses."""
+    """Splits at the colons that are outside parentheses."""
     parts, depth = [""], 0
     for character in names:
         depth += (character == "(") - (character == ")")
@@ -146,8 +146,8 @@ class CompiledProgram:
     """What a compiled program communicates.
 
     Attributes:
-      name: of the HLO module.
-      devices: partitions times replicas.
+      name: name of the HLO module.
+      devices: number of partitions times replicas.
       aliases: outputs that take over the memory of a donated argument.
       collectives: in the order of the text, each with its number of executions.
     """
@@ -186,7 +186,7 @@ def _header_number(module: Module, name: str) -> int:
 
 @dataclass(frozen=True)
 class _Context:
-    """What holds for everything inside a computation, by the way the walk came to it."""
+    """What holds for everything inside a computation on one path of calls to it."""
 
     times: int | None = 1
     asynchronous: bool = False
@@ -199,7 +199,7 @@ class _Context:
 
 
 class _Walk:
-    """Goes through a program from its entry and yields every collective once per way there."""
+    """Iterates over a program from its entry; yields each collective once per path of calls."""
 
     def __init__(self, module: Module, devices: int):
         self._module = module
@@ -291,14 +291,14 @@ class _Walk:
         )
 
     def _operands(self, instruction: Instruction, computation: Computation) -> tuple[Array, ...]:
-        """What goes in, on one device. Operands tell it alike for `X`, `X-start` and fusions."""
+        """Returns the inputs on one device, in the same way for `X`, `X-start` and fusions."""
         sources = instruction.operands
         if _kind(instruction) in ("ragged-all-to-all", "send"):
             sources = sources[:1]  # the others are an output buffer, offsets, sizes, a token
         return tuple(a for name in sources for a in read_arrays(computation.by_name[name].shape))
 
     def _reducer_op_name(self, instruction: Instruction) -> str:
-        """The name stack that the reduction kept where a rewritten collective lost its own."""
+        """Returns the name stack of the reduction, for a rewritten collective that lost its own."""
         for name in instruction.names("to_apply"):
             for inner in self._module.computations[name].instructions:
                 if inner.op_name and inner.is_root:
@@ -307,7 +307,7 @@ class _Walk:
 
 
 def _kind(instruction: Instruction) -> str:
-    """The collective that an instruction begins or is; empty for anything else."""
+    """Returns the collective that an instruction is or starts; empty for anything else."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "send" and not is_between_devices(instruction):
         return ""
@@ -315,12 +315,12 @@ def _kind(instruction: Instruction) -> str:
 
 
 def _waits(instruction: Instruction) -> bool:
-    """Whether the GPU runs a start and its done in one go."""
+    """Whether the GPU runs a start and its done without anything in between."""
     return '"is_sync":true' in instruction.attribute_text
 
 
 def _called(instruction: Instruction) -> tuple[str, ...]:
-    """Computations that an instruction runs; a `-done` or `-update` only repeats its start's."""
+    """Returns the computations that an instruction runs; none for `-done` and `-update`."""
     opcode = instruction.opcode
     if opcode.endswith(("-done", "-update")):
         return ()
@@ -343,16 +343,16 @@ _DONE = '"AsyncCollectiveDone"'
 
 
 def is_all_reduce_scatter(computation: Computation) -> bool:
-    """Whether an all-reduce in this computation is in truth a reduce-scatter."""
+    """Whether an all-reduce in this computation is actually a reduce-scatter."""
     return computation.name.startswith("all-reduce-scatter")
 
 
 def started_kinds(computation: Computation) -> frozenset[str] | None:
-    """The collectives that this computation starts, by name.
+    """Returns the collectives that this computation starts, by name.
 
     Returns:
-      None for a computation without a part in an asynchronous fusion: all its collectives count.
-      Otherwise the only ones that count; an empty set where others' collectives go on or end.
+      None for a computation that is not in an asynchronous fusion: all its collectives count.
+      Otherwise the only ones that count; an empty set if it continues or ends other collectives.
     """
     starts = _custom_calls(computation, _START)
     if starts:

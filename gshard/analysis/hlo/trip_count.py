@@ -1,10 +1,10 @@
-"""How often a `while` runs.
+"""Finds how often a `while` runs.
 
 XLA writes the count into `known_trip_count` on CPU and GPU, but not on TPU. There it follows from
 the loop itself: an element of the carried tuple that starts at a constant, grows by a constant in
 the body and is compared with a constant in the condition. Constants are followed through copies,
-fusions, calls and elements that an enclosing loop carries unchanged. What does not fit that form
-has no count here: a guess would be silently wrong.
+fusions, calls and elements that an enclosing loop carries unchanged. A loop of any other form has
+no count here: a guess would be silently wrong.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Frame:
     """A computation as called from one place, so that its parameters can be followed outwards.
 
     Attributes:
-      module: the whole program.
+      module: the full program.
       computation: the computation that runs.
       caller: the frame that holds `call`; None for the entry.
       call: the instruction that runs the computation.
-      carried: of a while's body or condition, what an element of the carried tuple is. `constant`:
+      carried: how a while's body or condition reads an element of the carried tuple. `constant`:
         its value if no run changes it, else unknown. `name`: itself. `resolved`: its value if no
         run changes it, else itself.
     """
@@ -50,11 +50,11 @@ class Frame:
     carried: str = "constant"
 
     def enter(self, call: Instruction, computation: str, carried: str = "constant") -> Frame:
-        """The frame of a computation that `call`, an instruction of this frame, runs."""
+        """Returns the frame of a computation that `call`, an instruction of this frame, runs."""
         return Frame(self.module, self.module.computations[computation], self, call, carried)
 
     def value(self, name: str) -> Affine | None:
-        """An integer of this frame, or None when it is not affine in one carried element."""
+        """Returns an integer of this frame, or None if it is not affine in one carried element."""
         instruction = self.computation.by_name.get(name)
         if instruction is None:
             return None
@@ -77,7 +77,7 @@ class Frame:
         return None
 
     def element(self, name: str, index: int) -> Affine | None:
-        """Element `index` of a tuple of this frame."""
+        """Returns element `index` of a tuple of this frame."""
         instruction = self.computation.by_name.get(name)
         if instruction is None:
             return None
@@ -111,14 +111,14 @@ class Frame:
         return Affine(index, 0) if constant is None and self.carried == "resolved" else constant
 
     def _argument(self, number: int) -> str | None:
-        """The caller's name for a parameter, where operands and parameters correspond."""
+        """Returns the caller's name for a parameter, if operands and parameters correspond."""
         if self.call is None or self.call.opcode in ("while", "conditional"):
             return None
         operands = self.call.operands
         return operands[number] if number < len(operands) else None
 
     def _unchanged(self, loop: Instruction, index: int) -> Affine | None:
-        """What a carried element starts as, if the loop does not change it."""
+        """Returns the initial value of a carried element, if the loop does not change it."""
         body = self.enter(loop, loop.names("body")[0], carried="name")
         if body.element(body.computation.root.name, index) != Affine(index, 0):
             return None
@@ -126,7 +126,7 @@ class Frame:
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
-    """Executions of a while's body each time `loop`, in `frame`, runs; None when not constant."""
+    """Returns how often the body runs each time `loop`, in `frame`, runs; None if not constant."""
     known = _KNOWN.search(loop.attributes.get("backend_config", ""))
     if known:
         return int(known.group(1))
@@ -149,7 +149,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
 
 
 def _compared(frame: Frame) -> tuple[Affine, str, Affine] | None:
-    """The two sides and the direction of the comparison that a condition returns."""
+    """Returns the two sides and the direction of the comparison that a condition returns."""
     root = frame.computation.root
     while root.opcode in _SAME_VALUE:
         root = frame.computation.by_name[root.operands[0]]
@@ -163,7 +163,7 @@ def _compared(frame: Frame) -> tuple[Affine, str, Affine] | None:
 
 
 def _count(start: int, direction: str, limit: int, step: int) -> int | None:
-    """Runs of `while (i <direction> limit) i += step` from `start`."""
+    """Counts the iterations of `while (i <direction> limit) i += step` from `start`."""
     distance = limit - start if step > 0 else start - limit
     stride = abs(step)
     if direction == ("LT" if step > 0 else "GT"):
@@ -189,7 +189,7 @@ def _combine(left: Affine | None, right: Affine | None, opcode: str) -> Affine |
 
 
 def _called(instruction: Instruction) -> str | None:
-    """The computation whose value a fusion or a call returns."""
+    """Returns the computation whose value a fusion or a call returns."""
     attribute = {"fusion": "calls", "call": "to_apply"}.get(instruction.opcode)
     names = instruction.names(attribute) if attribute else ()
     return names[0] if names else None

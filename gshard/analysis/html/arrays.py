@@ -1,4 +1,4 @@
-"""The arrays of a train state: by size for each level, and by device on a grid of the mesh."""
+"""Shows the arrays of a train state: by size for each level, and by device on a mesh grid."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StoredLeaf:
     """One array of a train state, as it is stored between steps.
 
     Attributes:
-      part: of the state, for people.
-      kind: what it counts as in the forecast: a key of `FILLS`.
-      layout: where it lies.
-      reason: why.
+      part: readable name of the part of the state.
+      kind: its category in the forecast, a key of `FILLS`.
+      layout: its layout.
+      reason: why it has this layout.
     """
 
     part: str
@@ -39,12 +39,12 @@ class StoredLeaf:
 
     @property
     def bytes(self) -> int:
-        """On one device, padding included."""
+        """Bytes on one device, padding included."""
         return self.layout.bytes_per_device
 
 
 def leaves_of(plan: Plan) -> list[StoredLeaf]:
-    """Every array of the state as stored between steps, largest first."""
+    """Returns every array of the state as stored between steps, largest first."""
     level, found = plan.level, []
     for part, kind, tree, sharded in (
         ("parameters", "params", plan.params, level.shards_params),
@@ -66,12 +66,12 @@ def leaves_of(plan: Plan) -> list[StoredLeaf]:
 
 
 def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
-    """The leaves of one level, to be folded away.
+    """Returns a section with the leaves of one level, which can be collapsed.
 
     Args:
-      name: of the level.
-      plan: of the level.
-      shown: whether it is not folded to begin with.
+      name: the name of the level.
+      plan: the plan of the level.
+      shown: whether the section is open at first.
     """
     leaves = leaves_of(plan)
     tiles = _tiles(leaves)
@@ -88,7 +88,7 @@ def leaves_of_level(name: str, plan: Plan, shown: bool) -> Markup:
 
 
 def _tiles(leaves: Sequence[StoredLeaf]) -> list[Tile]:
-    """An area for each array; of very many, for those together that differ in numbers alone."""
+    """Returns a tile for each array; if there are very many, paths that differ in numbers share."""
     many = len(leaves) > _TILES
     sums: dict[tuple[str, str], int] = {}
     for x in leaves:
@@ -107,7 +107,7 @@ def _tiles(leaves: Sequence[StoredLeaf]) -> list[Tile]:
 
 
 def others(count: int) -> str:
-    """The name of what is not shown one by one."""
+    """Returns the label of the items that are not shown one by one."""
     return f"{count:,} other{'s' * (count != 1)}"
 
 
@@ -143,11 +143,11 @@ _LEAST = 3  # pixels of a part that would be too thin to see
 
 
 def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
-    """Which device holds what of one leaf; None for a state without parameters.
+    """Shows which shard of one leaf each device stores; None for a state without parameters.
 
     Args:
       found: the forecast.
-      per_host: devices of one host, where the mesh does not say it.
+      per_host: number of devices of one host, if the mesh does not have it.
     """
     held = _held(found)
     if not held:
@@ -182,9 +182,9 @@ def mesh_grid(found: Forecast, per_host: int | None) -> Markup | None:
 
 
 def _held(found: Forecast) -> dict[str, dict[str, Layout]]:
-    """By level the layouts of one leaf: stored, as a gradient, in the optimizer's state.
+    """Returns, for each level, one leaf's layouts as parameter, gradient and optimizer state.
 
-    The leaf is the largest that is divided at some level, or the largest of all.
+    The leaf is the largest one that is sharded at some level, or else the largest of all.
     """
     reduced = {name: jax.tree.leaves(plan.grads) for name, plan in found.plans.items()}
     columns = list(zip(*reduced.values(), strict=True))
@@ -208,9 +208,9 @@ def _held(found: Forecast) -> dict[str, dict[str, Layout]]:
 
 
 def _devices(plan: Plan, per_host: int | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Places of devices in the mesh by copy and part, and their hosts, None when not known.
+    """Returns the mesh indices of devices by replica and shard, and their hosts (None if unknown).
 
-    Of the user's own axes only the first place is shown.
+    Of the user's own axes only index 0 is shown.
     """
     mesh, group = plan.mesh, plan.group
     own = [name for name in mesh.axis_names if name not in group.axes]
@@ -230,7 +230,7 @@ def _devices(plan: Plan, per_host: int | None) -> tuple[np.ndarray, np.ndarray |
 
 
 def _some(count: int, most: int, first: int, last: int) -> list[int | None]:
-    """All numbers below `count`, or the first and the last with None for those between."""
+    """Returns all numbers below `count`, or the first and last ones with None for the others."""
     if count <= most:
         return list(range(count))
     return [*range(first), None, *range(count - last, count)]
@@ -247,7 +247,7 @@ def _cell(
     ids: np.ndarray,
     hosts: np.ndarray | None,
 ) -> Markup:
-    """One device: the leaf as columns, what it holds of each filled."""
+    """Draws one device: a column for each layout of the leaf, with the local shard filled."""
     if copy is None or part is None:
         return el("td", "…", class_="dots")
     kind, places = None, [f"device {ids[copy, part]}"]
@@ -271,7 +271,7 @@ def _cell(
 
 
 def _part_in_words(layout: Layout, part: int | None) -> str:
-    """`part 3: 24 to 31 of dim 0`."""
+    """Describes a shard, such as `part 3: 24 to 31 of dim 0`."""
     if part is None:
         return "…"
     if layout.dim is None:
@@ -285,7 +285,7 @@ def _part_in_words(layout: Layout, part: int | None) -> str:
 
 
 def _held_in_words(of: Mapping[str, Layout]) -> str:
-    """`: parameters whole, gradients 1/8, optimizer state 1/8`."""
+    """Describes the local shards of a device: how much it stores of each part of the state."""
     shares = (
         f"{FILLS[key].name} {'whole' if x.dim is None else f'1/{x.group.size}'}"
         for key, x in of.items()

@@ -1,6 +1,6 @@
 """HTML and SVG elements, tables and the style sheet of a page.
 
-Elements are text that cannot be broken out of: whatever is not an element is escaped.
+Everything that is not an element is escaped, so that no text can add markup.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ _VOID = {"meta", "link", "br", "hr", "col"}
 
 
 class Markup(str):
-    """Text that is markup already; made by `el` and `joined`, or written in the program itself."""
+    """Text that is already markup; made by `el` and `joined`, or a literal of the program."""
 
     __slots__ = ()
 
 
 def el(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """One element.
+    """Returns one element.
 
     Args:
-      name: of the element.
+      name: the name of the element.
       *children: elements stay as they are, an iterable gives its members, None gives nothing, and
         everything else becomes text, escaped.
       **attributes: `class_` is `class`, `stroke_width` is `stroke-width`; one that is None or False
@@ -41,7 +41,7 @@ def el(name: str, /, *children: Any, **attributes: Any) -> Markup:
 
 
 def joined(children: Iterable[Any]) -> Markup:
-    """Elements and texts in a row, as the children of `el`."""
+    """Concatenates elements and texts, which are treated like the children of `el`."""
     return Markup("".join(map(_child, children)))
 
 
@@ -59,7 +59,7 @@ _BYTES = ("needs", "has", "host")
 
 
 def amount(count: int | None) -> Markup:
-    """Bytes for people, with the exact number for programs and as a tooltip."""
+    """Formats bytes for people, with the exact number for programs and as a tooltip."""
     if count is None:
         return el("span", "?")
     return el("data", bytes_of(count), value=count, title=f"{count:,} B")
@@ -68,12 +68,12 @@ def amount(count: int | None) -> Markup:
 def html_table(
     caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], **more: Any
 ) -> Markup:
-    """A table whose first column names the rows. It scrolls by itself where it is too wide.
+    """Returns a table whose first column names the rows. It scrolls by itself if it is too wide.
 
     Args:
-      caption: what it holds.
-      columns: headings.
-      rows: texts and elements; amounts stand on the right.
+      caption: what the table contains.
+      columns: the headings.
+      rows: texts and elements; amounts are aligned on the right.
       **more: attributes of the table.
     """
     rows = list(rows)
@@ -94,12 +94,12 @@ def html_table(
 
 
 def scrolling(content: Markup, name: str) -> Markup:
-    """What may be wider than the page, in a region that the keyboard reaches too."""
+    """Wraps content that may be too wide in a region that the keyboard can scroll."""
     return el("div", content, class_="scroll", role="region", aria_label=name, tabindex=0)
 
 
 def records_table(caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Markup:
-    """A table of dicts: a column for each key that one of them has."""
+    """Returns a table of dicts with a column for each key that one of them has."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     names = [key.replace("_", " ") for key in keys]
     cells = [[shown_value(key, row.get(key)) for key in keys] for row in rows]
@@ -107,7 +107,7 @@ def records_table(caption: str, rows: Sequence[Mapping[str, Any]], **more: Any) 
 
 
 def shown_value(key: str, value: Any) -> Any:
-    """A value of JSON for people; a key of `_BYTES`, or that ends with `bytes`, holds bytes."""
+    """Formats a JSON value; keys in `_BYTES` or that end with `bytes` have amounts in bytes."""
     of_bytes = key in _BYTES or key.endswith("bytes")
     if value is None:
         return "?"
@@ -127,7 +127,7 @@ def shown_value(key: str, value: Any) -> Any:
 
 
 def _side(column: Iterable[Any]) -> str | None:
-    """The class of a column that holds numbers."""
+    """Returns the class of a column that contains numbers."""
     return "number" if any(str(x).startswith("<data") for x in column) else None
 
 

@@ -24,7 +24,7 @@ from gshard.analysis.html.markup import (
 )
 from gshard.analysis.html.pictures import Bar, bars, definitions, legend
 
-# Nothing is loaded and nothing runs, whatever a name of a model or of a leaf holds.
+# Nothing is loaded and nothing runs, whatever the name of a model or of a leaf contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PARTS = ("params", "optimizer", "non_trainable", "gradients", "batch", "gathered", "activations")
 _FAR = 20  # a limit so many times the longest bar would leave nothing of it to see
@@ -48,15 +48,15 @@ def page(
     capacity: int | None = None,
     per_host: int | None = None,
 ) -> str:
-    """A forecast as a page.
+    """Returns a forecast as a page.
 
     Args:
       found: the forecast.
-      model: what was planned, in words.
-      compiled: by level what the compiler says: `gshard.Audit.as_dict`, and `fits`.
+      model: a description of what was planned.
+      compiled: the compiler's report for each level: `gshard.Audit.as_dict`, and `fits`.
       advice: ways to train, the best first, as dicts with the same keys.
       capacity: bytes of one device's memory that programs can use.
-      per_host: devices of one host, where the mesh does not say it.
+      per_host: number of devices of one host, if the mesh does not have it.
     """
     contents = {
         "Memory of one device": _memory(found, capacity),
@@ -112,7 +112,7 @@ def _about(found: Forecast, capacity: int | None) -> Markup:
 
 
 def _memory(found: Forecast, capacity: int | None) -> Markup:
-    """Bars and a table of all parts; what no level has is left out."""
+    """Returns bars and a table of all parts of the memory that some level has."""
     parts = {name: _parts(level) for name, level in found.levels.items()}
     used = [key for key in _PARTS if any(of.get(key) for of in parts.values())]
     known = all("activations" in of for of in parts.values())
@@ -159,7 +159,7 @@ def _memory(found: Forecast, capacity: int | None) -> Markup:
 
 
 def _parts(level: LevelForecast) -> dict[str, int]:
-    """Bytes by key of `FILLS`; without activations where these are not known."""
+    """Returns bytes by key of `FILLS`, without activations if these are not known."""
     found = {key: getattr(level, key, None) for key in _PARTS}
     return {key: count for key, count in found.items() if count is not None}
 
@@ -184,13 +184,13 @@ def _wire(found: Forecast) -> Markup:
 
 
 def _arrays(found: Forecast) -> Markup:
-    """One part for each level; the first is not folded away."""
+    """Returns one section for each level; the first is open."""
     first = next(iter(found.plans))
     return joined(leaves_of_level(name, of, name == first) for name, of in found.plans.items())
 
 
 def place(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
-    """The file of a page, opened before the work: a place that cannot be written is refused."""
+    """Opens the file of a page before the work, so that an unwritable path is refused at once."""
     if file is None:
         return contextlib.nullcontext()
     return NewFile(file_path(file, "--html"), "--html")
@@ -202,7 +202,7 @@ def page_of(
     compiled: Mapping[str, Mapping[str, Any]] | None = None,
     advice: Iterable[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The page of a forecast, with what is known of the target."""
+    """Returns the page of a forecast, with what is known about the target."""
     target = config.target
     return page(
         found,
@@ -210,7 +210,7 @@ def page_of(
         compiled=compiled,
         advice=advice,
         capacity=None if target is None else target.chip.usable,
-        # A host of a TPU slice is a tile of its torus: not devices in a row.
+        # A host of a TPU slice is a tile of its torus, not consecutive devices.
         per_host=target.devices_per_host if target and target.platform == "gpu" else None,
     )
 
@@ -221,11 +221,11 @@ _VERDICTS = {True: "fits", False: "does not fit", None: "not known whether it fi
 
 
 def by_compiler(compiled: Mapping[str, Mapping[str, Any]]) -> Markup:
-    """What the compiler says of each level.
+    """Returns the section with the compiler's report for each level.
 
     Args:
-      compiled: by level what `gshard.Audit.as_dict` gives, and `fits`. Further keys are shown as
-        they are: lists of dicts as tables, everything else beside its name.
+      compiled: for each level, the result of `gshard.Audit.as_dict`, and `fits`. Further keys are
+        shown as they are: lists of dicts as tables, everything else next to its name.
     """
     parts = []
     for name, of in compiled.items():
@@ -237,10 +237,11 @@ def by_compiler(compiled: Mapping[str, Mapping[str, Any]]) -> Markup:
 
 
 def advised(advice: Iterable[Mapping[str, Any]]) -> Markup:
-    """A ranked table, the best first.
+    """Returns a ranked table, the best first.
 
     Args:
-      advice: dicts of what was compared; keys are headings, those that end with `bytes` hold bytes.
+      advice: dicts of the compared options; keys are headings, and those that end with `bytes` have
+        amounts in bytes.
     """
     rows = [{"rank": n, **row} for n, row in enumerate(advice, 1)]
     caption = "Ways to train that were compared, the best first"

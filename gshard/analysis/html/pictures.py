@@ -1,7 +1,7 @@
-"""Pictures as SVG: stacked horizontal bars, and treemaps (sizes as areas).
+"""Draws SVG pictures: stacked horizontal bars, and treemaps (sizes as areas).
 
-Lengths are percentages of the picture's width and letters have a size in pixels: a narrow screen
-gets narrow bars, not small letters. Treemaps are squarified: Bruls, Huizing and van Wijk (2000).
+Lengths are percentages of the picture's width, and the font size is in pixels: a narrow screen gets
+narrow bars, not small text. Treemaps are squarified: Bruls, Huizing and van Wijk (2000).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Bar:
     """One bar.
 
     Attributes:
-      name: what stands above it.
+      name: the text above it.
       parts: bytes by key of `FILLS`, from left to right.
-      total: what is said beside the name.
+      total: the text next to the name.
       mark: bytes where a short line crosses the bar, with its name; None for no such line.
     """
 
@@ -35,11 +35,11 @@ class Bar:
 
 
 def bars(key: str, title: str, rows: Sequence[Bar], limit: tuple[int, str] | None = None) -> Markup:
-    """A picture of bars, drawn to one scale.
+    """Returns a picture of bars, drawn to one scale.
 
     Args:
-      key: begins the ids of the picture.
-      title: of the picture.
+      key: the prefix of the picture's ids.
+      title: the title of the picture.
       rows: the bars.
       limit: bytes where a dashed line crosses all of them, with its name.
     """
@@ -57,7 +57,7 @@ def bars(key: str, title: str, rows: Sequence[Bar], limit: tuple[int, str] | Non
 
 
 def picture(key: str, title: str, words: str, shapes: Sequence[Markup], height: float) -> Markup:
-    """An SVG as wide as there is room, with a title and a description for who cannot see it."""
+    """Returns an SVG of full width, with a title and a description for screen readers."""
     return el(
         "svg",
         el("title", title, id=f"{key}-title"),
@@ -71,13 +71,13 @@ def picture(key: str, title: str, words: str, shapes: Sequence[Markup], height: 
 
 
 def room_for(text: str, share: float) -> str | None:
-    """The class of a label on `share` of a picture's width; None where there is no room."""
+    """Returns the class of a label on `share` of a picture's width; None if it does not fit."""
     needed = len(text) * LETTER + 8
     return "" if share * NARROW >= needed else "wide" if share * WIDE >= needed else None
 
 
 def label(text: str, fill: Fill, x: str, y: float, room: str, **more: str) -> Markup:
-    """Letters on a fill, with a halo of its colour."""
+    """Returns text on a fill, with a halo of the fill's colour."""
     kind = f"label {room}".strip()
     return el(
         "text", text, x=x, y=f"{y:.1f}", fill=fill.ink, stroke=fill.colour, class_=kind, **more
@@ -148,10 +148,10 @@ class Fill:
 
     Attributes:
       key: what `url(#fill-KEY)` refers to.
-      name: for people.
-      colour: of the area, and of a halo around labels, so that no line crosses a letter.
-      ink: of labels and lines on it.
-      lines: name of the hatching.
+      name: the readable name.
+      colour: the colour of the area, and of a halo around labels, so that no line crosses a letter.
+      ink: the colour of labels and lines on it.
+      lines: the name of the hatching.
     """
 
     key: str
@@ -162,7 +162,7 @@ class Fill:
 
     @property
     def paint(self) -> str:
-        """What a `fill=` is given."""
+        """The value of a `fill=` attribute."""
         return f"url(#fill-{self.key})"
 
 
@@ -183,7 +183,7 @@ FILLS = {
 
 
 def definitions() -> Markup:
-    """The patterns, once for all pictures of a page."""
+    """Returns the definitions of the patterns, which all pictures of a page share."""
     patterns = [
         el(
             "pattern",
@@ -200,14 +200,14 @@ def definitions() -> Markup:
 
 
 def legend(keys: list[str]) -> Markup:
-    """What the fills of a picture stand for."""
+    """Returns a legend of the fills of a picture."""
     return el(
         "ul", [el("li", swatch(FILLS[key]), FILLS[key].name) for key in keys], class_="legend"
     )
 
 
 def swatch(fill: Fill) -> Markup:
-    """A small square of one fill."""
+    """Returns a small square with one fill."""
     square = el("rect", x=0.5, y=0.5, width=15, height=15, fill=fill.paint, class_="edge")
     return el("svg", square, width=16, height=16, aria_hidden="true")
 
@@ -219,7 +219,7 @@ _LINE = 14  # height in pixels of a line of letters
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Left, top, width and height."""
+    """A rectangle: left, top, width and height."""
 
     x: float
     y: float
@@ -234,7 +234,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Tile:
-    """One thing of a treemap: its name, its bytes, and where it belongs (a key of `FILLS`)."""
+    """One item of a treemap: its name, its bytes, and its kind (a key of `FILLS`)."""
 
     name: str
     amount: int
@@ -242,11 +242,11 @@ class Tile:
 
 
 def squarified(sizes: Sequence[float], room: Rectangle) -> list[Rectangle]:
-    """Rectangles with areas in proportion to sizes that fill a room, as square as it goes.
+    """Returns rectangles in proportion to sizes that fill `room` and are as square as possible.
 
     Args:
-      sizes: more than 0, in descending order.
-      room: what is filled.
+      sizes: positive sizes, in descending order.
+      room: the rectangle to fill.
     """
     found: list[Rectangle] = []
     per_size = room.area / sum(sizes) if sizes else 0
@@ -268,13 +268,13 @@ def squarified(sizes: Sequence[float], room: Rectangle) -> list[Rectangle]:
 
 
 def _worst(largest: float, smallest: float, total: float, side: float) -> float:
-    """The ratio of sides of the longest rectangle of a row along `side`."""
+    """Returns the largest aspect ratio in a row of rectangles along `side`."""
     depth = total / side
     return max(largest / depth**2, depth**2 / smallest)
 
 
 def _row(areas: list[float], total: float, room: Rectangle) -> tuple[list[Rectangle], Rectangle]:
-    """Rectangles along the shorter side of a room, and the room that is left."""
+    """Returns rectangles along the shorter side of `room`, and the rest of the room."""
     placed: list[Rectangle] = []
     at = 0.0
     if room.width >= room.height:
@@ -293,12 +293,12 @@ def _row(areas: list[float], total: float, room: Rectangle) -> tuple[list[Rectan
 
 
 def treemap(key: str, title: str, tiles: Sequence[Tile]) -> Markup:
-    """A picture of tiles, those of one kind together.
+    """Returns a picture of tiles, grouped by kind.
 
     Args:
-      key: begins the ids of the picture.
-      title: of the picture.
-      tiles: without those of 0 bytes; in any order.
+      key: the prefix of the picture's ids.
+      title: the title of the picture.
+      tiles: tiles of more than 0 bytes, in any order.
     """
     kinds: dict[str, list[Tile]] = {}
     for tile in sorted(tiles, key=lambda x: -x.amount):
@@ -330,7 +330,7 @@ def _tile(tile: Tile, place: Rectangle) -> Markup:
 
 
 def _texts(tile: Tile, place: Rectangle, share: float) -> list[tuple[list[str], str]]:
-    """The lines of a label with its class: once if it is the same on a telephone."""
+    """Returns the lines of a label with its class; one entry if phones show the same label."""
     most = int((place.height - 4) // _LINE)
     narrow, wide = (
         _lines(tile, int((share * pixels - 8) / LETTER), most) for pixels in (NARROW, WIDE)
@@ -339,7 +339,7 @@ def _texts(tile: Tile, place: Rectangle, share: float) -> list[tuple[list[str], 
 
 
 def _lines(tile: Tile, letters: int, most: int) -> list[str]:
-    """The end of a path in lines of so many letters, and the bytes where there is a line left."""
+    """Splits the end of a path into lines of `letters` letters; a spare line shows the bytes."""
     lines: list[str] = []
     for key in reversed(tile.name.split("/")):
         joined = f"{key}/{lines[0]}" if lines else key
