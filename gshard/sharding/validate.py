@@ -135,7 +135,7 @@ def refuse_donated(leaves: list[Any]) -> None:
 
 
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
-    """Describes how one leaf differs from the plan, if at all. JAX replicates host values itself."""
+    """Describes how a leaf differs from the plan, if at all. JAX replicates host values itself."""
     if not hasattr(x, "dtype"):  # a Python scalar: the step count of a new TrainState
         fits = wanted.shape == () and isinstance(x, int)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"

@@ -180,14 +180,14 @@ class MicroBatchLoss:
         batch: Any,
         i: Any,
     ) -> list[Any]:
-        """The inputs of the traced loss, old-style keys folded; warns of keys that are not.
+        """Folds old-style keys among the inputs of the traced loss; warns of keys it cannot fold.
 
         Args:
-          draws: of the loss.
+          draws: the draws of the traced loss.
           non_trainable: paths of the non-trainable state, by position among the inputs.
-          inputs: of the traced loss.
-          trace: of another batch.
-          batch: of one device.
+          inputs: the inputs of the traced loss.
+          trace: returns the jaxpr of the loss for another batch.
+          batch: the batch of one device.
           i: the number of the micro-batch.
         """
         numbers = [x for x in (self.step, self.device, i) if x is not None]
@@ -206,7 +206,7 @@ class MicroBatchLoss:
             twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, batch)
             if draws_of(trace(twice)).without(folded) == alike:
                 return inputs
-        except Exception:  # a loss of a fixed number of examples
+        except Exception:  # the loss needs a fixed number of examples
             pass
         self.warned = True
         warn(

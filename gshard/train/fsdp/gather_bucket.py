@@ -69,7 +69,7 @@ class GatherBucket:
         return self._gathered is not None
 
     def all_gather(self) -> list[jax.Array]:
-        """The full parameters, gathered at the first call."""
+        """Returns the full parameters, gathered at the first call."""
         result = self._gathered
         if result is None:
             result = self._gathered = _all_gather(
@@ -128,7 +128,7 @@ def _in_dimension_order(shard: jax.Array, spec: GatherSpec) -> jax.Array:
 
 
 def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list[jax.Array]:
-    """The full parameters, gathered from what is kept of them."""
+    """Gathers the full parameters from the shards that are kept of them."""
     first = specs[0]
     if first.stored.dim is None:
         return list(kept)

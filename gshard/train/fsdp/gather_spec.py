@@ -69,12 +69,12 @@ class GatherSpec:
         return self.purpose, *groups, self.converts and self.reduced.dtype, bool(self.reshard)
 
     def of_one_layer(self) -> GatherSpec:
-        """The spec of one layer of a stack, in the body of a scan."""
+        """Returns the spec of one layer of a stack, in the body of a scan."""
         stored, reduced = self.stored.layer(), self.reduced.layer()
         return dataclasses.replace(self, stored=stored, reduced=reduced, layer="", of_stack=True)
 
     def grad_sink(self) -> jax.Array:
-        """Zeros that receive the gradient."""
+        """Makes the zeros that receive the gradient."""
         return jnp.zeros(self.reduced.shard_shape, self.reduced.dtype)
 
     @property
@@ -99,9 +99,9 @@ def gather_specs(
     converts: bool = False,
     reshard: bool | int = True,
 ) -> list[GatherSpec | None]:
-    """The specs of all leaves of one tree; None for a leaf that is not communicated.
+    """Returns the specs of all leaves of one tree, None for a leaf that is not communicated.
 
-    The arguments are those of `GatherSpec`, the layouts one for each leaf.
+    The arguments are those of `GatherSpec`, with one layout for each leaf.
     """
     names = layer_names([layout.path for layout in stored])
     specs = [

@@ -45,7 +45,7 @@ def with_sharded_params(
     scope: GatherScope,
     prepare: Callable[[Any, list[Any], Callable[..., Any]], list[Any]] | None = None,
 ) -> Any:
-    """`fun(params, *args)` with sharded parameters, all-gathered at their first use.
+    """Evaluates `fun(params, *args)` with sharded parameters, all-gathered at their first use.
 
     Runs inside a `shard_map` over the data axes.
 
@@ -265,7 +265,7 @@ def _pass_to_scope(
 ) -> tuple[list[Any], Callable[[Sequence[Any], GatherScope], list[Any]]]:
     """Arrays to pass into another scope, and a function that restores the values there.
 
-    A parameter that is given twice is passed once, and is one parameter there.
+    A parameter that is given twice is passed once, and is a single parameter in that scope.
     """
     leaves = {id(v): v for v in values if isinstance(v, LazyParam)}
     others = [v for v in values if not isinstance(v, LazyParam)]

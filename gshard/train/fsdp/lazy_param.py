@@ -38,7 +38,7 @@ class LazyParam:
     def alone(
         cls, spec: GatherSpec, stored: jax.Array, grad_sink: jax.Array, scope: GatherScope
     ) -> LazyParam:
-        """A parameter in a bucket of its own."""
+        """Makes a parameter in a bucket of its own."""
         return cls(GatherBucket([spec], [stored], [grad_sink], scope))
 
     @property
@@ -75,19 +75,19 @@ class LazyParam:
         return not self.bucket.is_gathered and (self.used_once or len(self.bucket.specs) > 1)
 
     def all_gather(self) -> jax.Array:
-        """The full parameter."""
+        """Returns the full parameter, all-gathered at the first call."""
         if self.base is None:
             return self.bucket.all_gather()[self.index]
         return bind(self.view, [self.base.all_gather()])[0]
 
     def regather(self, after: Sequence[jax.Array]) -> jax.Array:
-        """Gathers it again for the backward pass, after `after` is available."""
+        """Re-gathers the parameter for the backward pass, after `after` is available."""
         if self.base is None:
             return self.bucket.regather(self.index, after)
         return bind(self.view, [self.base.regather(after)])[0]
 
     def cast(self, dtype: Any) -> LazyParam:
-        """The parameter in another dtype, in which it is then all-gathered."""
+        """Returns the parameter in another dtype, in which it is then all-gathered."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
             spec = dataclasses.replace(self.spec, stored=self.spec.stored.in_memory(DEVICE))
             stored = to_device(self.stored, self.spec.stored).astype(dtype)
@@ -96,27 +96,27 @@ class LazyParam:
         return self._in_dtype
 
     def with_gradient_in(self, dtype: Any) -> LazyParam:
-        """The same parameter with its gradient in `dtype`, if that is the smaller one."""
+        """Returns the same parameter with its gradient in `dtype`, if that is the smaller one."""
         sink = self.grad_sink
         if self.spec.converts or dtype is None or dtype.itemsize >= sink.dtype.itemsize:
             return self
         return LazyParam.alone(self.spec, self.stored, sink.astype(dtype), self.bucket.scope)
 
     def with_view(self, view: Any) -> LazyParam:
-        """The view of it that one equation of `VIEWS` makes."""
+        """Returns the view of the parameter that one equation of `VIEWS` makes."""
         param = LazyParam(self.bucket, self.index)
         param.base, param.view, param.used_once = self, view, self.used_once
         return param
 
     def scope_inputs(self, layer: bool) -> tuple[jax.Array, jax.Array]:
-        """The arrays that another scope is given: `layer` is true for a scan over its layers."""
+        """Returns the arrays to pass to another scope; `layer` is true for a scan over layers."""
         kept = self.spec.subgroup_size and not layer
         return (self.bucket.kept if kept else self.bucket.stored)[self.index], self.grad_sink
 
     def in_scope(
         self, layer: bool, stored: jax.Array, grad_sink: jax.Array, scope: GatherScope
     ) -> LazyParam:
-        """The same parameter, or one layer of it, in a scope that was given its arrays."""
+        """Returns the same parameter, or one layer of it, in a scope that was given its arrays."""
         spec = self.spec
         if layer:
             spec = spec.of_one_layer()

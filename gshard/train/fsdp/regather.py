@@ -1,4 +1,4 @@
-"""One use of sharded parameters: all-gathered for it, and re-gathered in its backward pass.
+"""All-gathers parameters for one use, and re-gathers them in the backward pass of that use.
 
 Without rematerialization by the user, JAX would save the gathered parameters for the backward pass.
 With `reshard_after_forward` (ZeRO, section 7.2.2) the shards are saved instead, and the backward
@@ -17,7 +17,7 @@ from gshard._util.jaxpr import with_inner
 from gshard.train.fsdp.gather_bucket import GatherScope
 from gshard.train.fsdp.lazy_param import LazyParam
 
-# Their backward pass uses operands as they are.
+# Primitives whose backward pass uses their operands as they are.
 _SAVING = (
     "dot_general",
     "conv_general_dilated",
@@ -41,7 +41,7 @@ def apply_gathered(
     scope: GatherScope,
     saves: bool,
 ) -> Sequence[Any]:
-    """`fun(values)` with gathered parameters, of which the backward pass saves shards only.
+    """Calls `fun(values)` with gathered parameters, and saves only shards for the backward pass.
 
     Args:
       fun: takes and returns arrays.
@@ -77,7 +77,7 @@ def apply_gathered(
 
 
 def order_gathers(values: Sequence[Any], scope: GatherScope) -> None:
-    """Lets the all-gathers of one use wait for what must be available before."""
+    """Makes the all-gathers of one use wait for the values that must be available before."""
     scope.record_use([v for v in values if not isinstance(v, LazyParam)])
     buckets = {v.bucket: None for v in values if isinstance(v, LazyParam) and v.is_ordered}
     if buckets:
@@ -115,5 +115,5 @@ def _backward(
 
 
 def gathered(value: Any) -> Any:
-    """The full array of a parameter; anything else as it is."""
+    """Returns the full array of a parameter, and anything else as it is."""
     return value.all_gather() if isinstance(value, LazyParam) else value

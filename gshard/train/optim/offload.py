@@ -29,13 +29,13 @@ Update = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any]:
-    """`fun(state, params)`, computed on the device; offloaded results go back to the host.
+    """Computes `fun(state, params)` on the device, and copies offloaded results back to the host.
 
     Args:
-      fun: returns a tree like the parameters, and the new state.
+      fun: a function that returns a tree like the parameters, and the new state.
       state: the stored optimizer state.
       params: the trained parameters.
-      plan: says what is stored on the host.
+      plan: the plan, which says what is stored on the host.
     """
     if not plan.bytes_per_device["host"]:
         return fun(state, params)
@@ -45,18 +45,18 @@ def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> t
 
 
 def transfer_sizes(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[int, ...]:
-    """Bytes on one device that `update_through_device` copies from the host at a time, in order."""
+    """Returns the bytes per device of each copy of `update_through_device` from the host."""
     groups = _trace(fun, state, params, plan)[2]
     return tuple(group.size // group.chunks for group in groups for _ in range(group.chunks))
 
 
 def to_device(tree: Any, layouts: Any) -> Any:
-    """The tree with its offloaded arrays copied to the device."""
+    """Copies the offloaded arrays of a tree to the device."""
     return _moved(tree, layouts, lambda x, _: jax.device_put(x, jax.memory.Space.Device))
 
 
 def to_host(tree: Any, layouts: Any, plan: Plan) -> Any:
-    """The tree with the arrays that the plan offloads copied to the host."""
+    """Copies the arrays of a tree that the plan offloads to the host."""
     return _moved(tree, layouts, lambda x, layout: jax.device_put(x, plan.sharding(layout)))
 
 
@@ -69,7 +69,7 @@ def _moved(tree: Any, layouts: Any, move: Callable[[Any, Layout], Any]) -> Any:
 def _trace(
     fun: Update, state: Any, params: Any, plan: Plan
 ) -> tuple[Any, Any, list[TransferGroup]]:
-    """`fun` with its copies from and to the host, as a jaxpr, its result shapes and its groups.
+    """Traces `fun` with its host copies; returns the jaxpr, its result shapes and its groups.
 
     Inputs and results of the jaxpr are the parameters, then the state.
     """
@@ -100,7 +100,7 @@ def _without_jit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list
 
 
 def _evaluate(closed: Any, groups: Sequence[TransferGroup], args: Sequence[Any]) -> list[Any]:
-    """Evaluates the program: first what belongs to no group, then one group after the other."""
+    """Evaluates the equations that belong to no group, then one group after the other."""
     jaxpr = closed.jaxpr
     scope = Bindings([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args])
     grouped = {number for group in groups for number in group.equations}
@@ -136,7 +136,7 @@ def _run_in_chunks(
 ) -> None:
     """Runs a group a chunk of rows at a time, updating arrays on the host in place.
 
-    `indices` are those of its results, and of the inputs that they replace.
+    `indices` are the positions of its results, and of the inputs that they replace.
     """
     made = {v for eqn in equations for v in eqn.outvars}
     used = list({v: None for eqn in equations for v in variables_of(eqn.invars) if v not in made})
@@ -172,7 +172,7 @@ def _run_in_chunks(
 
 
 def _zeros_like(v: Any) -> jax.Array:
-    """Zeros to write the results of a loop into."""
+    """Makes zeros into which a loop writes its results."""
     zeros = jnp.zeros(v.aval.shape, v.aval.dtype)
     return jax.device_put(zeros, jax.memory.Space.Host) if _on_host(v) else zeros
 
@@ -183,7 +183,7 @@ def _on_host(x: Any) -> bool:
 
 GROUP_SIZE = 2**24  # bytes on one device
 
-# Elementwise operations, which give the same for a chunk of rows as for all rows.
+# Elementwise operations, which give the same result for a chunk of rows as for all rows.
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy cos device_put div eq erf "
     "exp exp2 expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg "
@@ -217,7 +217,7 @@ class TransferGroup:
 
 
 def transfer_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGroup]:
-    """The groups of a program, in its order; small ones that follow each other are joined.
+    """Returns the groups of a program in order; consecutive small ones are joined.
 
     Args:
       jaxpr: the program, without calls of `jit`.
@@ -229,12 +229,12 @@ def transfer_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGroup
 
 
 def variables_of(operands: Sequence[Any]) -> list[Any]:
-    """The operands that are not literals."""
+    """Returns the operands that are not literals."""
     return [v for v in operands if isinstance(v, core.Var)]
 
 
 def _smallest_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGroup]:
-    """The smallest groups, in the order of the program."""
+    """Returns the smallest groups, in the order of the program."""
     group_of: dict[Any, int] = {}  # by variable
     groups: dict[int, TransferGroup] = {}
     members: dict[int, list[Any]] = {}
@@ -259,9 +259,9 @@ def _smallest_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGrou
 
 
 def _add_inputs_of_one_group(groups: Sequence[TransferGroup], jaxpr: Any) -> None:
-    """Adds equations that one group alone needs, such as squares of gradients.
+    """Adds equations to the only group that needs them, such as squares of gradients.
 
-    Else their results would all be alive from the start.
+    Otherwise all their results would be alive from the start.
     """
     owner: dict[int, TransferGroup | None] = {n: group for group in groups for n in group.equations}
     users: dict[Any, list[TransferGroup | None]] = {v: [None] for v in variables_of(jaxpr.outvars)}
@@ -278,7 +278,7 @@ def _add_inputs_of_one_group(groups: Sequence[TransferGroup], jaxpr: Any) -> Non
 
 
 def _in_chunks(group: TransferGroup, jaxpr: Any, layouts: Sequence[Layout]) -> TransferGroup:
-    """The group in as many chunks as `GROUP_SIZE` requires, where its rows are independent."""
+    """Splits the group into the chunks that `GROUP_SIZE` requires, if its rows are independent."""
     shapes = {layouts[i].shape for i in group.inputs}
     if group.size <= GROUP_SIZE or len(shapes) > 1:
         return group
@@ -293,7 +293,7 @@ def _in_chunks(group: TransferGroup, jaxpr: Any, layouts: Sequence[Layout]) -> T
 
 
 def _packed(groups: Sequence[TransferGroup]) -> list[TransferGroup]:
-    """Joins groups that follow each other, up to `GROUP_SIZE`."""
+    """Joins consecutive groups, up to `GROUP_SIZE`."""
     packed: list[TransferGroup] = []
     for group in groups:
         if packed and packed[-1].size + group.size <= GROUP_SIZE:

@@ -90,7 +90,7 @@ def update_and_all_gather(
 ) -> tuple[Any, ShardedOptState]:
     """Updates the shards and all-gathers the new parameters; returns them and the new state.
 
-    Where `updates` is false both stay what they were. Transformations that accept arguments of
+    Where `updates` is false both keep their values. Transformations that accept arguments of
     `extra` are given them, such as `reduce_on_plateau` the loss (`value=`). The new parameters are
     all-gathered and not the updates, which would take memory for full arrays of their own.
     """
@@ -102,7 +102,7 @@ def update_and_all_gather(
 def _shard_update(
     plan: Plan, grads: Any, extra: dict[str, Any], updates: jax.Array | None
 ) -> Callable[..., Any]:
-    """A function of state and parameters on the device: new parameter shards, new state."""
+    """Makes the update: a function of state and parameters that returns new shards and state."""
 
     def on_device(state: ShardedOptState, params: Any) -> tuple[Any, ShardedOptState]:
         changes, after, own = _update_shards(plan.tx, plan, grads, state, params, extra, updates)
@@ -116,7 +116,7 @@ def _shard_update(
 
 
 def _transfer_sizes(plan: Plan) -> tuple[int, ...]:
-    """Bytes on one device that an update of a train step copies from the host, by group."""
+    """Returns the bytes per device of each group that a train step copies from the host."""
     found: list[int] = []
 
     def trace(grads: Any, loss: Any, updates: Any, state: ShardedOptState, params: Any) -> None:
@@ -131,7 +131,7 @@ def _transfer_sizes(plan: Plan) -> tuple[int, ...]:
 
 
 def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
-    """New parameter shards in their compute dtypes, and the state with new master copies."""
+    """Casts new shards to their compute dtypes, and puts the new master copies into the state."""
     state = state._replace(master=_master_copies(new, plan))
     dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
     leaves, structure = jax.tree.flatten(new)
@@ -140,20 +140,20 @@ def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any
 
 
 def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
-    """The shards of parameters that have master copies, as stored."""
+    """Returns the shards of parameters that have master copies, as stored."""
     leaves = dict(zip(*flatten(own)[:2], strict=True))
     return plan.pin({path: leaves[path] for path in plan.master}, plan.master)
 
 
 def _select_leaves(first: Sequence[bool], xs: Any, ys: Any) -> Any:
-    """A tree like `ys`, with the leaves of `xs` where `first` is true."""
+    """Returns a tree like `ys`, with the leaves of `xs` where `first` is true."""
     leaves, structure = jax.tree.flatten(ys)
     pairs = zip(first, jax.tree.leaves(xs), leaves, strict=True)
     return jax.tree.unflatten(structure, [x if one else y for one, x, y in pairs])
 
 
 def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
-    """A tree like `new`, with `new - old` where `chosen` is true.
+    """Returns a tree like `new`, with `new - old` where `chosen` is true.
 
     Differences have at least the precision of float32, so that adding `old` gives `new` again.
     """
@@ -194,7 +194,7 @@ def _update_shards(
         logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
     own = jax.tree.unflatten(params_structure, own)
     results = [*reduced, *jax.tree.leaves(plan.opt_state)]
-    with jax.named_scope("gshard/optimizer"):  # what XLA puts in for it counts as its own
+    with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
         inner = constrain_logical(cut_padding(state.inner, plan.opt_state), plan.opt_state, plan)
         arguments = (jax.tree.unflatten(structure, logical), inner, own)
         update = user_update(tx, plan, extra)
@@ -211,7 +211,7 @@ def _update_shards(
 def user_update(
     tx: optax.GradientTransformation, plan: Plan, extra: dict[str, Any]
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`tx.update(grads, state, params)`, with the arguments of `extra` that it accepts."""
+    """Makes `tx.update(grads, state, params)` with the arguments of `extra` that it accepts."""
     accepted = _accepted(tx, extra)
 
     def update(grads: Any, inner: Any, own: Any) -> tuple[Any, Any]:
@@ -227,7 +227,7 @@ def user_update(
 
 
 def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
-    """The extra arguments that the update accepts; most of optax accept any."""
+    """Returns the extra arguments that the update accepts; most of optax accepts any."""
     parameters = inspect.signature(tx.update).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return extra
@@ -235,7 +235,7 @@ def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[s
 
 
 def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
-    """Refuses results of an optimizer that have not the plan's trees and shapes."""
+    """Refuses results of an optimizer that do not have the plan's trees and shapes."""
     for tree, layouts, name in (
         (updates, plan.grads, "the updates that the optimizer returns are"),
         (inner, plan.opt_state, "the state that the optimizer returns is"),
@@ -267,14 +267,14 @@ def _raise_readable(error: Exception) -> None:
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
-    """The new values where a step updates, else the old ones."""
+    """Returns the new values where a step updates, else the old ones."""
     return jax.tree.map(lambda x, y: jnp.where(updates, x, y), new, old)
 
 
 def skip_state_where(
     update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """`update(grads, state, params)` of an optimizer that keeps its state where `updates` is false.
+    """Wraps `update(grads, state, params)` to keep the state where `updates` is false.
 
     The caller keeps the parameters. Every new leaf of the state is selected where it is computed,
     so that later equations read the selected one. Selected at the end, the old and the new state
@@ -294,15 +294,15 @@ def skip_state_where(
 def _choosing(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
 ) -> list[Any]:
-    """Results of a jaxpr; those with an old value (not None) keep it where `updates` is false.
+    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false.
 
-    The choice is made where the result is computed, or at the end where that cannot be.
+    The choice is made where the result is computed, or at the end if that is not possible.
     """
     due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
     chosen: dict[Any, Any] = {}  # the old value by variable
 
     def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        # What follows was traced for the dtype of the new one.
+        # Later equations were traced for the dtype of the new value.
         wanted = {v: x for v in eqn.outvars if (x := due.get(v)) is not None}
         wanted = {v: x for v, x in wanted.items() if x.dtype == v.aval.dtype}
         chosen.update(wanted)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 def local_shards(
     params: Any, master: dict[str, jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Any]:
-    """The shards that the devices update, as one global array of logical shape per parameter.
+    """Returns the shards that the devices update, as global arrays of logical shape.
 
-    That is the master copy. Where there is none, or the parameter was replaced since it was rounded
-    from the copy, it is the parameter in the master's dtype.
+    For each parameter this is its master copy. If there is none, or the parameter was replaced
+    after it was rounded from the copy, it is the parameter in the dtype of the master copy.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
@@ -43,7 +43,7 @@ def local_shards(
         if layout.path in plan.master:
             low = leaves[i]
             leaves[i] = low.astype(plan.master[layout.path].dtype)
-            if layout.path in master:  # where the parameter was replaced, it counts
+            if layout.path in master:  # a parameter that was replaced takes precedence
                 copy = master[layout.path]
                 leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
     return [layout.unpad(x) for x, layout in zip(leaves, reduced, strict=True)], structure
@@ -54,7 +54,7 @@ def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None)
 
     Args:
       tree: updated parameters, stored in the layouts of the gradients.
-      plan: has the layouts.
+      plan: the plan, which has the layouts.
       bucket_size: elements of a bucket.
       into: the parameters that these replace, whose memory may be used.
     """
@@ -105,7 +105,7 @@ def constrain_logical(tree: Any, layouts: Any, plan: Plan) -> Any:
 
 
 def cut_padding(tree: Any, layouts: Any) -> Any:
-    """Stored arrays without their padding."""
+    """Removes the padding of stored arrays."""
     leaves, structure = jax.tree.flatten(tree)
     flat = jax.tree.leaves(layouts)
     return jax.tree.unflatten(
