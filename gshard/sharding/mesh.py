@@ -156,7 +156,7 @@ class Hop:
     Attributes:
       axis: name of the mesh axis.
       size: number of devices that take part in each collective.
-      groups: indices along the axis of the devices in each sub-group; None for the whole axis.
+      groups: indices along the axis of the devices in each sub-group; None for the full axis.
     """
 
     axis: str

@@ -1,4 +1,4 @@
-"""Matrix products of an optimizer, on gathered operands.
+"""Runs the matrix products of an optimizer on gathered operands.
 
 XLA shards every product of sharded matrices in its own way and gathers for each: fifteen times in
 Newton-Schulz. Here the update is traced. What its products need is gathered once, and the equations
@@ -39,9 +39,9 @@ class TracedEquation:
       eqn: the equation of the jaxpr.
       ins: value numbers of its operands.
       outs: value numbers of its results.
-      can_be_mapped: it can run inside a `shard_map`.
-      has_product: it is, or contains, one of the primitives that calls are inlined for.
-      replicated: it runs on gathered values, on every device.
+      can_be_mapped: whether it can run inside a `shard_map`.
+      has_product: whether it is, or contains, a primitive that calls are inlined for.
+      replicated: whether it runs on gathered values, on every device.
       branches: branches of a `cond` that replace its own.
     """
 
@@ -93,11 +93,11 @@ class TracedUpdate:
         return len(self.avals) - 1
 
     def bytes(self, *values: int) -> int:
-        """Total size in bytes of these values, unsharded."""
+        """Returns the total size in bytes of these values, unsharded."""
         return sum(self.avals[i].size * self.avals[i].dtype.itemsize for i in values)
 
     def computed_from(self, values: Iterable[int]) -> set[int]:
-        """These values and all values that depend on them."""
+        """Returns these values and all values that depend on them."""
         found = set(values)
         for step in self.steps:
             if not found.isdisjoint(step.ins):
@@ -140,7 +140,7 @@ def _can_be_mapped(eqn: Any) -> bool:
 
 
 class GatheredUpdate:
-    """A traced update with its decisions: what is gathered, and which equations run replicated.
+    """A traced update for which it is decided what is gathered and which equations run replicated.
 
     Attributes:
       in_order: buckets wait for each other. Buckets of offloaded state wait for their copies
@@ -166,7 +166,7 @@ class GatheredUpdate:
           gathered: positions of inputs that are gathered already.
           ends: the dimension on which every output will be sharded.
           read: positions of outputs that later products need gathered.
-          plan: has the devices.
+          plan: the plan, which has the mesh.
         """
         self._plan, self._traced = plan, traced
         self._steps, self._outputs = traced.steps, traced.outputs
@@ -213,10 +213,10 @@ class GatheredUpdate:
                 step.ins = [copies.get(i, i) for i in step.ins]
 
     def _find_wanted(self, known: set[int]) -> set[int]:
-        """Follows the sharded dimensions, given what is gathered; returns what else must be.
+        """Follows the sharded dimensions, given the gathered values; returns what else to gather.
 
-        For an operand that is what it is computed from, where that is no larger: a transposed and a
-        scaled copy of one matrix are gathered once.
+        For an operand these are the values that it is computed from, if they are no larger: so a
+        transposed and a scaled copy of one matrix are gathered once.
         """
         traced, wanted = self._traced, set()
         self._gathered = set(known)
@@ -270,7 +270,7 @@ class GatheredUpdate:
     def _into_branches(
         self, step: TracedEquation, dims: Sequence[Dim], gathered: Sequence[bool]
     ) -> list[Dim]:
-        """Gathers inside the branches, which not every training step takes."""
+        """Gathers inside the branches of a `cond`, since not every training step takes them."""
         given = [i for i, w in enumerate(gathered) if w]
         ends = [None if i in self._product_inputs else self._ends.get(i) for i in step.outs]
         read = [n for n, i in enumerate(step.outs) if i in self._product_inputs]
@@ -311,7 +311,7 @@ class GatheredUpdate:
         waiting: list[int],
         ends: list[Any],
     ) -> list[TracedEquation]:
-        """Gathers a bucket and runs what can follow; returns the equations that are left.
+        """Gathers a bucket, runs the equations that it enables, and returns the remaining ones.
 
         A bucket is gathered during the computation with the one before it, and not earlier, so that
         two are gathered at a time.
@@ -378,11 +378,11 @@ def with_gathered_operands(
     layouts: Sequence[Layout],
     results: Sequence[Layout],
 ) -> Any:
-    """`fun(*args)` in the global view, with its matrix products on gathered operands.
+    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands.
 
     Args:
-      fun: takes and returns pytrees of arrays of logical shape.
-      plan: has the devices.
+      fun: a function that takes and returns pytrees of arrays of logical shape.
+      plan: the plan, which has the mesh.
       args: pytrees of arrays.
       layouts: layouts of all their leaves, in order.
       results: layouts of the leaves of the result.
