@@ -78,7 +78,7 @@ def tell_processes(text: str, mesh: Mesh | None = None) -> dict[int, str]:
 
 
 def refuse_given_up(plan: Plan) -> None:
-    """Raises a `GShardError` where this process gave up waiting for the others of a plan."""
+    """Raises a `GShardError` if this process gave up waiting for the others of a plan."""
     if plan in _given_up:
         raise GShardError(
             "this process gave up waiting for the others in an earlier call with this plan, and "
@@ -89,7 +89,7 @@ def refuse_given_up(plan: Plan) -> None:
 def _tell(
     text: str, size: int, plan: Plan, change: str, fault: GShardError | None
 ) -> tuple[dict[int, str], int]:
-    """The texts, and the bytes of the longest."""
+    """Returns the texts, and the number of bytes of the longest."""
     refuse_given_up(plan)
     limit = _limit()
     message = _packed(text, size)
@@ -129,7 +129,7 @@ def _same(x: jax.Array) -> jax.Array:
 def _exchange(
     message: bytes, mesh: Any, change: str, fault: GShardError | None, limit: float
 ) -> dict[int, bytes]:
-    """What every process of the mesh says, by rank; gives up after `limit` seconds."""
+    """All-gathers a message from every process of the mesh; gives up after `limit` seconds."""
     result: list[Any] = []
 
     def run() -> None:
@@ -138,7 +138,7 @@ def _exchange(
         except Exception as error:  # raised where the caller waits
             result.append(error)
 
-    # In a thread of its own: no collective can be given up from the one that waits for it.
+    # In a separate thread: a thread cannot give up a collective that it waits for.
     thread = threading.Thread(target=run, name="gshard-agreement", daemon=True)
     started = time.monotonic()
     thread.start()
@@ -166,10 +166,10 @@ def _exchange(
 
 
 def _meet(message: bytes, mesh: Any) -> dict[int, bytes]:
-    """What every process of the mesh says, by rank, as many bytes of each; waits for all.
+    """All-gathers messages of equal length from every process of the mesh; waits for all.
 
-    Over the devices of the mesh, as the step's own collectives: `process_allgather` would wait for
-    processes without a device in it, and wants as many devices on each.
+    It uses the devices of the mesh, like the step's collectives: `process_allgather` would also
+    wait for processes without a device in the mesh, and needs the same number of devices on each.
     """
     devices = list(mesh.devices.flat)
     flat = Mesh(np.array(devices), ("all",))
@@ -187,7 +187,7 @@ T = TypeVar("T")
 
 
 class FailedError(GShardError):
-    """What was asked is right, and could not be done on some process: a disk is full, or gone."""
+    """A valid request failed on some process, for example because a disk is full or gone."""
 
     def __init__(self, reasons: Mapping[int, str]):
         one = jax.process_count() == 1
@@ -240,7 +240,7 @@ def run_on_all(
 
 
 def _one_line(error: Exception | None) -> str:
-    """What went wrong, on one line; empty when nothing did."""
+    """Describes an error on one line; empty if there is none."""
     if error is None:
         return ""
     if isinstance(error, OSError) and error.strerror:

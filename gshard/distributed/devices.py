@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 
-# The first that is set says what this process sees; the first that exists tells the others.
+# The first that is set says which GPUs this process sees; the first one is set for others.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
@@ -21,7 +21,7 @@ class TooFewDevicesError(GShardError, RuntimeError):
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as its variables or the driver give them."""
+    """Returns the names of the GPUs that this process sees, from its variables or the driver."""
     for name in _VISIBLE:
         if (given := os.environ.get(name)) is not None:
             return [d.strip() for d in given.split(",") if d.strip() not in ("", "-1")]
@@ -33,7 +33,7 @@ def visible_gpus() -> list[str]:
 
 
 def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
-    """Devices that a user names, or None where none are named.
+    """Returns the devices that a user names, or None if none are named.
 
     Raises:
       GShardError: one is named twice, or is not among those that this process sees.
@@ -59,17 +59,17 @@ def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> lis
 def device_shares(
     processes: int, devices: list[str] | None, virtual_devices: int | None, prefix: str = ""
 ) -> list[dict[str, str]]:
-    """The variables by which each of several processes of one machine has its own devices.
+    """Returns the variables that give each of several processes of one machine its own devices.
 
     Args:
-      processes: how many.
+      processes: number of processes.
       devices: GPUs to split between the processes, from `chosen_gpus`; None for all visible ones.
       virtual_devices: virtual CPU devices of each process, instead of GPUs.
-      prefix: of the two arguments in messages, such as `--`.
+      prefix: prefix of the two arguments in messages, such as `--`.
 
     Raises:
       GShardError: the GPUs cannot be split evenly, or the number of virtual devices is wrong.
-      TooFewDevicesError: this machine has GPUs, but fewer than processes.
+      TooFewDevicesError: this machine has GPUs, but fewer than there are processes.
     """
     if virtual_devices is not None:
         return [_virtual(f"{prefix}virtual_devices", virtual_devices)] * processes

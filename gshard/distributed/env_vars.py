@@ -1,4 +1,4 @@
-"""Environment variables by which `spawn` and `gshard launch` tell a process who it is."""
+"""Environment variables by which `spawn` and `gshard launch` give a process its rank and job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
 
 
 class JobPosition(NamedTuple):
-    """Which process of which job this is; what is not known is None."""
+    """The position of a process in its job; fields that are not known are None."""
 
     coordinator_address: str | None
     num_processes: int | None
@@ -63,7 +63,7 @@ def process_variables(
     restarts: int = 0,
     port_is_kept: bool = False,
 ) -> dict[str, str]:
-    """The environment variables that tell one process its position in the job."""
+    """Returns the environment variables that give one process its position in the job."""
     return {
         COORDINATOR: str(coordinator_address),
         NUM_PROCESSES: str(num_processes),

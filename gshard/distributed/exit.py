@@ -1,9 +1,9 @@
-"""Ends a process that fails at once, without waiting for the others.
+"""Ends a failed process immediately, without waiting for the others.
 
-JAX waits at exit for all other processes, up to minutes, and these wait in a collective for this
-one; then C++ ends them. So whoever has failed ends its own process instead, in front of JAX's exit
-functions: its sockets close, and the others learn of it. `atexit` functions that were registered
-after gshard was imported run before that; those of before, like JAX's, do not run.
+At exit JAX waits up to minutes for all other processes, which wait in a collective for this one;
+then C++ ends them. So a failed process ends itself before JAX's exit functions run: its sockets
+close, and the others notice. `atexit` functions that were registered after gshard was imported run
+first; earlier ones, like JAX's, do not run.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _code = 0
 
 
 def at_exit_with(code: int) -> None:
-    """Lets this process end with `code` and without waiting for others, when it ends.
+    """Makes this process exit with `code`, when it ends, without waiting for others.
 
-    Threads that go on do not keep it: the others would wait for them too.
+    Threads that still run do not delay the exit: the other processes would wait for them too.
     """
     global _code
     _code = code & 0xFF or 1  # what the system keeps of a code; 0 would be a success
@@ -61,7 +61,7 @@ def _exit_now() -> None:
 
 
 def exit_when_it_fails() -> None:
-    """From now on an uncaught exception ends this process at once."""
+    """Makes an uncaught exception end this process immediately from now on."""
     before = sys.excepthook
 
     def hook(
@@ -77,7 +77,7 @@ def exit_when_it_fails() -> None:
 
 
 def _say_lost(error: BaseException, traceback: TracebackType | None) -> None:
-    """One paragraph: the frames of JAX say nothing about a process that has gone."""
+    """Prints one paragraph about a lost process, since the frames of JAX do not explain it."""
     at = [frame for frame in extract_tb(traceback) if "site-packages" not in frame.filename]
     where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
     print(

@@ -109,12 +109,12 @@ def initialize(
 
 
 def resolve_position(asked: JobPosition) -> JobPosition:
-    """Arguments, then variables. All None: nothing says anything."""
+    """Returns the position from arguments, then from variables; all None if neither has any."""
     told = {name: value for name, value in asked._asdict().items() if value is not None}
     place = env_vars.read_position()._replace(**told)
     if place == (None, None, None):
         return place
-    # Who is told what by whom, for messages.
+    # The source of each value, for messages.
     variables = (env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID)
     source = {n: n if n in told else v for n, v in zip(JobPosition._fields, variables, strict=True)}
     for name, value in list(place._asdict().items())[1:]:
@@ -171,7 +171,7 @@ def _parameters() -> list[str]:
 
 
 def _jax_has_started() -> bool:
-    """Whether JAX has devices already; it refuses to join others then, before it reads anything."""
+    """Whether JAX already has devices; it then refuses to join others before it reads anything."""
     try:
         jax.distributed.initialize(cluster_detection_method="deactivate")
     except ValueError:  # it was told nothing
@@ -217,7 +217,7 @@ def _reach_directly(host: str) -> None:
 def _join_detected(
     heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
 ) -> None:
-    """What JAX detects, which may be nothing: then this process is alone."""
+    """Joins the job that JAX detects; if it detects none, this process is alone."""
     several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
         if several:
@@ -257,7 +257,7 @@ _told: list[tuple[int, int]] = []  # number of processes and rank, once this pro
 
 
 def note_joined(processes: int, rank: int) -> None:
-    """Notes what JAX was told, so that asking does not start it."""
+    """Records what was passed to JAX, so that later questions do not start JAX."""
     _told[:] = [(processes, rank)]
 
 
@@ -306,7 +306,7 @@ def barrier() -> None:
 
 
 def _known() -> tuple[int, int] | None:
-    """Number of processes and rank, where both are certain before JAX has devices."""
+    """Returns the number of processes and the rank, if both are certain before JAX has devices."""
     if not _told:
         return None
     alone = _told[0][0] == 1

@@ -1,7 +1,7 @@
 """Rendezvous: every process reports to the coordinator's port before JAX uses it.
 
-JAX ends the whole process, from C++, when a peer does not come in time, and says neither who came
-nor who did not. Here process 0 listens first, every other process says its rank and waits for the
+If a peer does not arrive in time, JAX ends the process from C++ and does not say which processes
+are missing. Here process 0 listens first, every other process sends its rank and waits for the
 answer, and the port is free again when JAX starts. Nothing but these lines is ever sent.
 """
 
@@ -28,11 +28,13 @@ class NotArrivedError(CallOrderError):
 
 
 def meet(at: Address, processes: int, rank: int, timeout: float, port_is_kept: bool) -> None:
-    """Returns on every process when all have arrived.
+    """Waits on every process until all have arrived.
 
     Raises:
-      NotArrivedError: on every process that has, when some have not after `timeout` seconds.
-      GShardError: two processes have one rank, or differ in their number; the port is taken.
+      NotArrivedError: some processes have not arrived after `timeout` seconds; raised on every
+        process that has.
+      GShardError: two processes have the same rank, processes disagree on their number, or the port
+        is taken.
     """
     deadline = time.monotonic() + timeout
     if rank == 0:
@@ -45,7 +47,7 @@ def meet(at: Address, processes: int, rank: int, timeout: float, port_is_kept: b
 
 
 class _Roll:
-    """Process 0's list of who is there."""
+    """The list of arrived processes, on process 0."""
 
     def __init__(self, at: Address, processes: int, timeout: float, port_is_kept: bool):
         self._processes, self._timeout, self._at = processes, timeout, at
@@ -107,7 +109,7 @@ class _Roll:
         connection.close()
 
     def _forget_the_silent(self) -> None:
-        """Who connects and says nothing must not keep others out."""
+        """Drops connections that send nothing, so that they do not keep others out."""
         known, now = set(self._here.values()), time.monotonic()
         late = [c for c, since in self._since.items() if now - since > _PATIENCE]
         for connection in late:
@@ -167,7 +169,7 @@ class _Roll:
                 pass  # it has left: JAX's own roll call or heartbeat will say so
 
     def _until_closed(self) -> None:
-        """The others close first: the side that does keeps the port busy for a minute."""
+        """Waits for the others to close first: the side that does keeps its port busy a minute."""
         end = time.monotonic() + 1
         while self._here and time.monotonic() < end:
             for key, _ in self._selector.select(0.05):
@@ -206,7 +208,7 @@ def _answer(at: Address, processes: int, rank: int, timeout: float, deadline: fl
 
 
 def _line(connection: socket.socket, deadline: float, wait: _Reminder, state: str) -> dict | None:
-    """Process 0's answer; None when it left before, or is a stranger."""
+    """Returns process 0's answer; None if it left before, or is another program."""
     said, connection_end = b"", deadline + _PATIENCE  # process 0's own deadline comes first
     while b"\n" not in said:
         connection.settimeout(1.0)
@@ -228,7 +230,7 @@ def _line(connection: socket.socket, deadline: float, wait: _Reminder, state: st
 
 
 class _Reminder:
-    """Says every ten seconds what is waited for."""
+    """Prints every ten seconds what this process waits for."""
 
     def __init__(self, timeout: float):
         self._began, self._timeout, self._next = time.monotonic(), timeout, _REMIND
@@ -245,7 +247,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Address(NamedTuple):
-    """Where process 0 listens."""
+    """The address at which process 0 listens."""
 
     host: str
     port: int
@@ -255,10 +257,10 @@ class Address(NamedTuple):
 
 
 def address(value: object, where: str) -> Address:
-    """`host:port`, `[IPv6]:port`.
+    """Reads an address, `host:port` or `[IPv6]:port`.
 
     Raises:
-      GShardError: for anything else; `where` names the argument or variable.
+      GShardError: the value is anything else; `where` names the argument or variable.
     """
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
@@ -273,7 +275,7 @@ def address(value: object, where: str) -> Address:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether only this machine can reach an address."""
     if host == "localhost":
         return True
     try:
@@ -283,7 +285,7 @@ def is_loopback(host: str) -> bool:
 
 
 def found_at(host: str) -> str:
-    """The address that this machine has for a host; the host itself where it knows none."""
+    """Returns the address that this machine has for a host, or the host itself if it has none."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

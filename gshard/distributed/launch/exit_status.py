@@ -1,4 +1,4 @@
-"""How a process ended, in words: its exit code or signal, what that means, and who was first."""
+"""Explains how a process ended: its exit code or signal, its meaning, and which failed first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gshard.distributed.exit import LOST_PEER, PREEMPTED_EXIT_CODE
 
 TAIL = 20  # lines
 
-# Lines of C++ that say nothing a user can use: stack frames, and what leads to them.
+# Lines of C++ that do not help a user: stack frames, and what leads to them.
 _FRAME = re.compile(
     r"\s+@\s+0x[0-9a-f]+|\*\*\* Check failure stack trace|"
     # Several threads write it at once, in pieces.
@@ -32,13 +32,13 @@ class End:
     """How one process ended.
 
     Attributes:
-      rank: of the process.
-      code: its exit code; a signal's number, negative, where one ended it.
+      rank: rank of the process.
+      code: its exit code, or the negative number of the signal that ended it.
       tail: its last lines that a user should read.
       text: its last lines, all of them.
-      seconds: from the start of the job.
-      stopped: it was found stopped (SIGSTOP), and had to be killed.
-      asked: it had been told to go.
+      seconds: seconds since the start of the job.
+      stopped: whether it was found stopped (SIGSTOP) and had to be killed.
+      asked: whether it had been told to end.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it neither finished, nor stopped in order when it was told to."""
+        """Whether it neither finished nor stopped in order when it was told to."""
         return self.code not in (0, PREEMPTED_EXIT_CODE)
 
     @property
@@ -64,13 +64,13 @@ class End:
 
 
 def first_cause(ends: Sequence[End]) -> End:
-    """The end that explains the others: the first, of those that do not follow from another."""
+    """Returns the end that explains the others: the first one that does not follow from another."""
     failed = [end for end in ends if end.code]
     return min(failed, key=lambda end: (end.follows, not end.stopped, end.seconds))
 
 
 def in_words(code: int) -> str:
-    """`exited with code 3`, `was killed by SIGKILL`."""
+    """Describes an exit code: `exited with code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -81,11 +81,11 @@ def in_words(code: int) -> str:
 
 
 def meaning(end: End, memory_kills: int = 0) -> str:
-    """What an end probably means, and what to do; empty where nothing is known.
+    """Says what an end probably means, and what to do; empty if nothing is known.
 
     Args:
-      end: of one process.
-      memory_kills: processes of this machine that its kernel killed for memory meanwhile.
+      end: the end of one process.
+      memory_kills: number of processes that this machine's kernel killed for memory meanwhile.
     """
     if end.stopped:
         return (
@@ -119,13 +119,13 @@ def meaning(end: End, memory_kills: int = 0) -> str:
 
 
 def silent_ranks(text: str) -> list[int]:
-    """Ranks that JAX's coordinator gave up for their silence."""
+    """Returns the ranks that JAX's coordinator gave up because they were silent."""
     found = _SILENT.search(text)
     return sorted({int(line.split(":")[-1]) for line in found[1].split()}) if found else []
 
 
 class Readable:
-    """Leaves out, line by line, what C++ prints about the end of other processes."""
+    """Filters out, line by line, what C++ prints about the end of other processes."""
 
     def __init__(self) -> None:
         self._inside = self._fatal = False

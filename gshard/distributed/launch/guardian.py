@@ -1,10 +1,10 @@
-"""No process outlives its job: a small process that ends the others when their parent is gone.
+"""A small process that ends the processes of a job when their parent is gone.
 
-The parent may be killed by a signal that nothing can catch. So it holds a pipe to this program and
-says which process groups it has started; when the pipe closes, whatever of them is left is killed,
-also what is stopped or hangs in C++, and what the processes started themselves.
+The parent may be killed by a signal that nothing can catch. So it keeps a pipe to this program open
+and names the process groups that it has started. When the pipe closes, this program kills all that
+is left of them, including processes that are stopped or hang in C++, and their own children.
 
-It runs as a script, without site packages, in some 20 ms; it imports the standard library alone.
+It starts as a script, without site packages, in some 20 ms; it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Guardian:
         os.close(read)
 
     def watch(self, pid: int) -> None:
-        """A process, and the group it may lead, that must not outlive this one."""
+        """Adds a process, and the group it may lead, that must not outlive this one."""
         self._say(f"+{pid}")
 
     def forget(self, pid: int) -> None:
-        """It has ended, and its number may come again."""
+        """Removes a process that has ended, since its id may be used again."""
         self._say(f"-{pid}")
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def kill_group(pid: int) -> None:
 
 
 def kill_rest(pid: int) -> None:
-    """Kills what is left of the group of a process that has ended; its number may be another's."""
+    """Kills the rest of the group of an ended process, whose id may belong to another one now."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""The processes of a job on this machine: run once, from their start to their last end."""
+"""Runs the processes of a job on this machine once, from their start to the end of the last."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _RUN = Path(__file__).with_name("run_script.py")
 
 
 class Outcome(NamedTuple):
-    """What came of a job.
+    """The outcome of a job.
 
     Attributes:
-      ends: of the processes that were started, in the order of their ranks.
-      told: the signal that this program was sent meanwhile, if any.
-      memory_kills: processes that the kernel killed for memory meanwhile.
+      ends: the ends of the processes that were started, in the order of their ranks.
+      told: the signal that this program received meanwhile, if any.
+      memory_kills: number of processes that the kernel killed for memory meanwhile.
     """
 
     ends: list[End]
@@ -38,18 +38,18 @@ class Outcome(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether a process failed by itself, and not by the signal that the job was told."""
+        """Whether a process failed by itself, and not because of the signal that the job got."""
         by_signal = () if self.told is None else (128 + self.told, -self.told)
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
 
 def run(request: Request, restarts: int, told: list[int]) -> Outcome:
-    """Starts the processes and waits for all; when one fails, ends the others.
+    """Starts the processes and waits for all of them; if one fails, ends the others.
 
     Args:
       request: what to start.
-      restarts: how often it was started before.
-      told: signals that come meanwhile; the first is passed on, the second ends patience.
+      restarts: how often the job was started before.
+      told: signals that arrive meanwhile; the first is passed on, the second ends the wait.
 
     Raises:
       GShardError: the port is taken, a log cannot be written, a process cannot be started.
@@ -82,7 +82,7 @@ def run(request: Request, restarts: int, told: list[int]) -> Outcome:
 
 
 def _keep_port(request: Request) -> Kept | None:
-    """The port of process 0, where it is one of this machine's."""
+    """Keeps the port of process 0, if that process runs on this machine."""
     if request.world_size == 1 or request.machine:
         return None
     return Kept(*(request.master or Address(LOOPBACK, 0)))
@@ -107,7 +107,7 @@ def _start(request: Request, local: int, restarts: int, kept: Kept | None) -> Wo
 
 
 def _stop_in_order(supervisor: Supervisor, told: list[int], grace: float) -> None:
-    """Passes a signal on, once; a second one, or a process that fails, ends patience."""
+    """Passes a signal on once; a second signal, or a process that fails, ends the wait."""
     deadline = time.monotonic() + grace
     supervisor.send(told[0])
     while supervisor.running and time.monotonic() < deadline and len(told) == 1:
@@ -143,11 +143,11 @@ class Worker(Child):
         super().__init__(rank, self._process.pid, outputs, lines)
 
     def exit_code(self) -> int | None:
-        """Asks the system."""
+        """Returns the exit code that the system reports."""
         return self._process.poll()
 
     def wait(self) -> None:
-        """Returns once it has ended."""
+        """Waits until the process has ended."""
         self._process.wait()
 
     def close(self) -> None:
@@ -157,7 +157,7 @@ class Worker(Child):
 
 
 def _memory_kills() -> int:
-    """Processes that the kernel has killed for memory since it started; 0 where it does not say."""
+    """Counts the processes that the kernel has killed for memory since boot; 0 if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -167,7 +167,7 @@ def _memory_kills() -> int:
 
 @contextmanager
 def heard() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT are listed as they come, instead of ending this program at once."""
+    """Collects SIGTERM and SIGINT in a list instead of letting them end this program."""
     told: list[int] = []
 
     def hear(number: int, frame: object) -> None:

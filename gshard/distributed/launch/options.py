@@ -46,16 +46,16 @@ class Request:
 
     @property
     def world_size(self) -> int:
-        """Processes of the whole job."""
+        """The number of processes of the job."""
         return self.machines * self.processes
 
     def rank(self, local: int) -> int:
-        """The rank of one of this machine's processes."""
+        """Returns the rank of one of this machine's processes."""
         return self.machine * self.processes + local
 
 
 def parser(program: str) -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     made = argparse.ArgumentParser(
         program,
         usage=f"{program} [options] [-m] SCRIPT [ARGUMENTS ...]",
@@ -93,7 +93,7 @@ def parser(program: str) -> argparse.ArgumentParser:
 
 
 def _split(made: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's words, and the script with its own, among which anything may be."""
+    """Splits the launcher's words from the script and its arguments, which may be anything."""
     takes = {name: a.nargs != 0 for a in made._actions for name in a.option_strings}
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
@@ -103,10 +103,10 @@ def _split(made: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], 
 
 
 def request(program: str, words: list[str]) -> Request:
-    """What a command line asks for.
+    """Reads the request of a command line.
 
     Raises:
-      GShardError: for an option that does not exist, or values that do not go together.
+      GShardError: an option does not exist, or values contradict each other.
     """
     made = parser(program)
     options = [name for action in made._actions for name in action.option_strings]

@@ -1,4 +1,4 @@
-"""What a process of a job writes: passed on line by line, its last lines kept."""
+"""Passes on the output of a job's process line by line, and keeps its last lines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Lines:
     """The last lines of one process.
 
     Attributes:
-      shown: those that a user should read.
-      every: all of them, for judging how it ended.
+      shown: the lines that a user should read.
+      every: all lines, to find out how the process ended.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class Stream:
 
     Args:
       pipe: its file descriptor, which this makes non-blocking.
-      to: where lines go, each with `tag` in front; None: nowhere.
-      tag: such as the rank.
-      lines: notes them too.
-      raw: gets every byte as it comes.
+      to: the destination of the lines, each after `tag`; None for none.
+      tag: a prefix, such as the rank.
+      lines: also records the lines.
+      raw: receives every byte as it arrives.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Stream:
         os.set_blocking(pipe, False)
 
     def pass_on(self) -> bool:
-        """Passes on what has come until now; whether more may come."""
+        """Passes on what has arrived; returns whether more may arrive."""
         raw = self._read()
         if raw is not None:
             self._take(raw)
@@ -68,7 +68,7 @@ class Stream:
         self._take(b"")
 
     def _read(self) -> bytes | None:
-        """Some bytes; none at the end, None for nothing yet."""
+        """Reads some bytes; empty at the end, None if there are none yet."""
         try:
             return os.read(self._pipe, _LONGEST)
         except BlockingIOError:
@@ -84,7 +84,7 @@ class Stream:
             self._show(line)
 
     def _show(self, raw: bytes) -> None:
-        # Of a progress bar that was drawn over and over, what one would see.
+        # Of a progress bar that was drawn repeatedly, only what is visible at the end.
         line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
         self._lines.every.append(line)
         if self._readable.shows(line):
@@ -108,7 +108,7 @@ class Stream:
 
 
 class Log:
-    """A file that its owner alone may read; each start of the process goes on at its end.
+    """A file that only its owner may read; each start of the process appends to it.
 
     Raises:
       GShardError: it cannot be written.
@@ -134,7 +134,7 @@ class Log:
         self.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {rank} ---\n".encode())
 
     def write(self, raw: bytes) -> None:
-        """Adds bytes; a full disk ends the log, and not the job."""
+        """Appends bytes; a full disk ends the log but not the job."""
         if self._file.closed:
             return
         try:
@@ -145,7 +145,7 @@ class Log:
             self.close()
 
     def close(self) -> None:
-        """Ends the log."""
+        """Closes the log."""
         try:
             self._file.close()
         except OSError:  # what did not fit is tried once more, and said above

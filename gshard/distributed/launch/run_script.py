@@ -18,7 +18,7 @@ PREEMPTED_EXIT_CODE = 75  # that of gshard, which is not imported here
 
 
 def main() -> None:
-    """Runs what the command line names."""
+    """Runs the script or module that the command line names."""
     kind, target, *_ = sys.argv[1:]
     del sys.argv[:2]
     _write_lines()
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def _write_lines() -> None:
-    """A line and its end in one write: C++ writes to the same pipes from threads of its own.
+    """Makes Python write a line with its end at once: C++ threads write to the same pipes.
 
     Unbuffered, `print` writes the end of a line by itself, and what comes between joins the line.
     As on a terminal, what has no end yet waits for it, and is lost with a process that is killed.

@@ -1,4 +1,4 @@
-"""`gshard.distributed.spawn`: a function in several processes of this machine."""
+"""`gshard.distributed.spawn` runs a function in several processes of this machine."""
 
 from __future__ import annotations
 
@@ -294,8 +294,8 @@ class _Child(Child):
     """A process that runs the function, with a pipe for its result.
 
     Attributes:
-      process: of `multiprocessing`.
-      said: its result or its failure, once it has come.
+      process: the process of `multiprocessing`.
+      said: its result or its failure, once it has arrived.
     """
 
     def __init__(self, rank: int, process: SpawnProcess, result: Connection, err: Connection):
@@ -339,7 +339,7 @@ class _Child(Child):
 
 
 def _unpacked(error: bytes | None) -> BaseException | None:
-    """The child's exception, where its type can be made here."""
+    """Returns the child's exception, if its type can be created here."""
     try:
         found = None if error is None else ForkingPickler.loads(error)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception:  # such as one whose arguments are not its message

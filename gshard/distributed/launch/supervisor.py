@@ -1,7 +1,8 @@
 """Watches the processes of a job on this machine: `spawn` and `gshard launch` both use it.
 
-A job is all its processes or none. When one fails, those that lost their connection to it may fail
-by themselves, so that their reasons are known; then the rest are ended, SIGTERM before SIGKILL.
+A job runs with all its processes or not at all. If one fails, processes that lost their connection
+to it get time to fail too, so that their reasons are known; then the rest are ended, with SIGTERM
+before SIGKILL.
 A guardian kills whatever is left when this program itself is killed.
 """
 
@@ -29,8 +30,8 @@ class Child(ABC):
     """A started process, and the pipes that it writes to.
 
     Attributes:
-      rank: of the process in its job.
-      pid: of the process, and of the group it leads.
+      rank: rank of the process in its job.
+      pid: id of the process, and of the group that it leads.
       lines: the last lines that it wrote.
     """
 
@@ -40,14 +41,14 @@ class Child(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """Its exit code, a negative signal, or None while it runs."""
+        """Returns its exit code, a negative signal, or None while it runs."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns once it has ended."""
+        """Waits until the process has ended."""
 
     def readers(self) -> dict[IO[bytes] | int, Callable[[], bool]]:
-        """By pipe, what reads from it when there is something; it returns whether more may come."""
+        """Returns, for each pipe, the function that reads it and returns whether more may come."""
         return {pipe: stream.pass_on for pipe, stream in self._outputs.items()}
 
     def drain(self) -> None:
@@ -56,7 +57,7 @@ class Child(ABC):
             stream.drain()
 
     def text(self) -> str:
-        """What explains how it ended."""
+        """Returns the output that explains how it ended."""
         return "\n".join(self.lines.every)
 
     def close(self) -> None:
@@ -73,8 +74,8 @@ class Supervisor:
         stopped processes alone.
 
     Attributes:
-      children: those that were started, by rank.
-      ends: how those that have ended did, by rank.
+      children: the processes that were started, by rank.
+      ends: the ends of the processes that have ended, by rank.
     """
 
     def __init__(self, stop_limit: float | None = None):
@@ -87,7 +88,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[Child]:
-        """Those that have not ended."""
+        """The processes that have not ended."""
         return [child for child in self.children if child.rank not in self.ends]
 
     @property
@@ -96,31 +97,31 @@ class Supervisor:
         return any(end.failed for end in self.ends.values())
 
     def add(self, child: Child) -> None:
-        """From now on the process is watched, and does not outlive this program."""
+        """Starts to watch a process, which then does not outlive this program."""
         self._guardian.watch(child.pid)
         self.children.append(child)
         for pipe, read in child.readers().items():
             self._selector.register(pipe, selectors.EVENT_READ, read)
 
     def tick(self) -> None:
-        """Passes output on for a moment, and notes who has ended."""
+        """Passes output on for a moment, and records which processes have ended."""
         for key, _ in self._selector.select(_TICK):
             if not key.data():
                 self._selector.unregister(key.fileobj)
         self._note_ends()
 
     def send(self, number: int) -> None:
-        """Sends a signal to each process; those that have ended do not mind."""
+        """Sends a signal to each process; it has no effect on those that have ended."""
         for child in self.running:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number)
 
     def settle(self) -> None:
-        """Waits a moment after a failure: those that follow from it say so, if they may."""
+        """Waits a moment after a failure, so that failures that follow from it are reported."""
         self._wait(_SETTLE)
 
     def end_rest(self) -> None:
-        """Ends all that run: SIGTERM, and SIGKILL to the groups of those left after 3 seconds."""
+        """Ends all running processes: SIGTERM, and after 3 seconds SIGKILL to their groups."""
         stopped = [c for c in self.running if self._stop_limit is not None and is_stopped(c.pid)]
         self._stopped |= {child.rank for child in stopped}
         self._asked |= {child.rank for child in self.running}
@@ -131,7 +132,7 @@ class Supervisor:
         self.kill()
 
     def kill(self) -> None:
-        """Kills all that run with their groups, and waits for them."""
+        """Kills all running processes and their groups, and waits for them."""
         self._note_ends()  # who has gone was not killed, also where this program itself had stood
         self._asked |= {child.rank for child in self.running}
         for child in self.running:
@@ -140,7 +141,7 @@ class Supervisor:
             self.tick()
 
     def close(self) -> None:
-        """Leaves nobody behind, also after an error of this program itself."""
+        """Ends everything that still runs, even after an error of this program itself."""
         try:
             for child in self.running:
                 kill_group(child.pid)
@@ -152,7 +153,7 @@ class Supervisor:
             self._guardian.close()
 
     def _wait(self, seconds: float) -> None:
-        """Until none runs, or for a time, with a look after it: this program may have stood."""
+        """Waits until none runs or time is up; checks once more, since this program may have slept."""
         deadline = time.monotonic() + seconds
         late = False
         while self.running and not late:
@@ -179,7 +180,7 @@ class Supervisor:
             self._guardian.forget(child.pid)
 
     def _kill_if_stopped(self, child: Child) -> None:
-        """A process that is stopped counts as dead as one that hangs does, also while it starts."""
+        """Kills a stopped process: like one that hangs, it counts as dead, even while it starts."""
         if self._stop_limit is None or not is_stopped(child.pid):
             self._stopped_since.pop(child.rank, None)
             return
