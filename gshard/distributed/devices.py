@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 
-# The first that is set says which GPUs this process sees; the first one is set for others.
+# The first that is set says which GPUs this process sees, and is set for those that it starts.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 

@@ -1,4 +1,4 @@
-"""Loss scaling in Paddle's rhythm: scale, unscale, step, update. Nothing travels to the host."""
+"""Loss scaling with Paddle's calls: scale, unscale, step, update. No data goes to the host."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class Scaler:
         self._stepped: list[Accumulation] = []
 
     def scale(self, loss_fn: Any) -> Any:
-        """A loss function, for `model.backward`, or a number, multiplied by the scale."""
+        """Multiplies a loss function, for `model.backward`, or a number by the scale."""
         if not callable(loss_fn):
             return loss_fn * self.loss_scaling if self.settings.enable else loss_fn
         return Scaled(loss_fn, self) if self.settings.enable else loss_fn
 
     @property
     def loss_scaling(self) -> jax.Array:
-        """The scale of the next step; float32 scalar."""
+        """Returns the scale of the next step, a float32 scalar."""
         return self.settings.scale(self._state)
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients by the scale, once before a step: to look at them, or to clip."""
+        """Divides the gradients by the scale, once before a step, to examine or clip them."""
         keep = _kept(optimizer, "unscale_")
         if not self.settings.enable:
             return
@@ -68,7 +68,7 @@ class Scaler:
         self._stepped.append(keep)
 
     def update(self) -> None:
-        """Raises or lowers the scale by what was found since the last time."""
+        """Raises or lowers the scale, depending on the gradients since the last call."""
         if not self.settings.enable:
             return
         if not self._found:

@@ -127,13 +127,13 @@ class ZeroRedundancyOptimizer:
         return OptimizerStep(self._now)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of a `DataParallel`; others are the caller's."""
+        """Drops the gradients of a `DataParallel`; other gradients belong to the caller."""
         del set_to_none
         if self._target.accumulation is not None:
             self._target.accumulation.clear()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Adds parameters; those before keep their state, and their owner.
+        """Adds parameters; existing parameters keep their state and their owner.
 
         Args:
           param_group: a dictionary of `"params"` and hyperparameters.
@@ -156,7 +156,7 @@ class ZeroRedundancyOptimizer:
         self._engine = engine
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """A snapshot: the state of each group, and the groups' hyperparameters.
+        """Returns a snapshot: the state of each group, and the groups' hyperparameters.
 
         `["state"][i]` is what `optimizer_class(**hyperparameters)` keeps for the parameters of
         group i, in host memory: a plain optimizer takes it as it is. Steps do not change it.
@@ -202,7 +202,7 @@ class ZeroRedundancyOptimizer:
                 group[name] = value
 
     def _saved_values(self, given: Any) -> list[dict[str, Any]]:
-        """What a state dict says of the groups' live hyperparameters, once it fits them."""
+        """Returns the live hyperparameters of the groups in a state dict, after checking them."""
         saved = entries(given, len(self.param_groups))
         count = len(saved) if isinstance(saved, Sequence) else 0
         if count != len(self.param_groups) or not all(isinstance(x, Mapping) for x in saved):
@@ -234,7 +234,7 @@ class ZeroRedundancyOptimizer:
         self._consolidated = (self._engine.mark(), states) if mine else (None, [])
 
     def join_hook(self, **kwargs: Any) -> None:
-        """Nothing: under `gshard.pytorch.Join` every device takes part in every step."""
+        """Does nothing: under `gshard.pytorch.Join` every device takes part in every step."""
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """Lists, for each device, the groups of parameters that it owns, as in PyTorch."""
@@ -268,7 +268,7 @@ class ZeroRedundancyOptimizer:
         )
 
     def _now(self) -> tuple[Any, Any, Any]:
-        """What a step goes by."""
+        """Returns what a step needs: the engine, the parameters and the hyperparameters."""
         return self._engine, self._target, self._values()
 
     def _mesh_of(self, process_group: Any) -> tuple[Any, Any]:
@@ -392,7 +392,7 @@ class OptimizerStep:
         return engine.lower(taken, values, skipped)
 
     def _taken(self, grads: Any, target: Tree) -> tuple[Any, tuple[int, ...]]:
-        """Gradients as leaves, and which leaves have no gradient."""
+        """Returns gradients as leaves, and the positions of leaves without a gradient."""
         keep = target.accumulation
         if keep is not None and keep.updating is not None:
             raise GShardError(
@@ -445,7 +445,7 @@ class OptimizerStep:
 
 
 def _called(closure: Any, keep: Any) -> tuple[Any, Any]:
-    """Loss and gradients of a closure; None for those of `backward`."""
+    """Returns the loss and gradients of a closure; None for gradients of `backward`."""
     if not callable(closure):
         raise ArgumentTypeError(f"step: closure={shown(closure)} is not a function.")
     out: Any = closure()
@@ -459,7 +459,7 @@ def _called(closure: Any, keep: Any) -> tuple[Any, Any]:
 
 
 def _is_nothing(x: Any) -> bool:
-    """Whether `jax.grad(allow_int=True)` made it for an integer."""
+    """Whether a gradient is the one that `jax.grad(allow_int=True)` makes for an integer."""
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
@@ -472,16 +472,16 @@ class OverlappedUpdate:
         self._done = False
 
     def arguments(self) -> tuple[Any, Any]:
-        """The optimizer's state, which is donated, and its hyperparameters."""
+        """Returns the optimizer's state, which is donated, and its hyperparameters."""
         return self._engine.state, self._values()
 
     def accept(self, new: Any, state: Any) -> None:
-        """Takes new parameters and state over."""
+        """Stores new parameters and state."""
         self._engine.accept(new, state)
         self._done = True
 
     def end(self) -> None:
-        """What is left of `step()`.
+        """Finishes `step()` after `backward` has updated the parameters.
 
         Raises:
           CallOrderError: `backward` has not been called since the last one.

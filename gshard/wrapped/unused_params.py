@@ -1,4 +1,4 @@
-"""What a loss reaches: which parameters, and what outside of its arguments."""
+"""Finds the parameters that a loss does not use, and models that it reads from outside."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gshard._util.pytree import flatten
 
 
 def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
-    """Warns of models that a loss reads from outside: compiled, it sees their first values.
+    """Warns of models that a loss reads from outside: once compiled, it sees their first values.
 
     Raises:
-      GShardError: it reads the wrapped model itself so, which has no gradient then.
+      GShardError: it reads the wrapped model itself from outside, which then has no gradient.
     """
     function: Any = loss_fn
     while hasattr(function, "loss_fn"):
@@ -46,13 +46,13 @@ def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
 
 
 def unreached(loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: Any) -> list[str]:
-    """Paths of the parameters that the value of `loss_fn(model, batch)` does not depend on.
+    """Returns the paths of the parameters that `loss_fn(model, batch)` does not depend on.
 
     Args:
-      loss_fn: as given to `backward`.
-      model: abstract, in logical shapes.
-      wrt: filter of the parameters.
-      batch: arrays.
+      loss_fn: the loss that `backward` was given.
+      model: the abstract model, in logical shapes.
+      wrt: the filter of the parameters.
+      batch: the batch, a tree of arrays.
     """
     graph, params, rest = nnx.split(model, wrt, ...)
     leaves, structure = jax.tree.flatten(rest)
@@ -73,7 +73,7 @@ def unreached(loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: A
 
 
 def _needed(jaxpr: Any, outputs: list[bool]) -> list[bool]:
-    """Which inputs of a jaxpr those outputs depend on, seen through calls of functions."""
+    """Returns which inputs of a jaxpr these outputs depend on, also through inner calls."""
     live = {
         v for v, yes in zip(jaxpr.outvars, outputs, strict=True) if yes and isinstance(v, core.Var)
     }

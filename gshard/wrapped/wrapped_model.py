@@ -1,4 +1,4 @@
-"""A wrapped model: an instance of the user's own class that can do a little more.
+"""A wrapped model: an instance of the user's own class with additional methods.
 
 It is a copy with sharded arrays whose class derives from the user's: what is not defined here is
 the model's own, paths have no prefix, and NNX transforms take it as it is.
@@ -40,7 +40,7 @@ _OF_MODELS = {
 
 
 class Keeping:
-    """Something wrapped; what it keeps is in a slot, which NNX does not see and copies lack."""
+    """A wrapped object; its own data is in a slot, which NNX does not see and copies lack."""
 
     __slots__ = ("_gshard",)
     plan: Plan  # the layout of every array; print(model.plan) shows a table
@@ -61,13 +61,13 @@ class Keeping:
 
 
 class Wrapped(Keeping):
-    """What a model can do once it is wrapped."""
+    """The methods that a model has once it is wrapped."""
 
     __slots__ = ()
     _gshard_instead = _OF_MODELS
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output; outside jit by one compiled function, at every level."""
+        """Returns the model's output; outside jit, one compiled function computes it."""
         own: Any = super()
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if not any(isinstance(x, core.Tracer) for x in arrays):
@@ -123,7 +123,7 @@ class Wrapped(Keeping):
         return Backward(kept(self))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients of `backward` stay on their devices; the first one outside reduces them.
+        """Keeps gradients of `backward` on their devices; the first call outside reduces them.
 
         Buffers that the loss changes are each device's own within the block, as batch statistics
         are in Paddle; at its end, or when `model(x)` or `state_dict` needs them, they are averaged.
@@ -131,11 +131,11 @@ class Wrapped(Keeping):
         return kept(self).no_sync()
 
     def clear_gradients(self) -> None:
-        """Forgets all gradients."""
+        """Drops all gradients."""
         kept(self).clear()
 
     def parameters(self, include_sublayers: bool = True) -> list[Any]:
-        """The trained Variables."""
+        """Returns the trained Variables."""
         state = nnx.to_flat_state(nnx.state(self, self._gshard_forward.wrt))
         return [x for path, x in state if include_sublayers or len(path) == 1]
 
@@ -148,7 +148,7 @@ class Wrapped(Keeping):
 
         Args:
           destination: a dictionary to add them to; by default a new one.
-          include_sublayers: False: those of this module alone.
+          include_sublayers: False returns only those of this module itself.
         """
         stored = self._gshard_named()
         if not include_sublayers:
@@ -164,14 +164,14 @@ class Wrapped(Keeping):
 
         Args:
           state_dict: what `state_dict` returned, at any level and on any number of devices.
-          use_structured_name: only True: a Variable has no name but its path.
+          use_structured_name: must be True: a Variable has no name but its path.
 
         Returns:
-          Names that the state dict lacks, and names that the model does not know; of which a
-          warning tells.
+          Names that the state dict lacks, and names that the model does not know; a warning lists
+          both.
 
         Raises:
-          GShardError: for a value of another shape; nothing is changed.
+          GShardError: a value has another shape; nothing is changed.
         """
         if use_structured_name is not True:
             raise GShardError(
@@ -183,7 +183,7 @@ class Wrapped(Keeping):
     set_dict = load_dict = set_state_dict
 
     def _gshard_settle(self) -> None:
-        """Ends what `no_sync` left of buffers on each device; a copy has none."""
+        """Combines the buffers that `no_sync` left on each device; a copy has none."""
         if hasattr(self, "_gshard"):
             self._gshard.settle()
 
@@ -195,9 +195,9 @@ class Wrapped(Keeping):
 
 
 def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
-    """The same model or optimizer as an instance of its class and of `kind`.
+    """Returns the same model or optimizer as an instance of its class and of `kind`.
 
-    `target` is not to be used again: both have the same Variables.
+    `target` must not be used afterwards: both have the same Variables.
     """
     own = type(target)
     body = {
@@ -228,7 +228,7 @@ def refuse_hidden(model: nnx.Module) -> None:
     """Refuses a model that has an attribute by a name of `Wrapped`.
 
     Raises:
-      GShardError: names the attributes.
+      GShardError: the model has such attributes; the message names them.
     """
     ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}
     hidden = [name for name in sorted(ours) if name in vars(model) or hasattr(type(model), name)]
@@ -240,23 +240,23 @@ def refuse_hidden(model: nnx.Module) -> None:
 
 
 def follow(model: Any, plan: Plan) -> None:
-    """Lets a wrapped model go by another plan of its parameters; its gradients are forgotten."""
+    """Switches a wrapped model to another plan of its parameters, and drops its gradients."""
     keep = kept(model)
     keep.follow(plan)
     type(model).plan, type(model)._gshard_forward = plan, keep.forward
 
 
 def keepers(variables: list[Any]) -> list[Accumulation | None]:
-    """For each Variable what the wrapped model keeps that it belongs to, if there is one."""
+    """Returns, for each Variable, the accumulation of its wrapped model, or None."""
     of = {id(x): keep for keep in _every for x in keep.model.parameters()}
     return [of.get(id(x)) for x in variables]
 
 
 def owners(variables: list[Any]) -> list[Accumulation]:
-    """What the wrapped models keep that these Variables belong to.
+    """Returns the accumulations of the wrapped models that these Variables belong to.
 
     Raises:
-      GShardError: one belongs to none.
+      GShardError: a Variable belongs to no wrapped model.
     """
     found = keepers(variables)
     strange = [shown(x) for x, keep in zip(variables, found, strict=True) if keep is None]
@@ -269,7 +269,7 @@ def owners(variables: list[Any]) -> list[Accumulation]:
 
 
 def kept(target: Any) -> Accumulation:
-    """What a wrapped model or optimizer keeps between calls.
+    """Returns the accumulation of a wrapped model or optimizer.
 
     Raises:
       GShardError: it is a copy, which keeps nothing.
@@ -286,7 +286,7 @@ def kept(target: Any) -> Accumulation:
 
 
 class Backward:
-    """`model.backward`: called, a forward and a backward pass.
+    """`model.backward`: a call runs a forward and a backward pass.
 
     Attributes:
       plan: the layout of every array.

@@ -24,7 +24,7 @@ LEARNING_RATE = "learning_rate"
 
 
 class StepVariable:
-    """The Variable that counts the steps of an optimizer; called, it takes one."""
+    """The Variable that counts the steps of an optimizer; a call runs one step."""
 
     def __init__(self, optimizer: WrappedOptimizer, count: Any):
         self._optimizer, self._count = optimizer, count
@@ -74,7 +74,7 @@ class StepVariable:
 
 
 class WrappedOptimizer(Keeping):
-    """What an optimizer can do once it is wrapped; `update(model, grads)` is that of NNX."""
+    """The methods that an optimizer has once it is wrapped; `update(model, grads)` is NNX's."""
 
     __slots__ = ()
     _gshard_instead = {
@@ -102,7 +102,7 @@ class WrappedOptimizer(Keeping):
         vars(self)["step"] = value
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """That of `nnx.Optimizer`; refuses gradients that are multiplied by a scale."""
+        """Calls `nnx.Optimizer.update`; refuses gradients that are multiplied by a scale."""
         keep = getattr(self, "_gshard", None)
         if keep is not None and grads is keep.grads:
             keep.refuse_scaled()
@@ -110,25 +110,25 @@ class WrappedOptimizer(Keeping):
         return own.update(model, grads, **kwargs)
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
-        """Forgets the gradients of the model; `set_to_zero` makes no difference."""
+        """Drops the gradients of the model; `set_to_zero` makes no difference."""
         del set_to_zero
         kept(self).clear()
 
     clear_gradients = clear_grad
 
     def minimize(self, *_: Any, **__: Any) -> NoReturn:
-        """As in Paddle, not for a wrapped optimizer."""
+        """Raises an error: as in Paddle, a wrapped optimizer has no `minimize`."""
         raise CallOrderError(
             "optimizer.minimize() is not for a wrapped optimizer. Call model.backward(loss_fn, "
             "batch), optimizer.step() and optimizer.clear_grad()."
         )
 
     def get_lr(self) -> float:
-        """The learning rate of the next step."""
+        """Returns the learning rate of the next step."""
         return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
 
     def set_lr(self, value: Any) -> None:
-        """Another learning rate, from the next step on; nothing is recompiled."""
+        """Sets the learning rate from the next step on; nothing is recompiled."""
         number = value.item() if getattr(value, "shape", None) == () else value
         fits = isinstance(number, Real) and not isinstance(number, bool)
         if not fits or not 0 <= float(number) < math.inf:
@@ -145,7 +145,7 @@ class WrappedOptimizer(Keeping):
         """Sets the full state of the optimizer; its layouts stay the same.
 
         Raises:
-          GShardError: for names that are missing or unknown, or another shape; nothing is changed.
+          GShardError: names are missing or unknown, or a shape differs; nothing is changed.
         """
         stored = self._gshard_named()
         check_optimizer(state_dict, stored)

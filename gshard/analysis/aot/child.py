@@ -1,4 +1,4 @@
-"""Compiles one step for a target machine in a process of its own, and reads what XLA reports.
+"""Compiles one step for a target machine in a separate process, and reads what XLA reports.
 
 Run as `python -m gshard.analysis.aot.child`: some compilers abort their process, and libtpu takes
 locks. The request is one JSON object on stdin (see `gshard.analysis.aot.compiled.compile_for`). The
@@ -149,7 +149,7 @@ def _on_device(allocation: str, platform: str) -> bool:
 
 
 def _origins(program: str) -> dict[str, str]:
-    """The op_name of every instruction."""
+    """Returns the op_name of every instruction, by its name."""
     return {
         instruction.name: instruction.op_name
         for computation in read_module(program).computations.values()
@@ -163,7 +163,7 @@ def _largest_at_peak(
     origins: Mapping[str, str],
     names: Mapping[str, str],
 ) -> tuple[CompiledBuffer, ...]:
-    """The values alive at the peak; those that share a slice of memory count once."""
+    """Returns the values alive at the peak; those that share a slice of memory count once."""
     _, _, rest = ranges.partition("(peak):\n")
     alive: dict[tuple[int, int], _Slice] = {}
     made_by: dict[_Slice, list[str]] = {}
@@ -192,7 +192,7 @@ def _largest_at_peak(
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:
-    """The operation in the user's program that made a value, or else the compiler's name for it."""
+    """Returns the user's operation that made a value, or else the compiler's name for it."""
     origin = _CALL.sub("", origins.get(name, ""))
     return origin if "/" in origin or "[" in origin else (origin or name).split(".")[0]
 
@@ -302,7 +302,7 @@ def _memory(
 
 
 def _bytes_in(said: str) -> int | None:
-    """The bytes that a program needs by an error message, such as `25.00G`."""
+    """Reads from an error message the bytes that a program needs, such as `25.00G`."""
     found = _TOO_LARGE.search(said)
     text = (found["needs"] or found["used"]) if found else ""
     number = re.fullmatch(r"([\d.]+)([KMGT]?)", text)

@@ -153,7 +153,7 @@ class Supervisor:
             self._guardian.close()
 
     def _wait(self, seconds: float) -> None:
-        """Waits until none runs or time is up; checks once more, since this program may have slept."""
+        """Waits until none runs or time is up; checks again, as this program may have slept."""
         deadline = time.monotonic() + seconds
         late = False
         while self.running and not late:
