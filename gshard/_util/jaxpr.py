@@ -18,12 +18,12 @@ _CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "cus
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
-    """The inner jaxpr of an equation that has one, and its constants."""
+    """Returns the inner jaxpr of an equation that has one, and its constants."""
     return opened(eqn.params["jaxpr"])
 
 
 def opened(body: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants, closed or not."""
+    """Returns a jaxpr and its constants, whether it is closed or not."""
     return (body.jaxpr, body.consts) if hasattr(body, "consts") else (body, ())
 
 
@@ -49,7 +49,7 @@ def in_scope(eqn: Any, default: str = "update") -> AbstractContextManager[Any]:
 
 
 def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """As `bind`, in the named scope of the equation."""
+    """Evaluates one equation like `bind`, in the named scope of the equation."""
     with in_scope(eqn):
         return bind(eqn, values)
 

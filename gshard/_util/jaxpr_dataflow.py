@@ -1,4 +1,4 @@
-"""Forward passes over traced functions: what is known of the inputs, followed to the results.
+"""Forward passes over traced functions, which follow what is known of inputs to the results.
 
 `flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. Two passes are
 here:
@@ -184,7 +184,10 @@ def _outside(dim: Dim) -> Dim:
 
 
 def _of_matrices(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Dim], float]:
-    """Nothing is communicated where every device has batches of its own."""
+    """Returns the dimensions of a matrix operation's results, and what it communicates.
+
+    Nothing is communicated if every device has its own batches.
+    """
     batches, sharded = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
     if all(0 <= dim < batches for dim in sharded):
         return [join(*sharded)] * len(eqn.outvars), 0

@@ -1,4 +1,4 @@
-"""What a compiled step communicates and keeps in memory, compared with the budget of its plan."""
+"""`audit` compares what a compiled step communicates with its budget, and reads its memory."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
-    """The largest mesh of the inputs."""
+    """Returns the largest mesh of the inputs."""
     shardings = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
@@ -187,13 +187,13 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
 
 
 def compiled_memory(compiled: Any) -> dict[str, int]:
-    """Bytes of a compiled program on one device by use, as in `Audit.memory`."""
+    """Returns the bytes of a compiled program on one device by use, as in `Audit.memory`."""
     stats = compiled.memory_analysis()
     return {name: getattr(stats, field) for name, field in _MEMORY.items() if hasattr(stats, field)}
 
 
 def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:
-    """The collectives in the text of a compiled program, as in `Audit.collectives`.
+    """Returns the collectives in the text of a compiled program, as in `Audit.collectives`.
 
     Args:
       text: the optimized HLO.
@@ -232,7 +232,7 @@ def _by_purpose(combined: Collective) -> dict[tuple[str, str, bool], Collective]
 
 
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
-    """The smallest set of mesh axes that has the collective's groups of devices.
+    """Returns the smallest set of mesh axes that has the collective's groups of devices.
 
     HLO numbers devices by their index in the program's device assignment, which under `jit` is the
     flat order of the mesh, whatever the devices' own ids are.
@@ -256,7 +256,7 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
 
 
 def _purpose(kind: str, op_name: str) -> str:
-    """The innermost `gshard/...` scope of a name stack.
+    """Returns the innermost `gshard/...` scope of a name stack.
 
     Differentiation keeps the scope of what it transposes, and the transpose of a gather is a
     scatter: the primitive, or what a reduction kept of it, tells them apart.
@@ -286,7 +286,7 @@ def _known(row: CollectiveRow, amount: int | None) -> int:
 
 
 def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> tuple[str, ...]:
-    """A readable message for each kind of collective that moves more elements than its budget.
+    """Returns a message for each kind of collective that transfers more than its budget.
 
     Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
     that the compiler inserted have a budget of 0.
@@ -309,7 +309,7 @@ def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> tuple[str, ..
 
 
 def audit_text(found: Audit) -> str:
-    """Tables of the collectives, of budget and findings, and of the memory of one device."""
+    """Returns tables of the collectives, the budget and findings, and one device's memory."""
     parts = [_collectives_table(found.collectives)]
     if found.budget is not None:
         parts.append(_budget_table(found.budget, found.collectives))
@@ -317,7 +317,7 @@ def audit_text(found: Audit) -> str:
 
 
 def sum_known(amounts: Iterable[int | None]) -> int | None:
-    """The sum, or None if one of the amounts is unknown."""
+    """Returns the sum, or None if one of the amounts is unknown."""
     listed = list(amounts)
     known = [amount for amount in listed if amount is not None]
     return sum(known) if len(known) == len(listed) else None

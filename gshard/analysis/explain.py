@@ -1,4 +1,4 @@
-"""`explain`: what takes the memory of a train state, and why it is placed as it is."""
+"""`explain` says what takes the memory of a train state, and why it has its layout."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _held(path: str, layout: Layout, plan: Plan) -> StateArray:
 
 
 def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
-    """Why a leaf is replicated or sharded, what changes that, and whether to mark it."""
+    """Returns why a leaf is replicated or sharded, what changes that, and whether to mark it."""
     part = path.split("/")[0]
     if layout.dim is not None:
         return layout.reason, "", False
@@ -129,7 +129,7 @@ def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
 
 
 def _other_levels(plan: Plan) -> tuple[dict[str, Plan], dict[str, str]]:
-    """Plans of the same state by level, and the reasons why some levels have none."""
+    """Returns plans of the same state by level, and the reasons why some levels have none."""
     plans: dict[str, Plan] = {}
     impossible: dict[str, str] = {}
     with warnings.catch_warnings():  # they were given when the state was sharded
@@ -181,7 +181,7 @@ def measure(state: Any, plan: Plan) -> Measured:
                 differences.append(f"{path}: on the {'host' if on_host else 'device'} of {device}")
         differences += _differences(path, x, held, layout, list(found))
     rest = [(x, mine) for x in alive if (mine := [b for b in _buffers(x) if b[1] not in own])]
-    # An array over several devices before views of its shards, which are the same memory.
+    # Arrays over several devices come before views of their shards, which use the same memory.
     rest.sort(key=lambda pair: -len(pair[1]))
     others: list[tuple[jax.Array, list[Any]]] = []
     for x, buffers in rest:
@@ -205,7 +205,7 @@ def measure(state: Any, plan: Plan) -> Measured:
 
 
 def _buffers(x: Any) -> list[tuple[str, Any, int, bool]]:
-    """(device, identity of the memory, bytes, on the host) of every local shard of an array.
+    """Returns (device, identity of the memory, bytes, on the host) of each local shard.
 
     A view of a shard is another array in the same memory.
     """
@@ -264,7 +264,7 @@ def _placement(x: jax.Array, buffers: list[Any]) -> str:
 
 
 def _fullest(arrays: Iterable[list[Any]]) -> int:
-    """Bytes on the device that has most of them."""
+    """Returns the bytes on the device that has most of them."""
     by_device = Counter[str]()
     for buffers in arrays:
         for device, _, size, _ in buffers:
@@ -273,7 +273,7 @@ def _fullest(arrays: Iterable[list[Any]]) -> int:
 
 
 def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterator[StateCopy]:
-    """Complete copies of parts of a state among the other arrays, placement by placement."""
+    """Yields complete copies of parts of a state among the other arrays, for each placement."""
     places: dict[str, dict[Shape, list[tuple[jax.Array, list[Any]]]]] = {}
     for x, buffers in others:
         devices = {device for device, *_ in buffers}
@@ -300,7 +300,7 @@ def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterat
 
 
 def _wanted(plan: Plan) -> list[tuple[str, Counter[Shape]]]:
-    """Shapes of each part of a state, as the user made it and as stored, without scalars."""
+    """Returns the shapes of each part of a state, as the user made it and as stored."""
     plain, stored = plan.kind.split(plan.template), plan.layouts
     found: list[tuple[str, Counter[Shape]]] = []
     for attribute, name in (

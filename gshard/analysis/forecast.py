@@ -1,4 +1,4 @@
-"""`forecast`: memory and traffic of a train step at every level, from shapes alone."""
+"""`forecast` estimates the memory and traffic of a train step at every level from shapes alone."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Forecast:
 
 
 def forecast_text(found: Forecast) -> str:
-    """A report of the memory of one device and of what it sends, level by level."""
+    """Returns a report of the memory of one device and of what it sends, level by level."""
     choices = found.choices
     replicas = f", {found.replica} replicas" if found.replica > 1 else ""
     title = (
@@ -176,7 +176,7 @@ def forecast_text(found: Forecast) -> str:
 
 
 def _memory_table(found: Forecast) -> Table:
-    """A row for each level; columns that are 0 at every level are left out."""
+    """Returns a table with a row per level, without columns that are 0 at every level."""
     levels = found.levels.values()
     traced = all(x.peak is not None for x in levels)
     amounts = {
@@ -298,7 +298,7 @@ def forecast(
 def forecast_config(
     config: Config, activations: bool = True, report: Callable[[str], Any] | None = None
 ) -> Forecast:
-    """The forecast of a config.
+    """Returns the forecast of a config.
 
     Args:
       config: the model, machine and options of a command.
@@ -332,7 +332,7 @@ def forecast_config(
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
-    """The mesh of `make_mesh(replica=)` for a number of devices, without these devices."""
+    """Returns the mesh of `make_mesh(replica=)` without needing its devices."""
     devices = check_integer("devices", devices, 1, most=MOST)
     replica = check_integer("replica", replica, 1, most=MOST)
     if devices % replica:
@@ -353,7 +353,7 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 
 
 def level_forecast(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
-    """The forecast of a plan's level, with `batch` bytes of examples on one device."""
+    """Returns the forecast of a plan's level, with `batch` bytes of examples on one device."""
 
     def budgeted(**flavour: Any) -> Budget:
         return budget(plan, **{**choices.of_step, **flavour})
@@ -410,7 +410,7 @@ def footprint_of(
 def _offloaded_footprint(
     setup: TrainSetup, plan: Plan, choices: Choices, platform: str
 ) -> Footprint:
-    """The footprint without offload, less what the host stores, plus what an update fetches.
+    """Returns the footprint minus what the host stores, plus what an update fetches.
 
     An update has one group of arrays on the device while the next one is transferred.
     """

@@ -1,7 +1,7 @@
-"""A train state as arrays by path, and back.
+"""Converts a train state to arrays by path, and back.
 
 The paths are the same at every level and on every mesh. A state may have master copies or frozen
-parameters that the checkpoint has not, or the other way round; `source_of` finds the stored array.
+parameters that the checkpoint lacks, or the other way round; `source_of` finds the stored array.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KeepsGradients(Protocol):
 
 
 def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, ArrayInfo]]:
-    """A state's arrays as stored, by path, without empty ones, and the `ArrayInfo` of each.
+    """Returns a state's stored, non-empty arrays by path, and the `ArrayInfo` of each.
 
     Raises:
       GShardError: arrays were donated, or gradients are not reduced yet.
@@ -89,7 +89,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 
 
 def layouts_of(plan: Plan) -> dict[str, Layout]:
-    """The layouts of a state's arrays, by path."""
+    """Returns the layouts of a state's arrays, by path."""
     paths, layouts, _ = flatten(plan.layouts)
     return dict(zip(paths, layouts, strict=True))
 
@@ -131,7 +131,7 @@ def _all_params(arrays: Mapping[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
 
 
 def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
-    """The state and the plan to restore into.
+    """Returns the state and the plan to restore into.
 
     Args:
       like: what `shard_train_state` returned, concrete or abstract, or only the state or the plan.
@@ -203,7 +203,7 @@ def with_components(components: Components, state: Any, plan: Plan) -> Any:
 
 
 def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str:
-    """The path of the stored array that the array at `path` is read from."""
+    """Returns the path of the stored array that the array at `path` is read from."""
     if path.startswith(_FROZEN) and path not in stored:
         return PARAMS + path.removeprefix(_FROZEN)
     if path.startswith(PARAMS) and path not in stored:
