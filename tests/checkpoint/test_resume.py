@@ -73,7 +73,7 @@ def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
         assert job.code(LIMIT) in (-signal.SIGKILL, 128 + signal.SIGKILL), job.err
         job.assert_nobody_left()
     assert newest(first) in (3, 6, 9)
-    killed, before = f"{first:<10} goes on from step {newest(first)}\n", newest(last)
+    killed, before = f"{first:<10} resumes from step {newest(first)}\n", newest(last)
 
     with running(slowly, tmp_path) as job:
         job.wait_until(lambda: newest(last) > before, "saved", LIMIT)
@@ -84,12 +84,12 @@ def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
         assert f"{last:<10} told to stop after step {newest(last)}: saved\n" in job.out
     assert before < newest(last) < 24
     assert not (tmp_path / "output").exists()  # it is not done yet
-    stopped = f"{last:<10} goes on from step {newest(last)}\n"
+    stopped = f"{last:<10} resumes from step {newest(last)}\n"
 
     with running(command(processes, tmp_path / "output", *same), tmp_path) as job:
         assert job.code(LIMIT) == 0, job.out + job.err
         assert stopped in job.out
-        assert first == last or f"{first:<10} goes on from step 24\n" in job.out
+        assert first == last or f"{first:<10} resumes from step 24\n" in job.out
     assert runs(tmp_path / "output") == runs(tmp_path / "whole")
 
 
@@ -104,7 +104,7 @@ def test_a_launcher_that_starts_again_goes_on_by_itself(tmp_path):
         job.wait_until((tmp_path / "saved" / "p_g_os" / "3").exists, "saved", LIMIT)
         os.kill(job.ranks()[0], signal.SIGKILL)
         assert job.code(LIMIT) == 0, job.out + job.err
-        assert "p_g_os     goes on from step " in job.out
+        assert "p_g_os     resumes from step " in job.out
     assert runs(tmp_path / "output") == runs(tmp_path / "whole")
 
 

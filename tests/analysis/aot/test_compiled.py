@@ -132,7 +132,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
         (
             "E1\nXlaError: Couldn't find a suitable version of nvlink. The",
             1,
-            "pip install nvidia-cu",
+            "gshard[aot-gpu]",
         ),
         ("OSError: [Errno 28] No space left on device: '/tmp/x'", 1, "the disk is full"),
         ("terminate called after throwing 'std::bad_alloc'", -6, "too little memory"),
