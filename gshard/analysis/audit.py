@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,10 +18,8 @@ from gshard._util.errors import GShardError
 from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
 from gshard.analysis.hlo import Array, Collective, read_program
-
-if TYPE_CHECKING:
-    from gshard.sharding.budget import Budget, Traffic
-    from gshard.sharding.plan import Plan
+from gshard.sharding.budget import Budget, Traffic
+from gshard.sharding.plan import Plan
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.

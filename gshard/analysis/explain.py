@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -24,9 +24,6 @@ from gshard.sharding.plan import Plan, check_state, describe_layout
 from gshard.sharding.rules import setting_of
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import OVERWRITTEN
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
 

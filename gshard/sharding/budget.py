@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -18,9 +17,7 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import check_accumulate
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
+from gshard.sharding.plan import Plan
 
 
 @dataclass(frozen=True)

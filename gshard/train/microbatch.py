@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,9 @@ from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.regather import gathered
 from gshard.train.loss import NormalizedLoss, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
+from gshard.train.options import StepOptions
 from gshard.train.random_keys import DEVICE, Draws, draws_of
 from gshard.train_state import OVERWRITTEN, PureLoss
-
-if TYPE_CHECKING:
-    from gshard.train.options import StepOptions
 
 
 @jax.tree_util.register_dataclass

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -31,11 +31,8 @@ from gshard._util.tables import text_of, text_table
 from gshard._util.units import bytes_of
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import sum_known
+from gshard.analysis.forecast import Forecast
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
-
-if TYPE_CHECKING:
-    from gshard.analysis.forecast import Forecast
-
 
 Report = Callable[[str, float], None]  # called with the stage and the seconds since the start
 _LINES = 400  # of stderr that are kept: enough for a C++ stack trace below the message

@@ -6,7 +6,7 @@ These functions run inside the `shard_map` of `gradients`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from gshard.train.comm.collectives import (
     reduce_scalar,
     scatter_leaves,
 )
-
-if TYPE_CHECKING:
-    from gshard.train.options import StepOptions
+from gshard.train.options import StepOptions
 
 
 def accumulation_layouts(plan: Plan, accumulate: str) -> list[Layout]:

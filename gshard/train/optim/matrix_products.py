@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import core as jax_core
@@ -21,11 +21,9 @@ from jax.extend import core
 from gshard._util.jaxpr import bind, called, in_scope, opened, with_inner
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
 
 # Layouts that the user sets, which XLA has to see.
 _LAYOUT_PRIMITIVES = ("sharding_constraint", "shard_map", "reshard")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from jax.extend import core
 from gshard._util.jaxpr import JIT, Bindings, bind_in_scope, body_of, evaluate
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import Layout
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
+from gshard.sharding.plan import Plan
 
 Update = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -7,17 +7,15 @@ are all-gathered from them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gshard._util.pytree import same_leaves
 from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import all_gather_updated, local_shard
-
-if TYPE_CHECKING:
-    from gshard.sharding.plan import Plan
 
 
 def local_shards(
