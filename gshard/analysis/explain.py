@@ -67,18 +67,16 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     check_state(state, plan, "explain(state, plan)")
     choices = Choices(micro_batches=micro_batches)
     parts = plan.kind.split(state)
-    paths, leaves, _ = flatten(plan.layouts)
-    same_leaves(parts, paths, "the state is")
+    same_leaves(parts, flatten(plan.layouts)[0], "the state is")
     arrays = jax.tree.leaves(parts)
     refuse_donated(arrays)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
-    held = [_held(path, x, plan) for path, x in zip(paths, leaves, strict=True)]
     plans, impossible = _other_levels(plan)
     return Explanation(
         plan.level.name,
         plan.group.devices,
         plan.group.size,
-        tuple(sorted(held, key=lambda x: -x.bytes)),
+        state_arrays(plan),
         plan.bytes_per_device,
         None if abstract else measure(parts, plan),
         {name: level_forecast(other, choices) for name, other in plans.items()},
@@ -88,7 +86,14 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     )
 
 
-def _held(path: str, layout: Layout, plan: Plan) -> StateArray:
+def state_arrays(plan: Plan) -> tuple[StateArray, ...]:
+    """Returns every array of a plan's state as it is stored between steps, largest first."""
+    paths, layouts, _ = flatten(plan.layouts)
+    found = [_state_array(path, x, plan) for path, x in zip(paths, layouts, strict=True)]
+    return tuple(sorted(found, key=lambda x: -x.bytes))
+
+
+def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
     part, local = path.split("/")[0], layout.local()
     size = layout.bytes_per_device
     spare = 0 if layout.dim is not None or local.size < 2 else size - size // layout.group.size

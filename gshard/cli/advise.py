@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gshard.analysis.config import Config
-from gshard.analysis.html.page import page_of, place
+from gshard.analysis.html.page import open_page, page
 from gshard.analysis.tune import Verdict, advice_rows, advice_text, advise, best_of_each
 from gshard.cli.common import (
     NO,
@@ -41,11 +41,12 @@ def main(words: list[str]) -> int:
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
 
     def work(given: Any, config: Config) -> tuple[str, int]:
-        with place(given.html) as file:
+        with open_page(given.html) as file:
             found = _with_progress(config)
             if file is not None:
                 rows = advice_rows(found if given.all else best_of_each(found))
-                file.write(page_of(config, forecast_with_progress(config), advice=rows).encode())
+                forecast = forecast_with_progress(config)
+                file.write(page(forecast, config.model, advice=rows).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         said = json.dumps(_as_dict(config, found)) if given.json else None

@@ -18,7 +18,7 @@ from gshard.analysis.aot.compiled import check_json, compile_for, compiled_repor
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast, forecast
-from gshard.analysis.html.page import page_of, place
+from gshard.analysis.html.page import open_page, page
 from gshard.analysis.setup import TrainSetup
 from gshard.cli.common import (
     NO,
@@ -74,11 +74,11 @@ def main(words: list[str]) -> int:
             return json.dumps(table_1()) if given.json else _paper(), YES
         compiles = given.compile or (given.compile is None and "target" in given)
         target = checked(config) if compiles else None
-        with place(given.html) as file:
+        with open_page(given.html) as file:
             found = forecast_with_progress(config, activations=not given.shapes)
             programs = {} if target is None else compiled(config, target)
             if file is not None:
-                file.write(page_of(config, found, compiled=programs).encode())
+                file.write(page(found, config.model, programs).encode())
                 file.commit()
                 print(f"wrote {given.html}", file=sys.stderr)
         if given.json:

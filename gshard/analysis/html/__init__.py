@@ -1,1 +1,1 @@
-"""A forecast as one page of HTML: `page` is the page, the other modules are its sections."""
+"""A forecast as one page of HTML: `page` has its sections, `markup` its elements."""
