@@ -17,8 +17,8 @@ import pytest
 
 import gshard
 from gshard._util.pytree import flatten
-from tests import checkpoint_worker
-from tests.soak_checkpoints import Life, live
+from tests.checkpoint import checkpoint_worker
+from tests.checkpoint.soak_checkpoints import Life, live
 from tests.tiers import quick
 
 FLIPS, READ = 600, 80  # bits flipped; of those in values, how many are read nevertheless

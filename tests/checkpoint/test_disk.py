@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import gshard
-from tests.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
+from tests.checkpoint.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
 
 # Orbax leaves its other writes behind when one fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import gshard
+from tests.checkpoint.soak_checkpoints import Life, random_life, soak
 from tests.jobs import ROOT, launch, running
-from tests.soak_checkpoints import Life, random_life, soak
 from tests.tiers import quick
 
-SCRIPT = ROOT / "tests" / "saves_and_ends.py"
+SCRIPT = ROOT / "tests" / "checkpoint" / "saves_and_ends.py"
 DRAW = random.Random(3)
 QUICK = [
     Life(1, 4, "p_g_os", "unlink 5", 0),

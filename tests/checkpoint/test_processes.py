@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import gshard
+from tests.checkpoint.saving_worker import AFTER, BEFORE
 from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
 from tests.processes import run_workers
-from tests.saving_worker import AFTER, BEFORE
 from tests.tiers import quick
 
 pytestmark = [
@@ -28,7 +28,7 @@ def test_each_writes_its_part_and_any_number_restores(tmp_path, processes, each)
         checkpointer.save(2, alone.state, data_state={"position": 17})
     arguments = (str(each), str(tmp_path))
     seen = run_workers(
-        tmp_path, "saving_worker", *arguments, processes=processes, devices_each=each
+        tmp_path, "checkpoint.saving_worker", *arguments, processes=processes, devices_each=each
     )
     losses = alone.train(*AFTER)
     for rank, process in enumerate(seen):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gshard
-from tests.data_worker import loaded
+from tests.data.data_worker import loaded
 from tests.processes import run_workers
 
 PROCESSES, DEVICES_EACH = 2, 2
@@ -15,7 +15,7 @@ PROCESSES, DEVICES_EACH = 2, 2
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("data"), "data_worker")
+    return run_workers(tmp_path_factory.mktemp("data"), "data.data_worker")
 
 
 FINE = {

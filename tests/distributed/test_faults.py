@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from tests.distributed.soak_kills import HEARTBEAT, SLACK, WORKER, Kill, check, random_kill
 from tests.jobs import launch, running
-from tests.soak_kills import HEARTBEAT, SLACK, WORKER, Kill, check, random_kill
 from tests.tiers import quick
 
 DRAW = random.Random(7)

@@ -10,8 +10,8 @@ import pytest
 
 import gshard
 from tests import reference
+from tests.distributed.processes_worker import BAD, GROUPS, QUICK, ROWS, STEPS, runs, train
 from tests.processes import run_workers
-from tests.processes_worker import BAD, GROUPS, QUICK, ROWS, STEPS, runs, train
 from tests.tiers import quick
 from tests.zoo import ZOO
 
@@ -35,7 +35,7 @@ def found(tmp_path_factory):
         processes, each = group
         return run_workers(
             folder,
-            "processes_worker",
+            "distributed.processes_worker",
             str(each),
             tier,
             processes=processes,

@@ -16,9 +16,9 @@ import pytest
 
 import gshard
 from tests import reference
+from tests.distributed.two_hosts_worker import train
 from tests.hosts import NoHostsError, two_hosts, until
 from tests.tiers import quick
-from tests.two_hosts_worker import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
 
@@ -107,7 +107,7 @@ def stepping(hosts, tmp_path):
     """`stepping(*options)`: a job of one process on each host, which trains until it is told."""
 
     def start(*options: object, script: tuple[str, ...] = ()) -> Job:
-        words = (*options, "-m", "tests.two_hosts_worker", "steps", tmp_path, *script)
+        words = (*options, "-m", "tests.distributed.two_hosts_worker", "steps", tmp_path, *script)
         return Job(hosts, tmp_path, *words)
 
     return start
@@ -119,7 +119,7 @@ def stepping(hosts, tmp_path):
 @pytest.mark.parametrize(("each", "level"), quick([(1, "os_g"), (2, "p_g_os")], [(1, "os_g")]))
 def test_numbers_are_those_of_one_process(hosts, tmp_path, each, level):
     """Meanwhile nothing listens but at the hosts' own addresses."""
-    worker = ("-m", "tests.two_hosts_worker", "numbers", tmp_path, level)
+    worker = ("-m", "tests.distributed.two_hosts_worker", "numbers", tmp_path, level)
     job = Job(hosts, tmp_path, "--nproc_per_node", each, *worker)
     heard = {host.name: set() for host in hosts}
     until("over", lambda: _listen(heard, hosts) or job.ended, LIMIT)
@@ -200,7 +200,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(stepping, hosts):
 def test_who_is_missing_is_said(hosts, tmp_path):
     """The second host never starts."""
     words = ("--nproc_per_node", 2, "--start_timeout", 5)
-    worker = ("-m", "tests.two_hosts_worker", "steps", tmp_path)
+    worker = ("-m", "tests.distributed.two_hosts_worker", "steps", tmp_path)
     launcher = Launcher(hosts[0], 0, tmp_path, *words, *worker)
     assert launcher.wait(LIMIT) == 1
     assert "arrived: 0, 1; missing: 2, 3" in launcher.said
@@ -217,7 +217,7 @@ def test_a_machine_that_knows_itself_as_loopback(hosts, tmp_path):
         with names.open("a") as file:
             file.write(f"{other.address} {other.name}\n")
         host.knows(names)
-    worker = ("-m", "tests.two_hosts_worker", "numbers", tmp_path, "os_g")
+    worker = ("-m", "tests.distributed.two_hosts_worker", "numbers", tmp_path, "os_g")
     launcher = Launcher(hosts[0], 0, tmp_path, *worker, master="host-a")
     assert launcher.wait(LIMIT) == 2
     assert "--master host-a:29500 is this machine alone (127.0.1.1 in its own" in launcher.said

@@ -790,7 +790,7 @@ def test_the_overlapped_program_reduces_and_all_gathers():
 @pytest.mark.parametrize("target", ["h100:1x8", "tpu-v5e:2x4"])
 def test_updates_beside_what_is_sent(target):
     """As scheduled by the compilers of GPU (which combines scatters) and TPU."""
-    found = found_by("overlap_ahead_of_time", target)
+    found = found_by("pytorch.overlap_ahead_of_time", target)
     if target.startswith("tpu"):
         assert found["scatters"] == 8 and found["between"] >= 8
     else:

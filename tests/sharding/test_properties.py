@@ -21,7 +21,8 @@ import gshard
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group
 from gshard.train.comm import collectives
-from tests.random_states import (
+from tests.reference import path_name
+from tests.sharding.random_states import (
     DTYPES,
     LEVELS,
     MESHES,
@@ -35,7 +36,6 @@ from tests.random_states import (
     states,
     trees,
 )
-from tests.reference import path_name
 
 
 def tiers(quick: int, slow: int) -> Any:

@@ -18,7 +18,7 @@ def test_other_machines_have_none():
 @pytest.mark.slow
 def test_on_a_torus_every_gradient_is_reduce_scattered():
     """Compiled for slices that are not there, their devices given in any order."""
-    found = found_by("torus_on_tpu", "tpu-v5e:4x4")
+    found = found_by("sharding.torus_on_tpu", "tpu-v5e:4x4")
     assert {name: one["mesh"] for name, one in found.items()} == {
         "tpu-v5e:2x4": {"shard": 8},
         "tpu-v5e:4x4": {"shard_x": 4, "shard_y": 4},

@@ -19,7 +19,7 @@ from flax import nnx
 import gshard
 from gshard._util.durable import NewFile
 from gshard.checkpoint.safetensors.format import BLOCK, row_major
-from tests.export_models import LEVELS, divided, linen_state, named, trained
+from tests.checkpoint.safetensors.export_models import LEVELS, divided, linen_state, named, trained
 from tests.processes import assert_all_well, run_together, run_workers
 from tests.reference import flat
 from tests.tiers import quick
@@ -584,7 +584,9 @@ def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_one_leaf_is_on_the_host_at_a_time(tmp_path):
     """Divided on either dimension, padded: the rest of the state never shows in memory."""
-    (ended,) = run_together(tmp_path, [["-m", "tests.export_memory", str(tmp_path)]])
+    (ended,) = run_together(
+        tmp_path, [["-m", "tests.checkpoint.safetensors.export_memory", str(tmp_path)]]
+    )
     assert_all_well([ended])
     leaf, state, export, back, left = json.loads(ended.said.splitlines()[-1])
     some = leaf / 10  # what a sample may have beside it
@@ -613,7 +615,9 @@ FAULTS = {  # in its order: the rank at fault, and what it says
 def processes(tmp_path_factory):
     """Where two processes worked together, and what each of them saw."""
     folder = tmp_path_factory.mktemp("processes")
-    return folder, run_workers(folder, "export_worker", str(folder), limit=120)
+    return folder, run_workers(
+        folder, "checkpoint.safetensors.export_worker", str(folder), limit=120
+    )
 
 
 @pytest.mark.parametrize("run", RUNS)

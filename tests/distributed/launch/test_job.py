@@ -32,7 +32,7 @@ from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import is_stopped
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
-WORKER = ROOT / "tests" / "job_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "launch" / "job_worker.py"
 
 
 # ---- a job that ends well -----------------------------------------------------------------------

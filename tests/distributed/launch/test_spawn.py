@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from tests import spawned_functions as functions
+from tests.distributed.launch import spawned_functions as functions
 from tests.jobs import ROOT, launch, running
 
 NPROCS = 2
@@ -187,7 +187,7 @@ def test_join_may_wait_later_and_processes_can_be_ended():
 
 
 def program(what: str) -> list[str]:
-    return [sys.executable, "-m", "tests.spawned_functions", what]
+    return [sys.executable, "-m", "tests.distributed.launch.spawned_functions", what]
 
 
 def test_nobody_outlives_the_parent(tmp_path):
@@ -300,7 +300,7 @@ def rows_of(steps: int) -> list[np.ndarray]:
 @pytest.mark.slow
 def test_two_local_steps_of_three_in_launched_processes(tmp_path):
     """Paddle's D1, launched: the losses of one device."""
-    worker = ROOT / "tests" / "job_worker.py"
+    worker = ROOT / "tests" / "distributed" / "launch" / "job_worker.py"
     command = launch("--nproc_per_node", NPROCS, "--virtual_devices", 2, worker, "no_sync")
     with running(command, tmp_path) as job:
         assert job.code() == 0, job.err

@@ -161,7 +161,7 @@ def test_order_of_first_uses():
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:1x8", "tpu-v5e:2x4"])
 def test_turns_stay_apart_on(target):
-    found = found_by("turns_ahead_of_time", target)
+    found = found_by("train.comm.all_reduces_ahead_of_time", target)
     layer, (turns, beside), (free, _) = found["layer"], found["turns"], found["free"]
     assert len(turns) == 9  # the bias that arises first, then a layer at a time
     assert turns[0] < layer / 1000 and max(turns) <= layer

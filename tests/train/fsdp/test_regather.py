@@ -344,7 +344,7 @@ def test_without_prefetch_a_gather_waits_for_its_own_operands_and_changes_no_bit
 @pytest.mark.slow
 def test_two_layers_are_gathered_at_a_time_on_a_gpu():
     """Compiled for eight H100s, without one: what the schedule holds, and what runs beside what."""
-    found = found_by("layers_on_gpu", "h100:1x8")
+    found = found_by("train.fsdp.layers_on_gpu", "h100:1x8")
     layers = 8
     # The backward pass has the last one still, and no use of the first: nothing is before it.
     assert found["default"]["gathers"] == found["sync"]["gathers"] == 2 * layers - 2

@@ -1,6 +1,6 @@
 """One of several processes with a `ZeroRedundancyOptimizer` (`tests/pytorch/test_processes.py`).
 
-    python -m tests.zero_worker COORDINATOR PROCESSES RANK FILE
+    python -m tests.pytorch.zero_worker COORDINATOR PROCESSES RANK FILE
 
 Every process passes its own rows. What it saw goes to FILE.
 """

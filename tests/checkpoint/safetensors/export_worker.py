@@ -1,6 +1,6 @@
 """One of several processes that save and load safetensors (`tests/checkpoint/safetensors`).
 
-    python -m tests.export_worker COORDINATOR PROCESSES RANK FILE FOLDER
+    python -m tests.checkpoint.safetensors.export_worker COORDINATOR PROCESSES RANK FILE FOLDER
 
 Every process saves the parameters that it read back, and what each failing call said.
 """
@@ -22,7 +22,7 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
     import numpy as np
     import optax
 
-    from tests.export_models import divided
+    from tests.checkpoint.safetensors.export_models import divided
     from tests.reference import flat
 
     mesh = gshard.make_mesh()

@@ -1,7 +1,7 @@
 """One process of `tests/distributed/test_two_hosts.py`; `gshard launch` starts it on each host.
 
-    -m tests.two_hosts_worker numbers FOLDER LEVEL
-    -m tests.two_hosts_worker steps FOLDER [--few-after-restart]
+    -m tests.distributed.two_hosts_worker numbers FOLDER LEVEL
+    -m tests.distributed.two_hosts_worker steps FOLDER [--few-after-restart]
 
 `numbers` trains, each process on rows of its own, and saves what it saw, by rank. `steps` trains
 until it is told to stop, and writes the step at which it did.

@@ -96,8 +96,8 @@ def main(what: str, *arguments: str) -> None:
     elif what == "with_children":
         with_children()
     elif what == "no_sync":
+        from tests.distributed.launch.spawned_functions import no_sync
         from tests.distributed.launch.test_spawn import rows_of
-        from tests.spawned_functions import no_sync
 
         print(json.dumps(no_sync(rows_of(7)).tolist()), flush=True)
     elif what == "bar":  # a progress bar, and a line that does not end

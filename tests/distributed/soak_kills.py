@@ -1,6 +1,6 @@
 """Kills real jobs at random moments: any number; `tests/distributed/test_faults.py` does a few.
 
-    python -m tests.soak_kills [COUNT] [SEED]
+    python -m tests.distributed.soak_kills [COUNT] [SEED]
 
 Every kill is one job of two or three processes; somebody gets SIGKILL or SIGSTOP, or raises, at a
 random moment from the first import to the steps. The job must end within the heartbeat and five
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from tests.jobs import ROOT, Job, assert_port_is_free, launch, running
 
-WORKER = ROOT / "tests" / "job_worker.py"
+WORKER = ROOT / "tests" / "distributed" / "launch" / "job_worker.py"
 HEARTBEAT, SLACK = 4, 5  # seconds; the launcher's promise is their sum
 VICTIMS = ("coordinator", "worker", "launcher")
 

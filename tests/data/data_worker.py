@@ -1,6 +1,6 @@
 """One of two processes that give batches, right and wrong (`tests/data/test_consistency.py`).
 
-    python -m tests.data_worker COORDINATOR PROCESSES RANK FILE
+    python -m tests.data.data_worker COORDINATOR PROCESSES RANK FILE
 
 What each case gave goes to FILE: the error's text, the warnings', or the global arrays.
 """

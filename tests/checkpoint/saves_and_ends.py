@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import gshard
-from tests.checkpoint_worker import batch, checksum, fresh, fsync, loss_fn
+from tests.checkpoint.checkpoint_worker import batch, checksum, fresh, fsync, loss_fn
 
 STEPS = 12
 

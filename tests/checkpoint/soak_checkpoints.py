@@ -1,6 +1,6 @@
 """Kills trainings that save every step: any number; `tests/checkpoint/test_faults.py` does a few.
 
-    python -m tests.soak_checkpoints [COUNT] [SEED]
+    python -m tests.checkpoint.soak_checkpoints [COUNT] [SEED]
 
 All trainings follow each other in one directory, each on another mesh and level, in one process or
 two. SIGKILL comes at a random moment, to one process or to all, or at a chosen call of a save, a
@@ -21,10 +21,10 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.checkpoint_worker import ARMED_AFTER, CALLS, KEEP, LOCK
+from tests.checkpoint.checkpoint_worker import ARMED_AFTER, CALLS, KEEP, LOCK
 from tests.jobs import ROOT, Job, launch, running
 
-WORKER = ROOT / "tests" / "checkpoint_worker.py"
+WORKER = ROOT / "tests" / "checkpoint" / "checkpoint_worker.py"
 HEARTBEAT, SLACK = 4, 5  # seconds that the other process has to end
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 DEVICES = {1: (1, 2, 4, 8), 2: (1, 2, 4)}  # of each process

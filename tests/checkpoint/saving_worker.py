@@ -1,6 +1,6 @@
 """One of several processes that save and restore (`tests/checkpoint/test_processes.py`).
 
-    python -m tests.saving_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH DIRECTORY
+    python -m tests.checkpoint.saving_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH DIRECTORY
 
 It restores what the test wrote into DIRECTORY/alone, and writes DIRECTORY/together.
 """

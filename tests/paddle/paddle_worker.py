@@ -1,6 +1,6 @@
 """One of several processes that train as in Paddle (`tests/paddle/test_processes.py`).
 
-    python -m tests.paddle_worker COORDINATOR PROCESSES RANK FILE LEVEL
+    python -m tests.paddle.paddle_worker COORDINATOR PROCESSES RANK FILE LEVEL
 
 Every process passes its own rows. What it saw goes to FILE, checkpoints beside it.
 """

@@ -1,6 +1,6 @@
 """One of several processes that train together (`tests/distributed/test_processes.py`).
 
-    python -m tests.processes_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH TIER
+    python -m tests.distributed.processes_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH TIER
 
 Every process makes the same batches and passes its own rows of them. What it saw goes to FILE.
 """

@@ -1,6 +1,6 @@
 """A process that exports and imports a large state, and says how much memory that took.
 
-    python -m tests.export_memory FOLDER
+    python -m tests.checkpoint.safetensors.export_memory FOLDER
 
 Apart from the tests, because what these leave to be freed later would show as memory not taken.
 Prints the bytes of a leaf, of all leaves, and the most that an export and an import had beside what
