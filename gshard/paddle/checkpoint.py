@@ -7,8 +7,7 @@ from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.wrapped.named_arrays import check, check_optimizer, differences, write
-from gshard.wrapped.state_dict import load, save
+from gshard.wrapped.state_dict import check, check_optimizer, differences, load, save, write
 from gshard.wrapped.wrapped_model import Wrapped, kept
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 

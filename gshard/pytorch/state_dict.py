@@ -13,7 +13,7 @@ import numpy as np
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import belongs_to, flatten
 from gshard._util.validation import shown
-from gshard.wrapped.named_arrays import misfit
+from gshard.wrapped.state_dict import misfit
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:

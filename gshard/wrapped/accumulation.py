@@ -27,8 +27,7 @@ from gshard.sharding.validate import refuse_donated
 from gshard.train.local_gradients import LocalGradients
 from gshard.train.loss import Weighted
 from gshard.wrapped import compiled_fns
-from gshard.wrapped.compiled_fns import OnModel, Phases
-from gshard.wrapped.unused_params import check_closure, unreached
+from gshard.wrapped.compiled_fns import OnModel, Phases, check_closure, unused_params
 
 MANY = 8  # loss functions, each of which is compiled
 
@@ -110,35 +109,34 @@ class Accumulation:
         self._unscale = nnx.jit(compiled_fns.unscale)
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
-        self._update_if = nnx.jit(compiled_fns.update_if, donate_argnums=1)
 
     def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
         """Adds the gradient of `loss_fn(model, batch)` to the sum, and returns the loss."""
         if not callable(loss_fn):
             raise GShardError(
-                f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. It takes "
-                "(model, batch) and returns the mean loss over the rows."
+                f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. Pass one "
+                "of (model, batch) that returns the mean loss over the examples."
             )
         if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(batch)):
             raise GShardError(
-                "backward keeps gradients between calls, and cannot be inside a jitted function. "
-                "There take gshard.value_and_grad(loss_fn, model.plan)(model, batch)."
+                "backward keeps gradients between calls, so it cannot be called in a jitted "
+                "function. Use gshard.value_and_grad(loss_fn, model.plan)(model, batch) there."
             )
         if self.finite is not None:
             raise GShardError(
-                "backward: the gradients that are there have been unscaled, and others would be "
-                "added up. Call scaler.step(optimizer) and optimizer.clear_grad() first."
+                "backward: the gradients have been unscaled, and scaled ones would be added to "
+                "them. Call scaler.step(optimizer) and optimizer.clear_grad() first."
             )
         scaler = loss_fn.scaler if isinstance(loss_fn, Scaled) else None
         if scaler is not None and self.updating is not None:
             raise GShardError(
-                "backward: the loss is multiplied by a scale, and the optimizer updates at once "
+                "backward: the loss is scaled, and the optimizer updates during backward "
                 "(overlap_with_ddp=True). Make the optimizer without overlap_with_ddp."
             )
         if self.holds and scaler is not self.scaler:
             raise GShardError(
-                "backward: gradients that are multiplied by a scale and others would be added up. "
-                "Use scaler.scale(loss_fn) every time, or optimizer.clear_grad() first."
+                "backward: scaled and unscaled gradients would be added up. Use "
+                "scaler.scale(loss_fn) every time, or call optimizer.clear_grad() first."
             )
         loss_fn, given = self._given(loss_fn, batch)
         run = self._compiled(loss_fn, given)
@@ -209,13 +207,10 @@ class Accumulation:
 
     def step(self, finite: jax.Array | None = None) -> None:
         """Updates model and optimizer; if `finite` is given and false, nothing is changed."""
-        given = (self.model, self.optimizer, self.take())
+        grads = self.take()
         self.refuse_scaled()
         refuse_donated(jax.tree.leaves(nnx.state(self.optimizer)))
-        if finite is None:
-            self._update(*given)
-        else:
-            self._update_if(*given, finite)
+        self._update(self.model, self.optimizer, grads, finite)
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -242,19 +237,19 @@ class Accumulation:
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
         """Returns the loss function to compile, and its batch on the devices."""
         given = shard_batch(batch, self.plan)
-        rows = [x.shape[0] // self.plan.group.devices for x in jax.tree.leaves(given) if x.ndim]
+        sizes = [x.shape[0] // self.plan.group.devices for x in jax.tree.leaves(given) if x.ndim]
         if isinstance(loss_fn, Scaled):
             given = (given, loss_fn.scaler.loss_scaling)
         if self.joined is None:
             return loss_fn, given
         if self._depth:
             raise GShardError(
-                "no_sync within Join: devices that have no data left weigh nothing, and what all "
-                "weigh is known when gradients are reduced. Call backward outside no_sync."
+                "no_sync within Join: devices without data have weight 0, and the total weight is "
+                "only known when gradients are reduced. Call backward outside no_sync."
             )
         shares, initial = self.joined
-        of_rows = np.repeat(shares, rows[0] if rows else 1)
-        return Joined(loss_fn, initial), (given, shard_batch(of_rows, self.plan))
+        of_examples = np.repeat(shares, sizes[0] if sizes else 1)
+        return Joined(loss_fn, initial), (given, shard_batch(of_examples, self.plan))
 
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         key = (loss_fn, self._depth > 0)
@@ -262,13 +257,15 @@ class Accumulation:
             hash(key)
         except TypeError as error:
             raise GShardError(
-                f"backward: {shown(loss_fn)} cannot be hashed, so it cannot be told whether it is "
-                "compiled already. Pass a function."
+                f"backward: {shown(loss_fn)} cannot be hashed, so gshard cannot look up whether it "
+                "is compiled already. Pass a function."
             ) from error
         if key not in self._of_loss:
             check_closure(loss_fn, self.model)
             if self._find_unused and (loss_fn, not self._depth) not in self._of_loss:
-                self._report_unused(loss_fn, batch)
+                model = self.plan.template[0]
+                if unused := unused_params(loss_fn, model, self.forward.wrt, batch):
+                    warn(f"the loss does not use {some(unused)}: their gradients are zero.")
             if len(self._of_loss) == MANY:
                 warn(
                     f"backward has been given {MANY} different loss functions, and each is "
@@ -277,20 +274,15 @@ class Accumulation:
             if len(self._of_loss) > 2 * MANY:
                 self._of_loss.pop(next(iter(self._of_loss)))
             if self._depth:
-                local = partial(self._phases.local, loss_fn)
-                self._of_loss[key] = OnModel(local, self.forward.wrt, donated=(1, 2))
+                run, donated = partial(self._phases.local, loss_fn), (1, 2)
             elif self.updating is not None:
-                run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
-                self._of_loss[key] = OnModel(run, self.forward.wrt, donated=(3,))
+                updated = self.updating.updated
+                run = partial(self._phases.backward_and_update, loss_fn, updated)
+                donated = (3,)
             else:
-                backward = partial(self._phases.backward, loss_fn)
-                self._of_loss[key] = OnModel(backward, self.forward.wrt)
+                run, donated = partial(self._phases.backward, loss_fn), ()
+            self._of_loss[key] = OnModel(run, self.forward.wrt, donated)
         return self._of_loss[key]
-
-    def _report_unused(self, loss_fn: Callable[..., Any], batch: Any) -> None:
-        paths = unreached(loss_fn, self.plan.template[0], self.forward.wrt, batch)
-        if paths:
-            warn(f"the loss does not reach {some(paths)}: their gradients are zero.")
 
 
 @dataclass(frozen=True)
@@ -306,7 +298,7 @@ class Scaled:
         loss = self.loss_fn(model, batch)
         if isinstance(loss, Weighted):
             return Weighted(loss.sum * scale, loss.weight)
-        return loss * scale if hasattr(loss, "dtype") else loss  # what is no loss is refused later
+        return loss * scale if hasattr(loss, "dtype") else loss  # others are refused later
 
 
 @dataclass(frozen=True)

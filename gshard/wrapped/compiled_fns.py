@@ -1,9 +1,13 @@
-"""The compiled functions of a wrapped model, one for each phase. They keep no state."""
+"""The compiled functions of a wrapped model, and checks of the losses that they are compiled for.
+
+They keep no state: `accumulation` does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.jaxpr import called
+from gshard._util.jaxpr_dataflow import flow
+from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import compute_local_gradients
 from gshard.train.local_gradients import LocalGradients
@@ -42,26 +49,30 @@ class Inputs:
         graphs = jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, _GRAPHS))
         if any(isinstance(x, _GRAPHS) for x in graphs):
             raise GShardError(
-                "the model is called with an nnx.Rngs, a module or a Variable, and what it changes "
-                "there would be lost. Give the model its own, when it is made."
+                "the model is called with an nnx.Rngs, a module or a Variable, whose changes would "
+                "be lost. Give the model its own, when it is made."
             )
         leaves, structure = jax.tree.flatten(inputs)
-        are = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
-        rest = cls(structure, tuple(None if yes else x for x, yes in zip(leaves, are, strict=True)))
+        rest = cls(structure, tuple(None if _is_array(x) else x for x in leaves))
         try:
             hash(rest)
         except TypeError as error:
             raise GShardError(
-                f"the model is called with something that cannot be hashed ({error}), so it cannot "
-                "be told whether it is compiled already. Pass arrays, numbers, strings and tuples."
+                f"the model is called with an argument that cannot be hashed ({error}), so gshard "
+                "cannot look up whether it is compiled already. Pass arrays, numbers, strings and "
+                "tuples."
             ) from error
-        return [x for x, yes in zip(leaves, are, strict=True) if yes], rest
+        return [x for x in leaves if _is_array(x)], rest
 
     def with_arrays(self, arrays: list[Any]) -> Any:
         """Returns the inputs with these arrays."""
         rest = iter(arrays)
         leaves = [next(rest) if x is None else x for x in self.others]
         return jax.tree.unflatten(self.structure, leaves)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ class Phases:
         """Returns the model's output, and writes the changes of its own state."""
         plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
         parts = plan.kind.split_target(model, {})
-        params = jax.tree.map(lambda x, place: place.unpad(x), parts.params, plan.params)
+        params = jax.tree.map(lambda x, layout: layout.unpad(x), parts.params, plan.params)
         non_trainable = {
             path: plan.non_trainable[path].unpad(x) for path, x in parts.non_trainable.items()
         }
@@ -121,13 +132,12 @@ class Phases:
         batch: Any,
         pending: LocalGradients | None,
         grads: nnx.State | None,
-        state: Any,
-        values: Any,
+        *arguments: Any,
     ) -> tuple[jax.Array, Any, Any]:
         """Returns loss, new parameters and state; updates do not wait for all gradients."""
         params = self.plan.kind.split_target(model, {}).params
         loss, grads = self.backward(loss_fn, model, batch, pending, grads)
-        return loss, *updated(params, grads, state, values)
+        return loss, *updated(params, grads, *arguments)
 
     def local(
         self,
@@ -171,7 +181,7 @@ class Phases:
             if isinstance(loss, Weighted):
                 raise GShardError(
                     "no_sync: the loss is a gshard.Weighted, which is divided by the weight of all "
-                    "devices, and nothing is to be sent. Call backward outside, or take "
+                    "devices, and no_sync does not communicate. Call backward outside it, or use "
                     "make_train_step(micro_batches=...)."
                 )
             return loss
@@ -195,15 +205,12 @@ class Phases:
         return means, changed
 
 
-def update(model: Any, optimizer: Any, grads: Any) -> None:
-    """Runs one step of the optimizer."""
-    optimizer.update(model, grads)
-
-
-def update_if(model: Any, optimizer: Any, grads: Any, finite: jax.Array) -> None:
-    """Runs one step of the optimizer if the gradients are finite; else changes nothing."""
+def update(model: Any, optimizer: Any, grads: Any, finite: jax.Array | None) -> None:
+    """Runs one step of the optimizer; if `finite` is given and false, it changes nothing."""
     before = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
     optimizer.update(model, grads)
+    if finite is None:
+        return
     after = [nnx.as_pure(nnx.state(x)) for x in (model, optimizer)]
     for target, new in zip((model, optimizer), keep_unless(finite, after, before), strict=True):
         nnx.update(target, new)
@@ -222,13 +229,6 @@ def _added(pending: LocalGradients | None, own: LocalGradients) -> LocalGradient
 
 def _sum(grads: nnx.State | None, new: nnx.State) -> nnx.State:
     return new if grads is None else jax.tree.map(jnp.add, grads, new)
-
-
-@dataclass(frozen=True)
-class _Static:
-    graph: Any
-    structure: Any
-    fixed: Any
 
 
 class OnModel:
@@ -251,23 +251,85 @@ class OnModel:
         out, changed = self._jitted(static, params, rest, *args)
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
-            nnx.update(model, jax.tree.unflatten(static.structure, leaves))
+            nnx.update(model, jax.tree.unflatten(static[1], leaves))
         return out
 
     def lower(self, model: nnx.Module, *args: Any, fixed: Any = None) -> jax.stages.Lowered:
         """Returns the function lowered for these arguments; nothing runs."""
         return self._jitted.lower(*self._split(model, fixed), *args)
 
-    def _split(self, model: nnx.Module, fixed: Any) -> tuple[_Static, Any, list[Any]]:
+    def _split(self, model: nnx.Module, fixed: Any) -> tuple[tuple[Any, Any, Any], Any, list[Any]]:
+        """Returns what is static, the parameters, and the leaves of the rest."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
         leaves, structure = jax.tree.flatten(rest)
-        return _Static(graph, structure, fixed), params, leaves
+        return (graph, structure, fixed), params, leaves
 
-    def _run(self, static: _Static, params: Any, rest: list[Any], *args: Any) -> Any:
-        state = jax.tree.unflatten(static.structure, rest)
-        model = nnx.merge(static.graph, params, state, copy=True)
-        more = () if static.fixed is None else (static.fixed,)
-        out = self._fun(model, *args, *more)
+    def _run(self, static: tuple[Any, Any, Any], params: Any, rest: Any, *args: Any) -> Any:
+        graph, structure, fixed = static
+        model = nnx.merge(graph, params, jax.tree.unflatten(structure, rest), copy=True)
+        out = self._fun(model, *args, *(() if fixed is None else (fixed,)))
         after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
         return out, {i: new for i, (new, old) in pairs if new is not old}
+
+
+def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
+    """Warns of models that a loss reads from outside: once compiled, it sees their first values.
+
+    Raises:
+      GShardError: it reads the wrapped model itself from outside, which then has no gradient.
+    """
+    function: Any = loss_fn
+    while hasattr(function, "loss_fn"):
+        function = function.loss_fn
+    found: dict[str, Any] = {"its self": getattr(function, "__self__", None)}
+    try:
+        variables = inspect.getclosurevars(inspect.unwrap(function))
+        found.update({**variables.globals, **variables.nonlocals})
+    except TypeError:  # not a Python function
+        pass
+    read = {name: x for name, x in found.items() if isinstance(x, nnx.Module)}
+    own = [name for name, x in read.items() if x is model]
+    if own:
+        raise GShardError(
+            f"backward: the loss reads the model as {own[0]}, from outside, and not as its first "
+            "argument: it would have no gradient. Use the model that the loss is called with."
+        )
+    if read:
+        warn(
+            f"backward: the loss reads {some(read)} from outside. It is compiled with the values "
+            "of now; where they change, pass them in the batch (nnx.split(other), and nnx.merge in "
+            "the loss)."
+        )
+
+
+def unused_params(
+    loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: Any
+) -> list[str]:
+    """Returns the paths of the parameters that `loss_fn(model, batch)` does not depend on.
+
+    Args:
+      loss_fn: the loss that `backward` was given.
+      model: the abstract model, in logical shapes.
+      wrt: the filter of the parameters.
+      batch: the batch, a tree of arrays.
+    """
+    graph, params, rest = nnx.split(model, wrt, ...)
+
+    def loss(params: Any, rest: Any) -> Any:
+        return loss_fn(nnx.merge(graph, params, rest, copy=True), batch)
+
+    jaxpr = jax.make_jaxpr(loss)(params, rest).jaxpr
+    used = frozenset().union(*_inputs_used(jaxpr, [{i} for i in range(len(jaxpr.invars))]))
+    return [path for i, path in enumerate(flatten(params)[0]) if i not in used]
+
+
+def _inputs_used(jaxpr: Any, inputs: Sequence[Set[int]]) -> list[Set[int]]:
+    """Returns the inputs that each output of a jaxpr depends on, also through inner calls."""
+
+    def transfer(eqn: Any, given: list[Set[int]]) -> list[Set[int]]:
+        if inner := called(eqn):
+            return _inputs_used(inner[0], given)
+        return [frozenset().union(*given)] * len(eqn.outvars)
+
+    return flow(jaxpr, inputs, transfer, frozenset())

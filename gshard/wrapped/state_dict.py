@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers, and the directories that they are saved in."""
+"""State dicts: full logical arrays by dotted name, set in place, and saved in a directory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from gshard._util.durable import make_folder, rename, replace_folder
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
+from gshard.sharding.host_arrays import to_host
+from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import data_group, make_mesh
 from gshard.sharding.plan import all_replicated
-from gshard.wrapped.named_arrays import (
-    NamedArrays,
-    check_optimizer,
-    full_values,
-    name_arrays,
-    set_model,
-    write,
-)
-from gshard.wrapped.wrapped_model import Wrapped
-from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
+
+NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 
 
 def state_dict(target: Any) -> dict[str, Any]:
@@ -49,8 +44,6 @@ def state_dict(target: Any) -> dict[str, Any]:
       >>> gshard.paddle.state_dict(net)["kernel"].shape
       (64, 32)
     """
-    if isinstance(target, (Wrapped, WrappedOptimizer)):
-        return target.state_dict()
     return full_values(_stored(target, "state_dict"))
 
 
@@ -73,9 +66,6 @@ def set_state_dict(target: Any, values: Any) -> None:
       >>> bool((other.kernel[...] == net.kernel[...]).all())
       True
     """
-    if isinstance(target, (Wrapped, WrappedOptimizer)):
-        target.set_state_dict(values)
-        return
     stored = _stored(target, "set_state_dict")
     if isinstance(target, nnx.Module):
         set_model(target, values, stored)
@@ -85,11 +75,10 @@ def set_state_dict(target: Any, values: Any) -> None:
 
 
 def _stored(target: Any, call: str) -> NamedArrays:
+    if hasattr(target, "_gshard_named"):
+        return target._gshard_named()
     if isinstance(target, nnx.Optimizer):
-        tree: Any = {
-            "step": target.step.get_value(),
-            "inner": nnx.as_pure(target.opt_state),
-        }
+        tree: Any = {"step": target.step.get_value(), "inner": nnx.as_pure(target.opt_state)}
     elif isinstance(target, nnx.Module):
         tree = nnx.as_pure(nnx.state(target))
     elif hasattr(target, call):
@@ -101,6 +90,133 @@ def _stored(target: Any, call: str) -> NamedArrays:
         )
     alone = data_group(make_mesh(devices=jax.devices()[:1]))
     return name_arrays((tree, all_replicated(tree, alone)))
+
+
+def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
+    """Returns stored arrays with their layouts, by dotted path.
+
+    Args:
+      *pairs: trees of arrays, each with the tree of their layouts.
+
+    Raises:
+      GShardError: two paths have the same name.
+    """
+    found = [
+        (path.replace("/", "."), (x, layout))
+        for tree, layouts in pairs
+        for path, x, layout in zip(*flatten(tree)[:2], jax.tree.leaves(layouts), strict=True)
+    ]
+    check_unique([name for name, _ in found], "names of the state dict")
+    return dict(found)
+
+
+def full_values(stored: NamedArrays) -> dict[str, np.ndarray]:
+    """Returns the logical values, gathered one after the other; for a PRNG key, its data."""
+    full = {name: to_host(x, layout) for name, (x, layout) in stored.items()}
+    return {
+        name: np.asarray(jax.random.key_data(x) if _is_key(x) else x) for name, x in full.items()
+    }
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[str]]:
+    """Returns the names that a state dict lacks, and its names that are not known.
+
+    Args:
+      values: arrays by name.
+      stored: the arrays to set.
+      what: the state dict's name in messages.
+
+    Raises:
+      GShardError: `values` is not a state dict, or a value has another shape.
+    """
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise GShardError(f"{what}: {shown(values)} is not a state dict, a mapping from names.")
+    wrong = []
+    for name, (x, layout) in stored.items():
+        shape = jax.random.key_data(x).shape if _is_key(x) else layout.shape
+        if name in values and (error := misfit(values[name], shape, x.dtype)):
+            wrong.append(f"{name} {error}")
+    if wrong:
+        raise GShardError(f"{what}: {some(wrong, most=3)}. Nothing was changed.")
+    return [name for name in stored if name not in values], [n for n in values if n not in stored]
+
+
+def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
+    """Says why a value cannot replace an array of this shape and dtype; empty if it can."""
+    value = np.asarray(value)
+    if not _is_numeric(value):
+        return "is not an array of numbers"
+    if np.iscomplexobj(value) and not jnp.issubdtype(dtype, np.complexfloating):
+        return "is complex"
+    return "" if value.shape == shape else f"has shape {value.shape}, and {shape} is wanted"
+
+
+def _is_numeric(x: np.ndarray) -> bool:
+    return jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
+
+
+def differences(missing: list[str], unknown: list[str], whose: str) -> str:
+    """Describes what `check` returned, for a message; empty if nothing differs."""
+    both = [("it lacks", missing), (f"{whose} does not know", unknown)]
+    return "; ".join(f"{what} {some(names)}" for what, names in both if names)
+
+
+def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
+    """Sets the arrays that both have; a warning lists the others.
+
+    Returns:
+      Names that the state dict lacks, and names that the model does not know.
+
+    Raises:
+      GShardError: a value has another shape; nothing is changed.
+    """
+    missing, unknown = check(values, stored, "set_state_dict")
+    write(model, values, stored)
+    if strange := differences(missing, unknown, "the model"):
+        warn(f"set_state_dict: {strange}.")
+    return missing, unknown
+
+
+def check_optimizer(values: Any, stored: NamedArrays) -> None:
+    """Raises a `GShardError` unless the state dict has exactly the optimizer's arrays."""
+    found = check(values, stored, "set_state_dict of the optimizer")
+    if strange := differences(*found, "this optimizer"):
+        raise GShardError(
+            f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
+        )
+
+
+def write(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
+    """Sets Variables of a model or an optimizer one by one, in their layouts.
+
+    `stored` is emptied, so that at most one value exists twice at a time.
+    """
+    at = {}
+    for path, x in nnx.to_flat_state(nnx.state(target)):
+        at[id(x.get_value() if isinstance(x, nnx.Variable) else x)] = path, x
+    for name in list(stored):
+        old, layout = stored.pop(name)
+        if name in values:
+            path, variable = at.pop(id(old))
+            new = _like(old, layout, np.asarray(values[name]))
+            if isinstance(variable, nnx.Variable):
+                variable.set_value(new)
+            else:  # an array that is not in a Variable
+                nnx.update(target, nnx.from_flat_state({path: new}))
+
+
+def _like(old: Any, layout: Layout, value: np.ndarray) -> jax.Array:
+    if _is_key(old):
+        data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
+    host = layout.pad(value.astype(old.dtype))
+    return jax.make_array_from_callback(
+        old.shape, old.sharding, lambda index: np.array(host[index])
+    )
 
 
 # Other entries of the user's directory are left alone.
@@ -211,9 +327,12 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
         if isinstance(value, (list, tuple)):
-            if jax.tree.leaves(value):
-                found[name] = _writable(_by_name(value), f"{path}/")
-        elif isinstance(value, Mapping):
+            if not jax.tree.leaves(value):
+                continue
+            fields = getattr(value, "_fields", map(str, range(len(value))))
+            entries = zip(fields, value, strict=True)
+            value = {key: x for key, x in entries if jax.tree.leaves(x)}
+        if isinstance(value, Mapping):
             if not value:
                 raise GShardError(f"save: {path} is empty: there is nothing to write.")
             found[name] = _writable(value, f"{path}/")
@@ -229,13 +348,6 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
     return found
 
 
-def _by_name(values: Any) -> dict[str, Any]:
-    """The entries of a sequence by number, of a named tuple by field."""
-    names = getattr(values, "_fields", map(str, range(len(values))))
-    entries = zip(names, values, strict=True)
-    return {name: x for name, x in entries if jax.tree.leaves(x)}
-
-
 def _array(value: Any, path: str) -> np.ndarray:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise GShardError(
@@ -243,7 +355,7 @@ def _array(value: Any, path: str) -> np.ndarray:
             "all-gathers."
         )
     host = np.asarray(value)
-    if not (jnp.issubdtype(host.dtype, np.number) or host.dtype == np.bool_):
+    if not _is_numeric(host):
         raise GShardError(
             f"save: {path} is an array of {host.dtype}. A state dict contains arrays of numbers."
         )

@@ -21,7 +21,7 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import Inputs, OnModel
-from gshard.wrapped.named_arrays import NamedArrays, full_values, name_arrays, set_model
+from gshard.wrapped.state_dict import NamedArrays, full_values, name_arrays, set_model
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 

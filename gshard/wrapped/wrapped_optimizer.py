@@ -11,7 +11,7 @@ import jax
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.train_state import Components
-from gshard.wrapped.named_arrays import (
+from gshard.wrapped.state_dict import (
     NamedArrays,
     check_optimizer,
     full_values,
