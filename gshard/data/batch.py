@@ -48,22 +48,23 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     """
     check_plan(plan, "shard_batch(batch, plan)")
     mesh = plan.mesh
-    rows = NamedSharding(mesh, plan.batch_spec)
-    placed = [_is_global(x, rows) for x in jax.tree.leaves(batch)]
+    sharding = NamedSharding(mesh, plan.batch_spec)
+    placed = [_is_global(x, sharding) for x in jax.tree.leaves(batch)]
     if placed and all(placed):
         return batch
-    local, fault = (_local_leaves(batch, placed) if any(placed) else batch), None
+    local, fault = batch, None
+    if any(placed):
+        pairs = zip(*flatten(batch)[:2], placed, strict=True)
+        local = {path: x for path, x, is_placed in pairs if not is_placed}
     try:
         check_leaves(local, keys=not mesh.is_multi_process)
-        if not any(placed):
-            check_examples(local, local_positions(plan), 1)
-        elif any(np.ndim(x) for x in local.values()):
-            _check_global_arrays(
-                batch, placed, check_examples(local, local_positions(plan), 1), plan
-            )
+        if not any(placed) or any(np.ndim(x) for x in local.values()):
+            count = check_examples(local, local_positions(plan), 1)
+            if any(placed):
+                _check_global_arrays(batch, placed, count, plan)
     except GShardError as error:
         fault = error
-    # One process must not raise while the others wait for it in a collective: they are told.
+    # The others wait in a collective, so they get this process's error before it is raised.
     if mesh.is_multi_process and mesh.local_devices:
         compare_batches(local, plan, positions_by_process(plan), fault)
     if fault is not None:
@@ -74,44 +75,32 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
 def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     """Places this process's examples on its devices, without comparison or communication.
 
-    Args:
-      batch: as in `shard_batch`, already checked on every process.
-      plan: a plan with a concrete mesh.
-      copy: False if nobody else writes into the NumPy arrays of the batch. JAX on CPU may share
-        their memory, which the caller might fill with the next batch.
-
-    Returns:
-      The same tree of global arrays.
+    With `copy=False` nobody else may write into the NumPy arrays: JAX on CPU may share their
+    memory, which the caller of `shard_batch` might fill with the next batch.
     """
-    mesh = plan.mesh
-    rows, whole = NamedSharding(mesh, plan.batch_spec), NamedSharding(mesh, jax.P())
-    copy = copy and next(iter(rows.device_set)).platform == "cpu"
-    if not rows.mesh.is_multi_process:
-
-        def put_all(x: Any) -> jax.Array:
-            if _is_global(x, rows):
-                return x
-            x = np.array(x) if copy and isinstance(x, np.ndarray) else x
-            return jax.device_put(x, rows if np.ndim(x) else whole)
-
-        return jax.tree.map(put_all, batch)
-    # By index in the data group, since processes may have different numbers of devices.
-    mine = sorted(positions_by_process(plan)[jax.process_index()])
+    sharded = NamedSharding(plan.mesh, plan.batch_spec)
+    replicated = NamedSharding(plan.mesh, jax.P())
+    copy = copy and next(iter(sharded.device_set)).platform == "cpu"
 
     def put(x: Any) -> jax.Array:
-        if _is_global(x, rows):
+        if _is_global(x, sharded):
             return x
+        if not plan.mesh.is_multi_process:
+            x = np.array(x) if copy and isinstance(x, np.ndarray) else x
+            return jax.device_put(x, sharded if np.ndim(x) else replicated)
         x = np.array(x) if copy else np.asarray(x)
         if not x.ndim:
-            return jax.make_array_from_callback((), whole, lambda _: x)
+            return jax.make_array_from_callback((), replicated, lambda _: x)
+        # By index in the data group, since processes may have different numbers of devices.
+        mine = sorted(positions_by_process(plan)[jax.process_index()])
         each = x.shape[0] // len(mine)
 
-        def part(index: Any) -> np.ndarray:
+        def local_shard(index: Any) -> np.ndarray:
             first = mine.index((index[0].start or 0) // each) * each
             return x[first : first + each]
 
         shape = (each * plan.group.devices, *x.shape[1:])
-        return jax.make_array_from_callback(shape, rows, part)
+        return jax.make_array_from_callback(shape, sharded, local_shard)
 
     return jax.tree.map(put, batch)
 
@@ -127,26 +116,15 @@ def positions_by_process(plan: Plan) -> dict[int, set[int]]:
 
 
 @functools.lru_cache(maxsize=64)  # every step calls it
-def _positions(rows: NamedSharding, count: int) -> dict[int, set[int]]:
-    at = rows.devices_indices_map((count,))
+def _positions(sharding: NamedSharding, count: int) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
-    for device, index in at.items():
+    for device, index in sharding.devices_indices_map((count,)).items():
         found.setdefault(device.process_index, set()).add(index[0].start or 0)
     return found
 
 
-def _local_leaves(batch: Any, placed: list[bool]) -> dict[str, Any]:
-    """Returns, by path, the leaves that are not global yet."""
-    paths, leaves, _ = flatten(batch)
-    return {p: x for p, x, known in zip(paths, leaves, placed, strict=True) if not known}
-
-
 def check_plan(plan: Any, call: str) -> None:
-    """Checks that a plan can place a batch.
-
-    Raises:
-      GShardError: it is not a plan, or its mesh is abstract.
-    """
+    """Checks that a plan can place a batch."""
     if not isinstance(plan, Plan):
         raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
     if isinstance(plan.mesh, AbstractMesh):
@@ -154,67 +132,50 @@ def check_plan(plan: Any, call: str) -> None:
 
 
 def check_leaves(batch: Any, keys: bool = True) -> None:
-    """Checks that the leaves are numeric, or with `keys` also PRNG keys of `jax.random`.
-
-    Raises:
-      GShardError: names the first leaf that is not.
-    """
-    for x in jax.tree.leaves(batch):
+    """Checks that the leaves are numeric, or with `keys` also PRNG keys of `jax.random`."""
+    for path, x in zip(*flatten(batch)[:2], strict=True):
         dtype = getattr(x, "dtype", None)
-        if dtype is None and isinstance(x, (bool, int, float, complex)):
-            continue
-        if keys and dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            continue
-        if dtype is None or why_not_numeric(dtype):
-            paths, leaves, _ = flatten(batch)
-            path = next(p for p, leaf in zip(paths, leaves, strict=True) if leaf is x)
-            if dtype is None:
+        if dtype is None:
+            if not isinstance(x, (bool, int, float, complex)):
                 raise GShardError(
                     f"batch{subscript(path)} is {shown(x)}: pass NumPy or JAX arrays."
                 )
-            raise GShardError(f"batch{subscript(path)} {why_not_numeric(dtype)}: pass numbers.")
+        elif not (keys and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+            if why := why_not_numeric(dtype):
+                raise GShardError(f"batch{subscript(path)} {why}: pass numbers.")
 
 
-def _check_global_arrays(batch: Any, placed: list[bool], rows: int, plan: Plan) -> None:
-    """Checks the number of this process's examples against the global arrays in the same tree.
-
-    Raises:
-      GShardError: names a global array with another number of examples.
-    """
-    paths, leaves, _ = flatten(batch)
-    whole = rows // local_positions(plan) * plan.group.devices
-    for path, x, known in zip(paths, leaves, placed, strict=True):
-        if known and x.ndim and x.shape[0] != whole:
+def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan) -> None:
+    """Compares the global arrays of a batch with this process's examples in the same tree."""
+    total = count // local_positions(plan) * plan.group.devices
+    for path, x, is_placed in zip(*flatten(batch)[:2], placed, strict=True):
+        if is_placed and x.ndim and x.shape[0] != total:
             raise GShardError(
-                f"batch{subscript(path)} is a global array of {x.shape[0]} rows, and the {rows} "
-                f"rows of the arrays beside it, which are this process's own, make {whole}. All "
-                "arrays of a batch share their leading dimension."
+                f"batch{subscript(path)} is a global array of {x.shape[0]} examples, but the "
+                f"{count} examples that this process gave in other arrays make a global batch of "
+                f"{total}. All arrays of a batch share their leading dimension."
             )
 
 
 def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
-    """Returns the number of examples, checked to be a multiple of devices times micro-batches.
-
-    Raises:
-      GShardError: names the array that does not fit.
-    """
-    paths, leaves, _ = flatten(batch)
+    """Returns the number of examples, checked to be a multiple of devices times micro-batches."""
     if not devices:
-        raise GShardError("this process has no device in the mesh of the plan: it has no rows.")
-    rows = {path: x.shape[0] for path, x in zip(paths, leaves, strict=True) if jnp.ndim(x)}
-    if not rows:
+        raise GShardError("this process has no device in the mesh of the plan: it has no examples.")
+    pairs = zip(*flatten(batch)[:2], strict=True)
+    counts = {path: x.shape[0] for path, x in pairs if jnp.ndim(x)}
+    if not counts:
         raise GShardError(
-            "the batch has no array with rows: pass a tree with at least one (Python lists are "
+            "the batch has no array with examples: pass a tree with at least one (Python lists are "
             "trees too: make them arrays)."
         )
-    first, count = next(iter(rows.items()))
-    unit = devices * micro_batches
-    for path, n in rows.items():
+    first, count = next(iter(counts.items()))
+    for path, n in counts.items():
         if n != count:
             raise GShardError(
-                f"batch{subscript(path)} has {n} rows and batch{subscript(first)} has {count}. All "
-                "arrays of a batch share their leading dimension."
+                f"batch{subscript(path)} has {n} examples and batch{subscript(first)} has {count}. "
+                "All arrays of a batch share their leading dimension."
             )
+    unit = devices * micro_batches
     if count % unit or not count:
         nearest = max(unit, count // unit * unit)
         over, fewer = f"the {devices} devices", ""
@@ -229,8 +190,8 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
     return count
 
 
-def _is_global(x: Any, rows: NamedSharding) -> bool:
+def _is_global(x: Any, sharding: NamedSharding) -> bool:
     """Whether an array is already placed on the devices of the mesh."""
     if isinstance(x, core.Tracer):  # a step inside the user's own jit
         return True
-    return isinstance(x, jax.Array) and x.sharding.device_set == rows.device_set
+    return isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set

@@ -6,8 +6,12 @@ position of a loader is two numbers, so that training can continue where it stop
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,9 +27,11 @@ from gshard.data.batch import (
     shard_batch,
 )
 from gshard.data.consistency import compare_loaders
-from gshard.data.prefetch import map_ahead
 from gshard.data.source import Source
 from gshard.sharding.plan import Plan
+
+T = TypeVar("T")
+_EXIT_TIMEOUT = 1.0  # seconds for which the interpreter waits at its end for a running thread
 
 
 class DataLoader:
@@ -79,9 +85,9 @@ class DataLoader:
         check_plan(plan, "DataLoader(source, batch_size, plan)")
         if not local_positions(plan):
             raise GShardError(
-                "this process has no device in the mesh of the plan: it has no rows to load."
+                "this process has no device in the mesh of the plan: it has no examples to load."
             )
-        size = check_integer("batch_size", batch_size, 1, " of rows of the global batch")
+        size = check_integer("batch_size", batch_size, 1, " of examples of the global batch")
         seed = check_integer("seed", seed, 0)
         shuffle, drop = flag("shuffle", shuffle), flag("drop_remainder", drop_remainder)
         if num_epochs is not None:
@@ -89,9 +95,7 @@ class DataLoader:
         self._plan, self._num_epochs = plan, num_epochs
         self._prefetch = check_integer("prefetch", prefetch, 0, " of batches")
         self._source = Source(source, transform, seed)
-        self._order = EpochOrder(self._source.length, size, seed, shuffle, drop)
-        self._order.check(plan.group.devices)
-        self._made_with = {
+        self._settings = {
             "seed": seed,
             "length": self._source.length,
             "batch_size": size,
@@ -99,12 +103,15 @@ class DataLoader:
             "drop_remainder": int(drop),
             "checksum": self._source.checksum,
         }
+        _check_sizes(self._source.length, size, drop, plan.group.devices)
+        self._order: tuple[int, np.ndarray] | None = None  # an epoch, and its permutation
         self._epoch = self._position = 0
-        self._walk = 0  # how often an iteration began, or a state was loaded
+        self._iteration = 0  # how often an iteration began, or a state was loaded
 
     def __len__(self) -> int:
         """Number of batches of one epoch."""
-        return self._order.batches
+        length, size = self._settings["length"], self._settings["batch_size"]
+        return length // size if self._settings["drop_remainder"] else -(-length // size)
 
     @property
     def epoch(self) -> int:
@@ -119,7 +126,7 @@ class DataLoader:
         of arrays or of a list.
         """
         epoch, position = self._next()
-        return {"epoch": epoch, "position": position, **self._made_with}
+        return {"epoch": epoch, "position": position, **self._settings}
 
     def _next(self) -> tuple[int, int]:
         """Returns epoch and position of the next batch."""
@@ -142,16 +149,13 @@ class DataLoader:
                 f"DataLoader.state_dict returns{what}."
             )
         given = {name: check_integer(f"state[{name!r}]", x, 0) for name, x in state.items()}
-        for name, mine in self._made_with.items():
-            if given[name] != mine:
-                theirs, own_one = (
-                    _describe_argument(name, given[name]),
-                    _describe_argument(name, mine),
-                )
+        for name, value in self._settings.items():
+            if given[name] != value:
+                theirs = _describe_argument(name, given[name])
                 raise GShardError(
-                    f"the state is of a loader with {theirs}, and this one has {own_one}: the same "
-                    f"position is not the same place in the data. Make the loader with {theirs}, "
-                    "or start over without the state."
+                    f"the state is of a loader with {theirs}, and this one has "
+                    f"{_describe_argument(name, value)}: the same position means other examples. "
+                    f"Make the loader with {theirs}, or start over without the state."
                 )
         if given["position"] > len(self):
             raise GShardError(
@@ -159,7 +163,7 @@ class DataLoader:
                 "batches. It is not of this loader."
             )
         self._epoch, self._position = given["epoch"], given["position"]
-        self._walk += 1
+        self._iteration += 1
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates from the current position to the end of the epoch, or of `num_epochs`.
@@ -169,20 +173,27 @@ class DataLoader:
         Raises:
           GShardError: the loaders differ, or a process did not join the comparison.
         """
-        self._walk += 1
+        self._iteration += 1
         self._epoch, self._position = self._next()  # after a `break` at the last batch
         if self._plan.mesh.is_multi_process:
-            compare_loaders(self.state_dict(), self._source.words, self._plan)
-        return self._iterate(self._walk)
+            compare_loaders(self.state_dict(), self._source.form, self._plan)
+        return self._iterate(self._iteration)
 
-    def _iterate(self, walk: int) -> Iterator[Any]:
+    def _iterate(self, iteration: int) -> Iterator[Any]:
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
-            self._refuse_left_behind(walk)
+            self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
             yield batch
-            self._refuse_left_behind(walk)
-        self._refuse_left_behind(walk)
+            self._check_current(iteration)
+        self._check_current(iteration)
         self._epoch, self._position = self._epoch + 1, 0
+
+    def _check_current(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            raise CallOrderError(
+                "this iteration of the DataLoader is over: another one of the same loader began, "
+                "or a state was loaded. A loader has one position; make a second one to read twice."
+            )
 
     def _batches_from_here(self) -> Iterator[tuple[int, int]]:
         """Yields epoch and position of each batch of one `for`, from the current position."""
@@ -198,21 +209,32 @@ class DataLoader:
     def _batch(self, at: tuple[int, int]) -> Any:
         """Makes one global batch, of which this process reads its own examples."""
         epoch, position = at
-        rows = local_indices(self._plan, self._order.rows(epoch, position), jax.process_index())
+        of_devices = self._indices(epoch, position).reshape(self._plan.group.devices, -1)
+        mine = sorted(positions_by_process(self._plan)[jax.process_index()])
         try:
             # The loaders were compared when the `for` began, so nothing is compared here: that
             # would be a collective in a thread, in no order with those of the step.
-            return put_batch(self._source.read(rows, epoch), self._plan, copy=False)
+            batch = self._source.read(of_devices[mine].reshape(-1), epoch)
+            return put_batch(batch, self._plan, copy=False)
         except Exception as error:
             error.add_note(f"gshard.DataLoader was at batch {position} of epoch {epoch}.")
             raise
 
-    def _refuse_left_behind(self, walk: int) -> None:
-        if walk != self._walk:
-            raise CallOrderError(
-                "this iteration of the DataLoader is over: another one of the same loader began, "
-                "or a state was loaded. A loader is at one place; make a second one to read twice."
-            )
+    def _indices(self, epoch: int, position: int) -> np.ndarray:
+        """Returns the indices of the examples of one global batch, int64, in order.
+
+        The permutation of an epoch takes 8 bytes per example, and is kept until the next epoch. It
+        is that of NumPy's generator, whose stream a new version of NumPy may change.
+        """
+        length, size = self._settings["length"], self._settings["batch_size"]
+        start = position * size
+        stop = min(start + size, length)
+        if not self._settings["shuffle"]:
+            return np.arange(start, stop)
+        if self._order is None or self._order[0] != epoch:
+            entropy = np.random.SeedSequence(self._settings["seed"], spawn_key=(epoch,))
+            self._order = (epoch, np.random.default_rng(entropy).permutation(length))
+        return self._order[1][start:stop]
 
 
 def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
@@ -249,76 +271,95 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _describe_argument(name: str, value: int) -> str:
-    """Describes one argument of a loader, for messages."""
     if name == "length":
-        return f"a source of {value} rows"
+        return f"a source of {value} examples"
     if name == "checksum":
-        return f"a first and a last row of checksum {value:#010x}"
+        return f"a first and a last example of checksum {value:#010x}"
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 
-class EpochOrder:
-    """The order of the examples: their indices for every batch of every epoch."""
-
-    def __init__(self, length: int, batch_size: int, seed: int, shuffle: bool, drop: bool):
-        self.length, self.batch_size, self.drop = length, batch_size, drop
-        self._seed, self._shuffle = seed, shuffle
-        self._kept: tuple[int, np.ndarray] | None = None
-
-    @property
-    def batches(self) -> int:
-        """Number of batches of one epoch."""
-        return self.length // self.batch_size if self.drop else -(-self.length // self.batch_size)
-
-    def rows(self, epoch: int, position: int) -> np.ndarray:
-        """Returns the indices of the examples of one global batch, int64, in order.
-
-        The permutation of an epoch takes 8 bytes per example, and is kept until the next epoch. It
-        is that of NumPy's generator, whose stream a new version of NumPy may change.
-        """
-        start = position * self.batch_size
-        stop = min(start + self.batch_size, self.length)
-        if not self._shuffle:
-            return np.arange(start, stop)
-        kept = self._kept
-        if kept is None or kept[0] != epoch:
-            entropy = np.random.SeedSequence(self._seed, spawn_key=(epoch,))
-            shuffled = np.random.default_rng(entropy).permutation(self.length)
-            self._kept = kept = (epoch, shuffled)
-        return kept[1][start:stop]
-
-    def check(self, places: int) -> None:
-        """Checks that every batch size is a multiple of the devices that examples are sharded over.
-
-        Raises:
-          GShardError: names the nearest sizes.
-        """
-        size, length = self.batch_size, self.length
-        if size % places:
-            near = max(places, size // places * places)
-            raise GShardError(
-                f"batch_size={size}, the examples of the global batch, is not a multiple of the "
-                f"{places} devices that they are sharded over. Use {near} or {near + places}."
-            )
-        if self.drop and length < size:
-            raise GShardError(
-                f"the source has {length} rows, fewer than batch_size={size}, and what does not "
-                "fill a batch is dropped: there is no batch. Use a smaller batch_size, or "
-                "drop_remainder=False."
-            )
-        if not self.drop and length % places:
-            near = length // places * places
-            fewer = f"{near} or " if near else ""
-            raise GShardError(
-                f"drop_remainder=False: the last batch has {length % size} examples, which is "
-                f"not a multiple of the {places} devices. Give {fewer}{near + places} examples "
-                f"instead of {length} (examples that fill up can weigh 0, gshard.Weighted), or "
-                "drop the remainder."
-            )
+def _check_sizes(length: int, size: int, drop: bool, devices: int) -> None:
+    """Checks that every batch has a multiple of the devices that examples are sharded over."""
+    if size % devices:
+        near = max(devices, size // devices * devices)
+        raise GShardError(
+            f"batch_size={size}, the examples of the global batch, is not a multiple of the "
+            f"{devices} devices that they are sharded over. Use {near} or {near + devices}."
+        )
+    if drop and length < size:
+        raise GShardError(
+            f"the source has {length} examples, fewer than batch_size={size}, and an incomplete "
+            "batch is dropped, so there is no batch. Use a smaller batch_size, or "
+            "drop_remainder=False."
+        )
+    if not drop and length % devices:
+        near = length // devices * devices
+        fewer = f"{near} or " if near else ""
+        raise GShardError(
+            f"drop_remainder=False: the last batch has {length % size} examples, which is not a "
+            f"multiple of the {devices} devices. Give {fewer}{near + devices} examples instead of "
+            f"{length} (padding examples can have weight 0, gshard.Weighted), or drop the "
+            "remainder."
+        )
 
 
-def local_indices(plan: Plan, rows: np.ndarray, process: int) -> np.ndarray:
-    """Returns those indices of a global batch that belong to devices of this process, in order."""
-    each = rows.size // plan.group.devices
-    places = rows.reshape(plan.group.devices, each)
-    return places[sorted(positions_by_process(plan)[process])].reshape(-1)
+# ---- reading ahead -------------------------------------------------------------------------------
+
+_stop_functions: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterator[tuple[T, Any]]:
+    """Yields each item with the result of `work`, which a thread runs up to `most` items ahead.
+
+    An error is raised when its item is due. When the iterator is dropped, the thread ends after its
+    current item; it is a daemon, so that a script that fails does not wait for it.
+    """
+    if not most:
+        for item in items:
+            yield item, work(item)
+        return
+    results: SimpleQueue[tuple[Any, Any, BaseException | None] | None] = SimpleQueue()
+    room, stopped = threading.Semaphore(most), threading.Event()
+
+    def run() -> None:
+        for item in items:
+            room.acquire()
+            if stopped.is_set():
+                return
+            try:
+                results.put((item, work(item), None))
+            except BaseException as error:  # raised where the item is due
+                results.put((item, None, error))
+                return
+        results.put(None)
+
+    def stop() -> None:
+        stopped.set()
+        room.release()
+
+    thread = threading.Thread(target=run, name="gshard-loader", daemon=True)
+    _stop_functions[thread] = stop
+    thread.start()
+    try:
+        while (found := results.get()) is not None:
+            item, result, error = found
+            if error is not None:
+                raise error
+            room.release()
+            yield item, result
+    finally:  # also when the iterator is dropped
+        stop()
+
+
+def _stop_threads() -> None:
+    # A thread that is still inside XLA when the interpreter exits would crash the process.
+    running = [thread for thread in list(_stop_functions) if thread.is_alive()]
+    for thread in running:
+        _stop_functions[thread]()
+    for thread in running:
+        thread.join(_EXIT_TIMEOUT)
+
+
+atexit.register(_stop_threads)

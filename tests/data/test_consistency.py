@@ -38,25 +38,25 @@ def test_batches_that_agree_say_nothing(found, case):
 
 
 REFUSED = {
-    "unequal_first": ("error in 0", "the same number of rows", "process 0 gave 4", "1 gave 6"),
-    "unequal_later": ("error in 1", "the same number of rows", "process 0 gave 4", "1 gave 6"),
+    "unequal_first": ("error in 0", "the same number of examples", "process 0 gave 4", "1 gave 6"),
+    "unequal_later": ("error in 1", "the same number of examples", "process 0 gave 4", "1 gave 6"),
     "uneven_wrong": ("error in 0", "process 0 gave 4 for 2, process 1 gave 4 for 1", "Weighted"),
     "one_does_not_divide": (
         "error in 0",
         "batch['x'] has 5 examples, which is not a multiple of the 2",
     ),
-    "dtypes": ("error in 0", "x float32[rows, 2], process 1: x float16[rows, 2]"),
-    "widths": ("error in 0", "x float32[rows, 2], process 1: x float32[rows, 3]"),
-    "crosswise": ("error in 2", "the same number of rows", "process 0 gave 4", "1 gave 8"),
+    "dtypes": ("error in 0", "x float32[examples, 2], process 1: x float16[examples, 2]"),
+    "widths": ("error in 0", "x float32[examples, 2], process 1: x float32[examples, 3]"),
+    "crosswise": ("error in 2", "the same number of examples", "process 0 gave 4", "1 gave 8"),
     "trees": ("different arrays; process 0: tree ((*,)), process 1: tree ([*])",),
     "values": ("different arrays; process 0: step int[] = 3, process 1: step int[] = 4",),
     "many_arrays": (
-        "different arrays; process 0: z float32[rows, 2], process 1: z float32[rows, 3",
+        "different arrays; process 0: z float32[examples, 2], process 1: z float32[examples, 3",
     ),
     "keys": ("error in 0", "batch['k'] contains keys of jax.random", "jax.random.key_data"),
     "one_text": ("batch['t'] is 'text'",),
     "one_object": ("has dtype object",),
-    "shared_differ": ("processes 0, 1 have devices of the same rows", "gave different data"),
+    "shared_differ": ("processes 0, 1 have devices for the same examples", "gave different data"),
     "loader_seed": ("DataLoaders differ in seed: 0 on process 0, 1 on process 1",),
     "loader_length": ("length: 60 on process 0, 72 on process 1",),
     "loader_batch_size": ("differ in batch_size: 12 on process 0, 24 on process 1",),
@@ -64,7 +64,7 @@ REFUSED = {
     "loader_form": ("examples of", "example int64[2], process 1: example int64[3]"),
     "loader_data": ("differ in checksum",),
     "loader_state": ("differ in position: 0 on process 0, 2 on process 1",),
-    "names": ("error in 0", "a float32[rows, 2], process 1: b float32[rows, 2]"),
+    "names": ("error in 0", "a float32[examples, 2], process 1: b float32[examples, 2]"),
 }
 
 
@@ -100,7 +100,7 @@ def test_a_process_without_a_device_in_the_mesh_is_not_waited_for(found):
 def test_a_process_whose_rows_change_alone_says_so_and_ends(found):
     assert str(found[0]["before"]) == str(found[1]["before"]) == "{'x': (16, 2)}"
     said = str(found[1]["alone"])
-    assert "this process's rows changed from 8 to 6" in said
+    assert "number of examples changed from 8 to 6" in said
     assert "did not follow within 4 s" in said
     assert "last, smaller batch" in said and "gshard.Weighted" in said
     assert "have not come to compare" in str(found[1]["alone_said"])

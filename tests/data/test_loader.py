@@ -256,11 +256,11 @@ def test_a_loader_is_at_one_place():
     ("changed", "said"),
     [
         ({"seed": 1}, "seed=1, and this one has seed=0"),
-        ({"length": 51}, "a source of 51 rows"),
+        ({"length": 51}, "a source of 51 examples"),
         ({"batch_size": 16}, "batch_size=16, and"),
         ({"shuffle": 0}, "shuffle=False"),
         ({"drop_remainder": 0}, "drop_remainder=False"),
-        ({"checksum": 1}, "a first and a last row of checksum 0x00000001"),
+        ({"checksum": 1}, "a first and a last example of checksum 0x00000001"),
         ({"position": 7}, "position is 7, and an epoch has 6"),
         ({"position": -1}, "position"),
         ({"epoch": "x"}, "epoch"),
@@ -336,7 +336,7 @@ def test_an_error_comes_where_its_batch_is_due():
     with pytest.raises(OSError, match="no such file") as caught:
         next(walk)
     notes = " ".join(caught.value.__notes__)
-    assert f"row {order[17]} of the source" in notes and "batch 2 of epoch 0" in notes
+    assert f"example {order[17]} of the source" in notes and "batch 2 of epoch 0" in notes
     assert loader.state_dict()["position"] == 2 and gone()
     source.broken = ()
     assert len(rows_of(loader)) == 4
@@ -383,11 +383,11 @@ def odd_one(i, example):
         ((data(0), 8, PLAN), "the source is empty"),
         (([], 8, PLAN), "the source is empty"),
         ((data(7), 8, PLAN), "fewer than batch_size=8"),
-        (({**data(), "y": np.arange(49)}, 8, PLAN), "source['y'] has 49 rows and source['x'] has"),
+        (({**data(), "y": np.arange(49)}, 8, PLAN), "source['y'] has 49 examples and source['x']"),
         (({"x": np.ones(())}, 8, PLAN), "source['x'] is a single number"),
-        (({"x": 3}, 8, PLAN), "no rows that can be read by number"),
+        (({"x": 3}, 8, PLAN), "no examples that can be read by index"),
         ((iter([1]), 8, PLAN), "use gshard.global_batches"),
-        (("text", 8, PLAN), "no rows that can be read by number"),
+        (("text", 8, PLAN), "no examples that can be read by index"),
         ((Endless(), 8, PLAN), "len(source) of a Endless is not known"),
         (({"x": [1, 2]}, 8, PLAN), "lists in it must be arrays"),
         (({"x": np.array([1, "a"] * 8, object)}, 8, PLAN), "source['x'] has dtype object"),
@@ -441,7 +441,7 @@ def test_examples_that_differ(example, said):
 def test_the_first_row_has_a_note_too():
     with pytest.raises(OSError, match="no such file") as caught:
         DataLoader(Items(broken={0}), 8, PLAN)
-    assert "row 0 of the source" in caught.value.__notes__[0]
+    assert "example 0 of the source" in caught.value.__notes__[0]
 
 
 def test_an_abstract_mesh_has_no_devices():

@@ -336,7 +336,7 @@ def test_arrays_of_a_batch_that_disagree():
         ({"x": np.array(["a"] * 8)}, ("'x'", "<U1", "numbers")),
         ({"x": np.array([None] * 8)}, ("'x'", "object")),
         ({"x": ["a"] * 8}, ("'x/0'", "'a'", "arrays")),
-        ([1.0, 2.0], ("no array with rows", "make them arrays")),
+        ([1.0, 2.0], ("no array with examples", "make them arrays")),
         ({"x": np.zeros(8, [("a", float)])}, ("'x'", "has dtype [('a',")),
     ],
 )
@@ -352,7 +352,7 @@ def test_batches_that_cannot_be(given, parts):
     ("beside", "parts"),
     [
         ("text", ("'y'", "'text'", "arrays")),
-        (np.ones(8), ("'x'", "global array of 16 rows", "make 8")),
+        (np.ones(8), ("'x'", "global array of 16 examples", "global batch of 8")),
         (np.ones(12), ("'y'", "12 examples", "8 devices")),
     ],
 )
