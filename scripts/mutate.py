@@ -44,6 +44,11 @@ class Mutation:
         found = path.read_text().count(self.old) if path.is_file() else 0
         if found != 1:
             return f"STALE: {self.old!r} occurs {found} times, not once"
+        if path.suffix == ".py":
+            try:  # a mutated file that is no Python fails every test and proves nothing
+                compile(path.read_text().replace(self.old, self.new), self.file, "exec")
+            except SyntaxError as error:
+                return f"not Python: {error}"
         for test in self.tests:
             file, _, name = test.partition("::")
             text = (root / file).read_text() if (root / file).is_file() else ""
