@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -25,7 +25,8 @@ from gshard.sharding.rules import setting_of
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import OVERWRITTEN
 
-_MICRO_BATCHES = (1, 2, 4, 8)  # for which the table of what is sent is made
+_MICRO_BATCHES = (1, 2, 4, 8)  # for the table of bytes sent
+_NAMES = {"params": "parameters", "opt_state": "optimizer state", "non_trainable": "non_trainable"}
 
 
 def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> Explanation:
@@ -78,7 +79,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
         plan.group.size,
         state_arrays(plan),
         plan.bytes_per_device,
-        None if abstract else measure(parts, plan),
+        None if abstract else _measure(parts, plan),
         {name: level_forecast(other, choices) for name, other in plans.items()},
         impossible,
         {k: _wire(plan, k) for k in sorted({*_MICRO_BATCHES, micro_batches})},
@@ -94,20 +95,19 @@ def state_arrays(plan: Plan) -> tuple[StateArray, ...]:
 
 
 def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
-    part, local = path.split("/")[0], layout.local()
-    size = layout.bytes_per_device
-    spare = 0 if layout.dim is not None or local.size < 2 else size - size // layout.group.size
+    local, size = layout.local(), layout.bytes_per_device
+    replicated = layout.dim is None and local.size > 1
     reason, change, marked = _why(path, layout, plan)
     return StateArray(
         path,
-        part,
+        path.split("/")[0],
         layout.shape,
         str(layout.dtype),
         describe_layout(layout),
         size,
         layout.on_host,
         (local.stored_size - local.size) * layout.dtype.itemsize // layout.group.size,
-        spare,
+        size - size // layout.group.size if replicated else 0,
         reason,
         change,
         marked,
@@ -116,18 +116,17 @@ def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
 
 def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
     """Returns why a leaf is replicated or sharded, what changes that, and whether to mark it."""
-    part = path.split("/")[0]
     if layout.dim is not None:
         return layout.reason, "", False
     if layout.local().size < 2:
         return "a scalar", "", False
     if path.startswith(f"non_trainable/{OVERWRITTEN}/"):
         return "the loss returns its next value", "", False
-    state = part == "opt_state"
-    if not (plan.level.shards_opt_state if state else plan.level.shards_params):
-        by = (x.name for x in LEVELS.values() if (x.shards_opt_state if state else x.shards_params))
-        return f"level {plan.level.name} replicates it on every device", f"level {next(by)}", False
-    return layout.reason, setting_of(layout.reason), bool(plan.group.size > 1)
+    shards = "shards_opt_state" if path.startswith("opt_state/") else "shards_params"
+    if not getattr(plan.level, shards):
+        by = next(level.name for level in LEVELS.values() if getattr(level, shards))
+        return f"level {plan.level.name} replicates it on every device", f"level {by}", False
+    return layout.reason, setting_of(layout.reason), plan.group.size > 1
 
 
 def _other_levels(plan: Plan) -> tuple[dict[str, Plan], dict[str, str]]:
@@ -152,103 +151,102 @@ def _wire(plan: Plan, micro_batches: int) -> dict[str, int]:
 Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
 
 
-def measure(state: Any, plan: Plan) -> Measured:
-    """Measures a concrete state, and all other live arrays on the platform of its devices.
+class _Buffer(NamedTuple):
+    """A local shard of an array; `memory` identifies what it shares with views of it."""
 
-    Args:
-      state: its components (`train_state.Components`).
-      plan: its plan, of a concrete mesh.
-    """
+    device: str
+    memory: Any
+    bytes: int
+    on_host: bool
+
+
+_Array = tuple[jax.Array, list[_Buffer]]
+
+
+def _measure(state: Any, plan: Plan) -> Measured:
+    """Measures a concrete state, and all other live arrays on the platform of its devices."""
     if not isinstance(plan.mesh, Mesh):
         raise GShardError(
             "explain(state, plan): the state has arrays, and the plan was made without devices. "
             "Leave plan out: the state knows its own."
         )
-    devices = list(plan.mesh.local_devices)
-    alive = jax.live_arrays(
-        plan.mesh.devices.flat[0].platform
-    )  # before any shard of one is looked at
-    found = {str(d): dict.fromkeys(plan.bytes_per_device, 0) for d in devices}
+    # Before any shard of one is looked at: that makes further arrays.
+    alive = jax.live_arrays(plan.mesh.devices.flat[0].platform)
+    found = {str(d): dict.fromkeys(plan.bytes_per_device, 0) for d in plan.mesh.local_devices}
     paths, leaves, _ = flatten(state)
     own: set[Any] = set()
     differences: list[str] = []
     for path, x, layout in zip(paths, leaves, jax.tree.leaves(plan.layouts), strict=True):
-        part, held = path.split("/")[0], Counter[str]()
-        for device, key, size, on_host in _buffers(x):
-            own.add(key)
-            held[device] += size
+        part, buffers = path.split("/")[0], _buffers(x)
+        for device, memory, size, on_host in buffers:
+            own.add(memory)
             if part in found.get(device, {}):  # the count of steps is in no part
                 found[device]["host" if on_host else part] += size
             if on_host != layout.on_host:
                 differences.append(f"{path}: on the {'host' if on_host else 'device'} of {device}")
-        differences += _differences(path, x, held, layout, list(found))
-    rest = [(x, mine) for x in alive if (mine := [b for b in _buffers(x) if b[1] not in own])]
+        differences += _differences(path, x, _by_device(buffers), layout, list(found))
     # Arrays over several devices come before views of their shards, which use the same memory.
-    rest.sort(key=lambda pair: -len(pair[1]))
-    others: list[tuple[jax.Array, list[Any]]] = []
-    for x, buffers in rest:
-        mine = [b for b in buffers if b[1] not in own]
-        own.update(b[1] for b in mine)
+    others: list[_Array] = []
+    for x, buffers in sorted(((x, _buffers(x)) for x in alive), key=lambda pair: -len(pair[1])):
+        mine = [b for b in buffers if b.memory not in own]
+        own.update(b.memory for b in mine)
         if mine:
             others.append((x, mine))
-    by_device = Counter[str]()
-    for _, buffers in others:
-        for device, _, size, _ in buffers:
-            by_device[device] += size
-    stats = {str(d): d.memory_stats() for d in devices}
+    stats = {str(d): d.memory_stats() for d in plan.mesh.local_devices}
     return Measured(
         found,
         tuple(differences),
         _grouped(others),
-        dict(by_device),
+        dict(_by_device(b for _, buffers in others for b in buffers)),
         tuple(_copies(others, plan)),
         {device: dict(x) for device, x in stats.items() if x},
     )
 
 
-def _buffers(x: Any) -> list[tuple[str, Any, int, bool]]:
-    """Returns (device, identity of the memory, bytes, on the host) of each local shard.
-
-    A view of a shard is another array in the same memory.
-    """
+def _buffers(x: Any) -> list[_Buffer]:
+    """Returns the local shards of an array that take memory."""
     if not isinstance(x, jax.Array) or x.is_deleted():
         return []
     found = []
     for shard in x.addressable_shards:
-        size = shard.data.nbytes
-        if size:
+        if size := shard.data.nbytes:
             on_host = shard.data.sharding.memory_kind == HOST
-            found.append((str(shard.device), _identity(shard), size, on_host))
+            try:
+                address = shard.data.unsafe_buffer_pointer()
+            except (NotImplementedError, RuntimeError):  # the backend has no addresses
+                address = id(shard.data)
+            found.append(_Buffer(str(shard.device), (shard.device, address), size, on_host))
     return found
 
 
-def _identity(shard: Any) -> Any:
-    try:
-        return shard.device, shard.data.unsafe_buffer_pointer()
-    except (NotImplementedError, RuntimeError):  # the backend has no addresses
-        return shard.device, id(shard.data)
+def _by_device(buffers: Iterable[_Buffer]) -> Counter[str]:
+    found = Counter[str]()
+    for buffer in buffers:
+        found[buffer.device] += buffer.bytes
+    return found
 
 
 def _differences(
-    path: str, x: Any, held: Counter[str], layout: Layout, devices: Sequence[str]
+    path: str, x: Any, stored: Counter[str], layout: Layout, devices: Sequence[str]
 ) -> Iterator[str]:
     if not isinstance(x, jax.Array):
         yield f"{path}: not on a device, a {type(x).__name__}"
         return
-    for device in dict.fromkeys([*devices, *held]):
+    for device in dict.fromkeys([*devices, *stored]):
         wanted = layout.bytes_per_device if device in devices else 0
-        if held[device] != wanted:
+        if stored[device] != wanted:
             yield (
-                f"{path}: {held[device]:,} B on {device}, planned {wanted:,} B (it has shape "
+                f"{path}: {stored[device]:,} B on {device}, planned {wanted:,} B (it has shape "
                 f"{x.shape}, planned {layout.stored_shape})"
             )
             return
 
 
-def _grouped(others: Iterable[tuple[jax.Array, list[Any]]]) -> tuple[OtherArrays, ...]:
-    groups: dict[tuple[tuple[int, ...], str, str], list[list[Any]]] = {}
+def _grouped(others: Sequence[_Array]) -> tuple[OtherArrays, ...]:
+    groups: dict[tuple[tuple[int, ...], str, str], list[_Array]] = {}
     for x, buffers in others:
-        groups.setdefault((x.shape, str(x.dtype), _placement(x, buffers)), []).append(buffers)
+        key = (x.shape, str(x.dtype), _placement(x, buffers))
+        groups.setdefault(key, []).append((x, buffers))
     found = [
         OtherArrays(*key, count=len(arrays), bytes=_fullest(arrays))
         for key, arrays in groups.items()
@@ -256,67 +254,52 @@ def _grouped(others: Iterable[tuple[jax.Array, list[Any]]]) -> tuple[OtherArrays
     return tuple(sorted(found, key=lambda row: -row.bytes))
 
 
-def _placement(x: jax.Array, buffers: list[Any]) -> str:
-    devices = {device for device, *_ in buffers}
-    host = ", on host" if buffers[0][3] else ""
+def _placement(x: jax.Array, buffers: Sequence[_Buffer]) -> str:
+    host = ", on host" if buffers[0].on_host else ""
+    devices = {buffer.device for buffer in buffers}
     if len(devices) == 1:
-        return f"on {buffers[0][0]}{host}"
+        return f"on {buffers[0].device}{host}"
     how = "replicated on" if x.is_fully_replicated else "sharded over"
     return f"{how} {len(devices)} devices{host}"
 
 
-def _fullest(arrays: Iterable[list[Any]]) -> int:
+def _fullest(arrays: Sequence[_Array]) -> int:
     """Returns the bytes on the device that has most of them."""
-    by_device = Counter[str]()
-    for buffers in arrays:
-        for device, _, size, _ in buffers:
-            by_device[device] += size
-    return max(by_device.values(), default=0)
+    return max(_by_device(b for _, buffers in arrays for b in buffers).values(), default=0)
 
 
-def _copies(others: Sequence[tuple[jax.Array, list[Any]]], plan: Plan) -> Iterator[StateCopy]:
-    """Yields complete copies of parts of a state among the other arrays, for each placement."""
-    places: dict[str, dict[Shape, list[tuple[jax.Array, list[Any]]]]] = {}
+def _copies(others: Sequence[_Array], plan: Plan) -> Iterator[StateCopy]:
+    """Yields complete copies of components of a state among the other arrays, by placement."""
+    placements: dict[str, dict[Shape, list[_Array]]] = {}
     for x, buffers in others:
-        devices = {device for device, *_ in buffers}
-        place = _placement(x, buffers) if len(devices) == 1 else f"on {len(devices)} devices"
-        key = (x.shape, str(x.dtype))
-        places.setdefault(place, {}).setdefault(key, []).append((x, buffers))
-    wanted = _wanted(plan)
-    for place, by_shape in places.items():
+        devices = len({buffer.device for buffer in buffers})
+        placement = _placement(x, buffers) if devices == 1 else f"on {devices} devices"
+        by_shape = placements.setdefault(placement, {})
+        by_shape.setdefault((x.shape, str(x.dtype)), []).append((x, buffers))
+    wanted = list(_wanted(plan))
+    for placement, by_shape in placements.items():
         left = list(wanted)
-        while left:  # one copy of each part before a second copy of any
+        while left:  # one copy of each component before a second copy of any
             name, shapes = left.pop(0)
             if any(len(by_shape.get(shape, ())) < n for shape, n in shapes.items()):
                 continue
             left.append((name, shapes))
-            taken = [by_shape[shape].pop() for shape, n in shapes.items() for _ in range(n)]
-            largest = sorted(shapes, key=lambda s: -math.prod(s[0]))
-            yield StateCopy(
-                name,
-                place,
-                len(taken),
-                tuple(f"{shapes[s]} x {s[1]}{list(s[0])}" for s in largest[:3]),
-                _fullest(buffers for _, buffers in taken),
-            )
+            copy = [by_shape[shape].pop() for shape, n in shapes.items() for _ in range(n)]
+            largest = sorted(shapes, key=lambda shape: -math.prod(shape[0]))
+            named = tuple(f"{shapes[s]} x {s[1]}{list(s[0])}" for s in largest[:3])
+            yield StateCopy(name, placement, len(copy), named, _fullest(copy))
 
 
-def _wanted(plan: Plan) -> list[tuple[str, Counter[Shape]]]:
-    """Returns the shapes of each part of a state, as the user made it and as stored."""
-    plain, stored = plan.kind.split(plan.template), plan.layouts
-    found: list[tuple[str, Counter[Shape]]] = []
-    for attribute, name in (
-        ("params", "parameters"),
-        ("opt_state", "optimizer state"),
-        ("non_trainable", "non_trainable"),
-    ):
-        logical = [
-            (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(getattr(plain, attribute))
-        ]
-        places = jax.tree.leaves(getattr(stored, attribute))
-        divided = [(x.stored_shape, str(x.dtype)) for x in places]
-        for shapes in (logical, divided):
-            counted = Counter(shape for shape in shapes if math.prod(shape[0]) > 1)
-            if counted and (name, counted) not in found:
-                found.append((name, counted))
-    return found
+def _wanted(plan: Plan) -> Iterator[tuple[str, Counter[Shape]]]:
+    """Yields the shapes of each component of a state, as the user made it and as stored."""
+    plain = plan.kind.split(plan.template)
+    for component, name in _NAMES.items():
+        made = [(tuple(x.shape), x) for x in jax.tree.leaves(getattr(plain, component))]
+        stored = [(x.stored_shape, x) for x in jax.tree.leaves(getattr(plan.layouts, component))]
+        logical, sharded = (
+            Counter((shape, str(x.dtype)) for shape, x in arrays if math.prod(shape) > 1)
+            for arrays in (made, stored)
+        )
+        for shapes in (logical, sharded) if sharded != logical else (logical,):
+            if shapes:
+                yield name, shapes

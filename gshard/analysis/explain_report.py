@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -210,39 +211,35 @@ def explanation_text(found: Explanation, most: int | None) -> str:
         f"level {found.level} on {found.devices} devices, shard groups of {found.group_size}: "
         f"{bytes_of(found.stored)} stored on each ({parts})"
     )
-    blocks: list[Table | str] = [title, "", _arrays_table(found, most)]
-    blocks += _live_blocks(found)
+    blocks: list[Table | str] = [title, "", _arrays_table(found, most), *_live_blocks(found)]
     blocks += [_levels_table(found), _wire_table(found), "Answers", *_answers(found)]
     longest = max((len(x.path) for x in found.leaves), default=0)
     return text_of(blocks, width=160 + longest)
 
 
 def _arrays_table(found: Explanation, most: int | None) -> Table:
-    shown = found.leaves[:most]
-    total = sum(x.bytes for x in found.leaves) or 1
+    shown, total = found.leaves[:most], sum(x.bytes for x in found.leaves) or 1
     made = text_table(
         f"Largest arrays ({len(shown)} of {len(found.leaves)} arrays; * replicated although the "
         "level shards)",
         ("array", "shape", "layout", "why"),
         ("bytes", "share", "saved if sharded", "padding"),
     )
-    for x in shown:
-        made.add_row(
-            ("* " if x.marked else "") + x.path,
-            f"{x.dtype}{list(x.shape)}",
-            x.placement,
-            (x.reason + (f"; to change: {x.change}" if x.change else "")),
-            f"{x.bytes:,}",
-            f"{x.bytes / total:.1%}",
-            f"{x.saved_if_sharded:,}" if x.saved_if_sharded else "",
-            f"{x.padding:,}" if x.padding else "",
+
+    def add(names: tuple[str, ...], arrays: Sequence[StateArray]) -> None:
+        size, saved, padding = (
+            sum(getattr(x, name) for x in arrays)
+            for name in ("bytes", "saved_if_sharded", "padding")
         )
-    rest = found.leaves[len(shown) :]
-    if rest:
-        bytes_left = sum(x.bytes for x in rest)
-        made.add_row(f"{len(rest)} smaller ones", "", "", "", f"{bytes_left:,}",
-                     f"{bytes_left / total:.1%}", f"{sum(x.saved_if_sharded for x in rest):,}",
-                     f"{sum(x.padding for x in rest):,}")  # fmt: skip
+        amounts = (f"{n:,}" if n else "" for n in (saved, padding))
+        made.add_row(*names, f"{size:,}", f"{size / total:.1%}", *amounts)
+
+    for x in shown:
+        why = x.reason + (f"; to change: {x.change}" if x.change else "")
+        name = f"* {x.path}" if x.marked else x.path
+        add((name, f"{x.dtype}{list(x.shape)}", x.placement, why), [x])
+    if rest := found.leaves[len(shown) :]:
+        add((f"{len(rest)} smaller ones", "", "", ""), rest)
     return made
 
 
@@ -261,9 +258,9 @@ def _live_blocks(found: Explanation) -> Iterator[Table | str]:
     made.add_row("by the plan", *(f"{n:,}" for n in found.planned.values()))
     alike: dict[tuple[str, ...], list[str]] = {}
     for device, row in measured.state.items():
-        said = measured.backend.get(device, {})
+        stats = measured.backend.get(device, {})
         amounts = (*row.values(), measured.other_bytes.get(device, 0))
-        amounts += tuple(said.get(x, 0) for x in backend)
+        amounts += tuple(stats.get(x, 0) for x in backend)
         alike.setdefault(tuple(f"{n:,}" for n in amounts), []).append(device)
     for row, devices in alike.items():
         made.add_row(some(devices, most=3), *row)
@@ -276,10 +273,6 @@ def _live_blocks(found: Explanation) -> Iterator[Table | str]:
         yield ""
     else:
         yield "The live bytes of the state equal the plan exactly, on every device.\n"
-    yield from _other_blocks(measured)
-
-
-def _other_blocks(measured: Measured) -> Iterator[Table | str]:
     if not measured.other_arrays:
         yield "No other array is alive.\n"
         return
@@ -288,12 +281,10 @@ def _other_blocks(measured: Measured) -> Iterator[Table | str]:
         f"Other live arrays: {count} array{'s' if count > 1 else ''}, by shape",
         ("shape", "layout"),
         ("arrays", "bytes on one device"),
-    )
-    for x in measured.other_arrays[:_MOST]:
-        shape = f"{x.dtype}{list(x.shape)}"
-        made.add_row(shape, x.placement, f"{x.count:,}", f"{x.bytes:,}")
-    rest = measured.other_arrays[_MOST:]
-    if rest:
+        [(f"{x.dtype}{list(x.shape)}", x.placement, f"{x.count:,}", f"{x.bytes:,}")
+         for x in measured.other_arrays[:_MOST]],
+    )  # fmt: skip
+    if rest := measured.other_arrays[_MOST:]:
         made.add_row(f"{len(rest)} other shapes", "", f"{sum(x.count for x in rest):,}", "")
     yield made
 
@@ -305,33 +296,48 @@ def _levels_table(found: Explanation) -> Table:
         ("level",),
         ("stored", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
     )
-    now = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
         amounts = (x.stored, found.saves(name), x.gradients, x.gathered, x.host, x.wire)
-        made.add_row(now.get(name, name), *(f"{n:,}" for n in amounts))
+        now = " (now)" if name == found.level else ""
+        made.add_row(name + now, *(f"{n:,}" for n in amounts))
     return made
 
 
 def _wire_table(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
-    made = text_table(
+    return text_table(
         f"Sent by one device in one step at level {found.level}, by way to accumulate",
         ("micro-batches",),
         ("as the level says", *list(first)[1:]),
+        [(str(k), *map(bytes_of, row.values())) for k, row in found.wire.items()],
     )
-    for k, row in found.wire.items():
-        made.add_row(str(k), *map(bytes_of, row.values()))
-    return made
 
 
 def _answers(found: Explanation) -> Iterator[str]:
     """Answers to the most frequent questions, one line each."""
-    yield "  " + _why_replicated(found)
-    for reason, same in groupby(
-        sorted(found.marked, key=lambda x: (x.reason, x.change)), lambda x: (x.reason, x.change)
-    ):
-        yield f"    {_listed(list(same))}: {reason[0]}" + (
-            f"; to change: {reason[1]}" if reason[1] else ""
+    by_level = Counter[str]()
+    for x in found.leaves:
+        if x.change.startswith("level "):
+            by_level[x.change] += x.bytes
+    why = "".join(
+        f"Level {found.level} replicates {bytes_of(size)} that {level} shards. "
+        for level, size in by_level.items()
+    )
+    if found.marked:
+        size = bytes_of(sum(x.bytes for x in found.marked))
+        why += f"{len(found.marked)} arrays ({size}) although the level shards:"
+    else:
+        why += f"All {'other ' if why else ''}arrays are sharded, except scalars."
+    yield f"  Why is it replicated? {why}"
+
+    def cause(x: StateArray) -> tuple[str, str]:
+        return x.reason, x.change
+
+    for (reason, change), same in groupby(sorted(found.marked, key=cause), cause):
+        leaves = list(same)
+        paths, size = some([x.path for x in leaves], most=3), sum(x.bytes for x in leaves)
+        yield f"    {paths} ({bytes_of(size)}): {reason}" + (
+            f"; to change: {change}" if change else ""
         )
     by = found.halved_by
     yield "  Which level halves it? " + (
@@ -346,53 +352,20 @@ def _answers(found: Explanation) -> Iterator[str]:
     )
     for name, why in found.impossible.items():
         yield f"  Level {name} is not possible for it: {why}"
-    yield from _memory_answers(found.measured)
-
-
-def _why_replicated(found: Explanation) -> str:
-    by_level: dict[str, int] = {}
-    for x in found.leaves:
-        if x.change.startswith("level "):
-            by_level[x.change] = by_level.get(x.change, 0) + x.bytes
-    kept = "".join(
-        f"Level {found.level} replicates {bytes_of(size)} that {level} shards. "
-        for level, size in by_level.items()
-    )
-    marked = sum(x.bytes for x in found.marked)
-    others = (
-        f"{len(found.marked)} arrays ({bytes_of(marked)}) although the level shards:"
-        if found.marked
-        else "All other arrays are sharded, except scalars."
-        if kept
-        else "All arrays are sharded, except scalars."
-    )
-    return f"Why is it replicated? {kept}{others}"
-
-
-def _listed(leaves: list[StateArray]) -> str:
-    return f"{some([x.path for x in leaves], most=3)} ({bytes_of(sum(x.bytes for x in leaves))})"
-
-
-def _memory_answers(measured: Measured | None) -> Iterator[str]:
+    measured = found.measured
     if measured is None:
         return
-    say = "  Why did memory not fall? "
+    question = "  Why did memory not fall? "
     if not measured.other_arrays:
-        yield say + "No other array is alive."
+        yield question + "No other array is alive."
         return
-    most = max(measured.other_bytes.items(), key=lambda pair: pair[1])
-    yield f"{say}{bytes_of(most[1])} on {most[0]} belong to other live arrays."
+    device, size = max(measured.other_bytes.items(), key=lambda pair: pair[1])
+    yield f"{question}{bytes_of(size)} on {device} belong to other live arrays."
     for copy in measured.copies:
+        gradients = " Or are they gradients, or a copy of your own?"
         yield (
             f"    {copy.count} arrays {copy.placement} have the shapes of the {copy.of}, "
-            f"all of them ({some(copy.shapes)}): {bytes_of(copy.bytes)} on a device; "
-            f"{_MEANS[copy.of]}"
+            f"all of them ({some(copy.shapes)}): {bytes_of(copy.bytes)} on a device; does a "
+            "variable keep the state from before sharding, or an earlier one? `del` frees it."
+            f"{gradients if copy.of == 'parameters' else ''}"
         )
-
-
-_KEPT = "does a variable keep the state from before sharding, or an earlier one? `del` frees it."
-_MEANS = {
-    "parameters": f"{_KEPT} Or are they gradients, or a copy of your own?",
-    "optimizer state": _KEPT,
-    "non_trainable": _KEPT,
-}

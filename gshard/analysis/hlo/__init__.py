@@ -1,7 +1,6 @@
 """Reads compiled programs: what they communicate, between which devices, and how often.
 
-Judging what was read is `gshard.audit`'s task. The counting rules hold for CPU, GPU and TPU text;
-what only the TPU compiler does is in `tpu`.
+`gshard.audit` judges what was read. The counting rules hold for CPU, GPU and TPU text.
 """
 
 from gshard.analysis.hlo.parser import Array

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -16,9 +17,8 @@ import numpy as np
 from gshard._util.errors import GShardError
 
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]')
-_BRACKETS_AND_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],]')
+_SEPARATORS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\],:]')
 _COMMENT = re.compile(r"/\*.*?\*/")
-_LAYOUT = re.compile(r"\{([^{}]*)\}")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\]]*)\](?:\{([^{}]*)\})?")
 _PACKED_BITS = re.compile(r"\bE\((\d+)\)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([^\s=]+) = (.*)$")
@@ -59,15 +59,10 @@ def read_arrays(shape: str) -> tuple[Array, ...]:
             continue
         sizes = [int(size.strip().removeprefix("<=")) for size in dims.split(",") if size.strip()]
         packed = _PACKED_BITS.search(layout)
-        bits = int(packed.group(1)) if packed else max(8, _dtype_bits(dtype))
+        width = re.search(r"\d+", dtype)  # the first number: bf16, s4, f8e4m3fn
+        bits = int(packed[1]) if packed else max(8, int(width.group())) if width else 8
         arrays.append(Array(dtype, math.prod(sizes), bits))
     return tuple(arrays)
-
-
-def _dtype_bits(dtype: str) -> int:
-    """Returns a dtype's width in bits: the first number in its name (`bf16`, `s4`, `f8e4m3fn`)."""
-    width = re.search(r"\d+", dtype)
-    return int(width.group()) if width else 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,28 +185,25 @@ def _read_instruction(line: str) -> Instruction | None:
     )
 
 
+def _depths(pattern: re.Pattern[str], text: str, start: int) -> Iterator[tuple[re.Match[str], int]]:
+    """Yields the tokens of a text from `start`, and how many brackets are open after each."""
+    depth = 0
+    for token in pattern.finditer(text, start):
+        depth += (token.group() in "([{") - (token.group() in ")]}")
+        yield token, depth
+
+
 def _closing(text: str, start: int) -> int:
     """Returns the index just past the bracket that closes the one at `start`."""
-    depth = 0
-    for token in _BRACKETS.finditer(text, start):
-        if token.group() in "([{":
-            depth += 1
-        elif token.group() in ")]}":
-            depth -= 1
-            if depth == 0:
-                return token.end()
-    return len(text)
+    tokens = _depths(_BRACKETS, text, start)
+    return next((token.end() for token, depth in tokens if depth == 0), len(text))
 
 
-def split_top_level(text: str) -> list[str]:
-    """Splits at the commas that are outside brackets and strings."""
-    parts, depth, start = [], 0, 0
-    for token in _BRACKETS_AND_COMMAS.finditer(text):
-        if token.group() in "([{":
-            depth += 1
-        elif token.group() in ")]}":
-            depth -= 1
-        elif token.group() == "," and depth == 0:
+def split_top_level(text: str, separator: str = ",") -> list[str]:
+    """Splits at the commas, or colons, that are outside brackets and strings."""
+    parts, start = [], 0
+    for token, depth in _depths(_SEPARATORS, text, 0):
+        if token.group() == separator and depth == 0:
             parts.append(text[start : token.start()].strip())
             start = token.end()
     parts.append(text[start:].strip())
@@ -250,21 +242,17 @@ def read_groups(instruction: Instruction) -> Groups | None:
     text = instruction.attribute_text
     if instruction.opcode.startswith("collective-permute"):
         pairs = _PAIRS.search(text)
-        return _linked(_read_lists(pairs.group(1))) if pairs else None
-    mesh = _MESH.search(text)
-    if mesh:
+        return _linked(_read_lists(pairs[1])) if pairs else None
+    if mesh := _MESH.search(text):
         return _mesh_groups(*mesh.groups())
-    iota = _IOTA.search(text)
-    if iota:
-        return _rows(_iota(iota.group(1)))
+    if iota := _IOTA.search(text):
+        return _rows(_iota(iota[1]))
     explicit = _EXPLICIT.search(text)
-    groups = _read_lists(explicit.group(1)) if explicit else ()
-    return groups or None
+    return _read_lists(explicit[1]) or None if explicit else None
 
 
 def _read_lists(text: str) -> Groups:
-    lists = (_BRACED.findall(text)) if text else []
-    return tuple(_numbers(inner) for inner in lists if inner.strip())
+    return tuple(_numbers(inner) for inner in _BRACED.findall(text) if inner.strip())
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -272,16 +260,15 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _rows(ids: np.ndarray) -> Groups:
-    return tuple(tuple(int(i) for i in row) for row in ids.reshape(-1, ids.shape[-1]))
+    return tuple(map(tuple, ids.reshape(-1, ids.shape[-1]).tolist()))
 
 
 def _iota(text: str) -> np.ndarray:
     """Reads `[shape]<=[source]T(order)` as an array; `[shape]T(order)` is its own source."""
     lists = [_numbers(inner) for inner in re.findall(r"\[([\d,]+)\]", text)]
-    order = re.search(r"T\(([\d,]+)\)", text)
     ids = np.arange(math.prod(lists[-1])).reshape(lists[-1])
-    if order:
-        ids = ids.transpose(_numbers(order.group(1)))
+    if order := re.search(r"T\(([\d,]+)\)", text):
+        ids = ids.transpose(_numbers(order[1]))
     return ids.reshape(lists[0]) if len(lists) == 2 else ids
 
 

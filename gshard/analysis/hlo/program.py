@@ -16,6 +16,7 @@ from gshard.analysis.hlo.parser import (
     read_arrays,
     read_groups,
     read_module,
+    split_top_level,
 )
 from gshard.analysis.hlo.trip_count import Frame, trip_count
 
@@ -81,11 +82,6 @@ class Collective:
         return self._copies * sum(array.bytes for array in self.operands)
 
     @property
-    def scalar(self) -> bool:
-        """Whether every operand has one element, as in norms and losses."""
-        return all(array.elements == 1 for array in self.operands)
-
-    @property
     def _copies(self) -> int:
         return self.group_size if self.kind == "all-gather" else 1
 
@@ -96,12 +92,11 @@ class Collective:
         XLA writes those of a combined operation as `jit(step)/(reduce/psum:scalar/psum)`. If their
         number differs from that of the operands, every operand gets the full name.
         """
-        many = len(self.operands)
-        start = _last_group(self.op_name) if many > 1 else None
-        if start is not None:
-            parts = _split(self.op_name[start + 1 : -1])
-            if len(parts) == many:
-                return tuple(self.op_name[:start] + part for part in parts)
+        many, start = len(self.operands), _last_group(self.op_name)
+        if many > 1 and start is not None:
+            names = split_top_level(self.op_name[start + 1 : -1], ":")
+            if len(names) == many:
+                return tuple(self.op_name[:start] + name for name in names)
         return (self.op_name,) * many
 
     @property
@@ -127,18 +122,6 @@ def _last_group(op_name: str) -> int | None:
         if depth == 0:
             return i if op_name[i] == "(" and op_name[:i].endswith("/") else None
     return None
-
-
-def _split(names: str) -> list[str]:
-    """Splits at the colons that are outside parentheses."""
-    parts, depth = [""], 0
-    for character in names:
-        depth += (character == "(") - (character == ")")
-        if character == ":" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
 
 
 @dataclass(frozen=True)
@@ -168,20 +151,19 @@ def read_program(text: str) -> CompiledProgram:
       GShardError: the text is not an HLO module.
     """
     module = read_module(text)
-    devices = _header_number(module, "num_partitions") * _header_number(module, "replica_count")
-    walk = _Walk(module, devices)
+
+    def number(name: str) -> int:
+        found = re.search(rf"\b{name}=(\d+)", module.header)
+        return int(found[1]) if found else 1
+
+    devices = number("num_partitions") * number("replica_count")
     entry = Frame(module, module.computations[module.entry])
     return CompiledProgram(
         name=module.header.split()[1].rstrip(","),
         devices=devices,
         aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),
-        collectives=tuple(walk.collectives(entry, _Context())),
+        collectives=tuple(_Reader(module, devices).collectives(entry, _Context())),
     )
-
-
-def _header_number(module: Module, name: str) -> int:
-    found = re.search(rf"\b{name}=(\d+)", module.header)
-    return int(found.group(1)) if found else 1
 
 
 @dataclass(frozen=True)
@@ -193,13 +175,9 @@ class _Context:
     conditional: bool = False
     op_name: str = ""
 
-    def repeated(self, runs: int | None) -> _Context:
-        times = None if runs is None or self.times is None else self.times * runs
-        return dataclasses.replace(self, times=times)
 
-
-class _Walk:
-    """Iterates over a program from its entry; yields each collective once per path of calls."""
+class _Reader:
+    """Reads a program from its entry; yields each collective once per path of calls."""
 
     def __init__(self, module: Module, devices: int):
         self._module = module
@@ -207,24 +185,27 @@ class _Walk:
         self._communicates: dict[str, bool] = {}
 
     def collectives(self, frame: Frame, context: _Context) -> Iterator[Collective]:
-        started = started_kinds(frame.computation)
+        started = _started(frame.computation)
         for instruction in frame.computation.instructions:
-            opcode = instruction.opcode
             if _kind(instruction):
                 if started is None or instruction.name in started:
-                    yield self._collective(instruction, frame.computation, context, started)
+                    yield self._collective(instruction, frame.computation, context, bool(started))
                 continue
             called = [name for name in _called(instruction) if self._has_collectives(name)]
             if not called:
                 continue
+            opcode = instruction.opcode
             inner = dataclasses.replace(
-                context,
-                asynchronous=context.asynchronous or opcode.endswith("-start"),
+                context, asynchronous=context.asynchronous or opcode.endswith("-start")
             )
             if opcode == "while":
                 yield from self._loop(frame, instruction, called, inner)
             elif opcode == "conditional":
-                yield from self._branch(frame, instruction, called, inner)
+                inner = dataclasses.replace(inner, conditional=True)
+                branches = [
+                    list(self.collectives(frame.enter(instruction, name), inner)) for name in called
+                ]
+                yield from max(branches, key=_wire_bytes)
             else:
                 inner = dataclasses.replace(inner, op_name=instruction.op_name or context.op_name)
                 for name in called:
@@ -234,22 +215,12 @@ class _Walk:
         self, frame: Frame, loop: Instruction, called: list[str], context: _Context
     ) -> Iterator[Collective]:
         runs = trip_count(frame, loop)
-        checks = None if runs is None else runs + 1
         for name in called:
-            times = checks if name in loop.names("condition") else runs
-            yield from self.collectives(frame.enter(loop, name), context.repeated(times))
-
-    def _branch(
-        self, frame: Frame, conditional: Instruction, called: list[str], context: _Context
-    ) -> list[Collective]:
-        inner = dataclasses.replace(context, conditional=True)
-        branches = [list(self.collectives(frame.enter(conditional, n), inner)) for n in called]
-
-        def moved(branch: list[Collective]) -> float:
-            wires = [collective.wire_bytes for collective in branch]
-            return sum(float("inf") if wire is None else wire for wire in wires)
-
-        return max(branches, key=moved)
+            times = None
+            if runs is not None and context.times is not None:  # the last check ends the loop
+                times = context.times * (runs + (name in loop.names("condition")))
+            inner = dataclasses.replace(context, times=times)
+            yield from self.collectives(frame.enter(loop, name), inner)
 
     def _has_collectives(self, name: str) -> bool:
         if name not in self._communicates:
@@ -261,62 +232,50 @@ class _Walk:
         return self._communicates[name]
 
     def _collective(
-        self,
-        instruction: Instruction,
-        computation: Computation,
-        context: _Context,
-        started: frozenset[str] | None,
+        self, instruction: Instruction, computation: Computation, context: _Context, started: bool
     ) -> Collective:
-        kind = _kind(instruction)
-        if kind == "all-reduce" and is_all_reduce_scatter(computation):
-            kind = "reduce-scatter"
-        groups = read_groups(instruction)
+        kind, groups = _kind(instruction), read_groups(instruction)
+        inputs = instruction.operands
+        if kind in ("ragged-all-to-all", "send"):
+            inputs = inputs[:1]  # the others are an output buffer, offsets, sizes, a token
         group_size = max(map(len, groups)) if groups else self._devices
-        if kind == "send":
-            group_size = 2
+        if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
+            kind = "reduce-scatter"  # the TPU compiler's fusion of both
+        # A start and its done that the GPU runs without anything in between are synchronous.
+        overlaps = '"is_sync":true' not in instruction.attribute_text
         in_pair = instruction.opcode.endswith(("-start", "send"))
         return Collective(
             kind=kind,
             name=instruction.name,
-            operands=self._operands(instruction, computation),
+            operands=tuple(a for x in inputs for a in read_arrays(computation.by_name[x].shape)),
             times=context.times,
             groups=groups,
-            group_size=group_size,
-            asynchronous=context.asynchronous
-            or bool(started)
-            or in_pair
-            and not _waits(instruction),
+            group_size=2 if kind == "send" else group_size,
+            asynchronous=context.asynchronous or started or (in_pair and overlaps),
             conditional=context.conditional,
             op_name=instruction.op_name or context.op_name or self._reducer_op_name(instruction),
         )
 
-    def _operands(self, instruction: Instruction, computation: Computation) -> tuple[Array, ...]:
-        """Returns the inputs on one device, in the same way for `X`, `X-start` and fusions."""
-        sources = instruction.operands
-        if _kind(instruction) in ("ragged-all-to-all", "send"):
-            sources = sources[:1]  # the others are an output buffer, offsets, sizes, a token
-        return tuple(a for name in sources for a in read_arrays(computation.by_name[name].shape))
-
     def _reducer_op_name(self, instruction: Instruction) -> str:
         """Returns the name stack of the reduction, for a rewritten collective that lost its own."""
-        for name in instruction.names("to_apply"):
-            for inner in self._module.computations[name].instructions:
-                if inner.op_name and inner.is_root:
-                    return inner.op_name
-        return ""
+        reducers = (self._module.computations[name] for name in instruction.names("to_apply"))
+        roots = (i for x in reducers for i in x.instructions if i.is_root and i.op_name)
+        return next((root.op_name for root in roots), "")
+
+
+def _wire_bytes(collectives: list[Collective]) -> float:
+    wires = [collective.wire_bytes for collective in collectives]
+    return sum(float("inf") if wire is None else wire for wire in wires)
 
 
 def _kind(instruction: Instruction) -> str:
     """Returns the collective that an instruction is or starts; empty for anything else."""
     kind = instruction.opcode.removesuffix("-start")
-    if kind == "send" and not is_between_devices(instruction):
-        return ""
+    if kind == "send" and instruction.attributes.get("is_host_transfer") == "true":
+        # To a callback on this device's host, unless it goes to another TPU slice.
+        to_slice = "_xla_megascale_" in instruction.attributes.get("frontend_attributes", "")
+        return kind if to_slice else ""
     return kind if kind in KINDS else ""
-
-
-def _waits(instruction: Instruction) -> bool:
-    """Whether the GPU runs a start and its done without anything in between."""
-    return '"is_sync":true' in instruction.attribute_text
 
 
 def _called(instruction: Instruction) -> tuple[str, ...]:
@@ -324,53 +283,30 @@ def _called(instruction: Instruction) -> tuple[str, ...]:
     opcode = instruction.opcode
     if opcode.endswith(("-done", "-update")):
         return ()
+    attributes = ("calls", "called_computations", "to_apply")
     if opcode == "while":
-        return instruction.names("condition") + instruction.names("body")
-    if opcode == "conditional":
-        names = instruction.names("branch_computations")
-        return names or (
-            instruction.names("true_computation") + instruction.names("false_computation")
-        )
-    return (
-        instruction.names("calls")
-        + instruction.names("called_computations")
-        + instruction.names("to_apply")
-    )
+        attributes = ("condition", "body")
+    elif opcode == "conditional":
+        attributes = ("branch_computations", "true_computation", "false_computation")
+    return tuple(name for attribute in attributes for name in instruction.names(attribute))
 
 
-_START = '"AsyncCollectiveStart"'
-_DONE = '"AsyncCollectiveDone"'
+def _started(computation: Computation) -> frozenset[str] | None:
+    """Returns the names of the collectives that an asynchronous fusion of the TPU starts.
 
-
-def is_all_reduce_scatter(computation: Computation) -> bool:
-    """Whether an all-reduce in this computation is actually a reduce-scatter."""
-    return computation.name.startswith("all-reduce-scatter")
-
-
-def started_kinds(computation: Computation) -> frozenset[str] | None:
-    """Returns the collectives that this computation starts, by name.
-
-    Returns:
-      None for a computation that is not in an asynchronous fusion: all its collectives count.
-      Otherwise the only ones that count; an empty set if it continues or ends other collectives.
+    Only these count: it is empty if the fusion continues or ends other collectives. None for any
+    other computation, of which all collectives count.
     """
-    starts = _custom_calls(computation, _START)
+    starts, ends = (
+        [
+            instruction
+            for instruction in computation.instructions
+            if instruction.opcode == "custom-call"
+            and instruction.attributes.get("custom_call_target") == f'"AsyncCollective{what}"'
+        ]
+        for what in ("Start", "Done")
+    )
     if starts:
         return frozenset(name for call in starts for name in call.operands)
     continues = computation.name.startswith("async_collective_fusion")
-    return frozenset() if continues or _custom_calls(computation, _DONE) else None
-
-
-def is_between_devices(send: Instruction) -> bool:
-    """Whether a `send` goes to other devices, and not to a callback on this device's host."""
-    to_host = send.attributes.get("is_host_transfer") == "true"
-    return not to_host or "_xla_megascale_" in send.attributes.get("frontend_attributes", "")
-
-
-def _custom_calls(computation: Computation, target: str) -> list[Instruction]:
-    return [
-        instruction
-        for instruction in computation.instructions
-        if instruction.opcode == "custom-call"
-        and instruction.attributes.get("custom_call_target") == target
-    ]
+    return frozenset() if continues or ends else None

@@ -53,76 +53,55 @@ class Frame:
         """Returns the frame of a computation that `call`, an instruction of this frame, runs."""
         return Frame(self.module, self.module.computations[computation], self, call, carried)
 
-    def value(self, name: str) -> Affine | None:
-        """Returns an integer of this frame, or None if it is not affine in one carried element."""
+    def value(self, name: str, index: int | None = None) -> Affine | None:
+        """Returns an integer of this frame, or with `index` an element of a tuple of this frame.
+
+        None if it is not affine in one carried element.
+        """
         instruction = self.computation.by_name.get(name)
         if instruction is None:
             return None
         opcode, operands = instruction.opcode, instruction.operands
+        if opcode in _SAME_VALUE:
+            return self.value(operands[0], index)
+        if opcode == "parameter":
+            return self._parameter(int(instruction.arguments), index)
+        if called := _called(instruction):
+            inner = self.enter(instruction, called)
+            return inner.value(inner.computation.root.name, index)
+        if index is not None:
+            if opcode == "tuple":
+                return self.value(operands[index])
+            return self._unchanged(instruction, index) if opcode == "while" else None
         if opcode == "constant":
             literal = re.fullmatch(r"-?\d+", instruction.arguments.strip())
             return Affine(None, int(literal.group())) if literal else None
-        if opcode in _SAME_VALUE:
-            return self.value(operands[0])
         if opcode == "get-tuple-element":
-            return self.element(operands[0], int(instruction.attributes["index"]))
+            return self.value(operands[0], int(instruction.attributes["index"]))
         if opcode in ("add", "subtract"):
-            return _combine(self.value(operands[0]), self.value(operands[1]), opcode)
-        if opcode == "parameter":
-            return self._parameter(int(instruction.arguments))
-        called = _called(instruction)
-        if called:
-            inner = self.enter(instruction, called)
-            return inner.value(inner.computation.root.name)
+            sign = 1 if opcode == "add" else -1
+            return _combine(self.value(operands[0]), self.value(operands[1]), sign)
         return None
 
-    def element(self, name: str, index: int) -> Affine | None:
-        """Returns element `index` of a tuple of this frame."""
-        instruction = self.computation.by_name.get(name)
-        if instruction is None:
-            return None
-        if instruction.opcode == "tuple":
-            return self.value(instruction.operands[index])
-        if instruction.opcode in _SAME_VALUE:
-            return self.element(instruction.operands[0], index)
-        if instruction.opcode == "while":
-            return self._unchanged(instruction, index)
-        if instruction.opcode == "parameter":
-            return self._parameter_element(int(instruction.arguments), index)
-        called = _called(instruction)
-        if called:
-            inner = self.enter(instruction, called)
-            return inner.element(inner.computation.root.name, index)
-        return None
-
-    def _parameter(self, number: int) -> Affine | None:
-        argument = self._argument(number)
-        return self.caller.value(argument) if self.caller and argument else None
-
-    def _parameter_element(self, number: int, index: int) -> Affine | None:
+    def _parameter(self, number: int, index: int | None) -> Affine | None:
         if self.caller is None or self.call is None:
             return None
-        if self.call.opcode != "while":
-            argument = self._argument(number)
-            return self.caller.element(argument, index) if argument else None
-        if self.carried == "name":
-            return Affine(index, 0)
-        constant = self.caller._unchanged(self.call, index)
-        return Affine(index, 0) if constant is None and self.carried == "resolved" else constant
-
-    def _argument(self, number: int) -> str | None:
-        """Returns the caller's name for a parameter, if operands and parameters correspond."""
-        if self.call is None or self.call.opcode in ("while", "conditional"):
+        if self.call.opcode == "while":
+            if index is None or self.carried == "name":
+                return None if index is None else Affine(index, 0)
+            constant = self.caller._unchanged(self.call, index)
+            return Affine(index, 0) if constant is None and self.carried == "resolved" else constant
+        # Operands and parameters correspond, except those of a conditional.
+        if self.call.opcode == "conditional" or number >= len(self.call.operands):
             return None
-        operands = self.call.operands
-        return operands[number] if number < len(operands) else None
+        return self.caller.value(self.call.operands[number], index)
 
     def _unchanged(self, loop: Instruction, index: int) -> Affine | None:
         """Returns the initial value of a carried element, if the loop does not change it."""
         body = self.enter(loop, loop.names("body")[0], carried="name")
-        if body.element(body.computation.root.name, index) != Affine(index, 0):
+        if body.value(body.computation.root.name, index) != Affine(index, 0):
             return None
-        return self.element(loop.operands[0], index)
+        return self.value(loop.operands[0], index)
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | None:
@@ -138,9 +117,9 @@ def trip_count(frame: Frame, loop: Instruction) -> int | None:
         left, direction, right = right, _MIRRORED.get(direction, direction), left
     if left.element is None or right.element is not None:
         return None
-    start = frame.element(loop.operands[0], left.element)
+    start = frame.value(loop.operands[0], left.element)
     body = frame.enter(loop, loop.names("body")[0], carried="resolved")
-    after = body.element(body.computation.root.name, left.element)
+    after = body.value(body.computation.root.name, left.element)
     if start is None or start.element is not None:
         return None
     if after is None or after.element != left.element or after.offset == 0:
@@ -175,17 +154,14 @@ def _count(start: int, direction: str, limit: int, step: int) -> int | None:
     return None
 
 
-def _combine(left: Affine | None, right: Affine | None, opcode: str) -> Affine | None:
+def _combine(left: Affine | None, right: Affine | None, sign: int) -> Affine | None:
     if left is None or right is None:
         return None
-    if opcode == "subtract":
-        return (
-            None if right.element is not None else left._replace(offset=left.offset - right.offset)
-        )
-    if left.element is not None and right.element is not None:
-        return None
-    element = right.element if left.element is None else left.element
-    return Affine(element, left.offset + right.offset)
+    if right.element is None:
+        return left._replace(offset=left.offset + sign * right.offset)
+    if left.element is None and sign == 1:
+        return right._replace(offset=left.offset + right.offset)
+    return None
 
 
 def _called(instruction: Instruction) -> str | None:
