@@ -72,7 +72,7 @@ def test_the_same_over_two_processes(tmp_path):
     assert code != 0 and "4 devices do not divide over 3 processes" in said
 
 
-def test_a_process_that_ends_is_told_with_what_it_said():
+def test_a_process_that_ends_is_reported_with_its_output():
     group = Group("benchmarks.no_such_program", [], 2)
     with pytest.raises(SystemExit, match="no_such_program"):
         group.step()

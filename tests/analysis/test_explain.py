@@ -162,7 +162,7 @@ def test_a_copy_of_a_sharded_state_is_found():
     del old
 
 
-def test_views_of_parts_count_once():
+def test_views_of_shards_count_once():
     """A look at the shards of an array makes arrays that share its memory."""
     state, _ = sharded(({"w": jnp.ones((211, 97))}, optax.sgd(0.1)), "p_g_os")
     views = [x.data for x in state.params["w"].addressable_shards]
@@ -227,7 +227,7 @@ def test_replicated_leaves_are_marked_with_the_setting_that_shards_them():
     assert "* params/mine" in str(found)
 
 
-def test_a_dimension_that_a_scan_walks_is_marked_so():
+def test_a_dimension_that_a_scan_iterates_over_is_marked_so():
     state, _ = gshard.shard_train_state(
         ({"stack": jnp.ones((48,))}, optax.sgd(0.1)), mesh_of(8), "p_g_os", min_shard_size=0,
         scan_axes={"stack": 0},
@@ -237,7 +237,7 @@ def test_a_dimension_that_a_scan_walks_is_marked_so():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_replicated_part_names_the_level_that_shards_it(level):
+def test_a_replicated_component_names_the_level_that_shards_it(level):
     found = gshard.explain(sharded(linen(), level)[0])
     change = {x.path: x.change for x in found.leaves}
     whole, state = "params/Dense_0/kernel", "opt_state/inner/0/mu/Dense_0/kernel"

@@ -316,7 +316,7 @@ def test_the_exit_code_of_a_plan():
     assert exit_code(found, {"os": error}) == 2
 
 
-def test_a_target_is_compiled_for_beside_the_forecast(capsys):
+def test_a_forecast_also_compiles_for_the_target(capsys):
     words = ["plan", "tests.setups:mlp", "--target", "cpu:4", "--levels", "os,p_g_os"]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

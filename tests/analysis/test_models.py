@@ -159,7 +159,7 @@ def test_a_training_is_that_of_one_device(name, level):
 
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
-def test_precision_says_what_parameters_rest_in(precision):
+def test_precision_says_what_parameters_are_stored_in(precision):
     setup = SETUPS["llama"](precision=precision)
     state, _ = gshard.shard_train_state(setup.state, FOUR, "os", min_shard_size=64, **setup.shard)
     dtypes = {x.dtype.name for x in jax.tree.leaves(state.params)}

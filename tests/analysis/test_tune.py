@@ -226,7 +226,7 @@ def test_what_was_asked_for_is_kept():
     assert kept == {4}
 
 
-def test_what_is_too_small_to_be_divided_is_not_tried_both_ways(recwarn):
+def test_what_is_too_small_to_be_sharded_is_not_tried_both_ways(recwarn):
     """By name the two would be the same line twice, with a warning about what nobody asked for."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
     small = config_of(arguments={"width": 16, "layers": 2}, **host)

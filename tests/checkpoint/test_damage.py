@@ -202,7 +202,7 @@ def test_a_folder_that_is_gone_is_found(saved, tmp_path):
         shutil.rmtree(step)
 
 
-def test_files_that_changed_places_are_found(saved):
+def test_swapped_files_are_found(saved):
     step = saved.directory / str(saved.newest)
     names = files(step)
     for one, other in zip(names, names[1:] + names[:1], strict=True):

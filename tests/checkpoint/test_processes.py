@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("processes", "each"), quick([(2, 2), (4, 1)], [(2, 2)]))
-def test_each_writes_its_part_and_any_number_restores(tmp_path, processes, each):
+def test_each_writes_its_shards_and_any_number_restores(tmp_path, processes, each):
     """In one test: the processes start once."""
     alone = Training("p_g_os", 8)
     alone.train(*BEFORE)

@@ -125,7 +125,7 @@ def test_ctrl_c_at_any_moment_of_a_save(times, state, checkpointer, interrupt):
         pytest.fail(f"debris: {names(checkpointer)}")
 
 
-def test_threads_take_turns(state, checkpointer):
+def test_threads_wait_for_each_other(state, checkpointer):
     """Which step comes first is up to them; a later number is refused, and none is harmed."""
     said = []
 
@@ -167,7 +167,7 @@ def test_a_directory_that_is_deleted_while_it_is_written(after, state, checkpoin
     assert_undamaged(checkpointer)
 
 
-def test_nobody_waits_for_a_part_in_a_folder_that_is_gone(tmp_path):
+def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     """The second of two processes never writes its part."""
     folder = tmp_path / "1.saving"
     for name in ("arrays", "manifests"):

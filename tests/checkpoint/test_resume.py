@@ -48,9 +48,7 @@ def runs(output: Path) -> list[dict]:
     ("processes", "levels"),
     quick([(1, "p_g_os"), (1, "os,p_g_os"), (2, "os,p_g_os")], [(1, "p_g_os")]),
 )
-def test_killed_and_told_to_stop_the_losses_are_those_of_a_run_that_never_was(
-    tmp_path, processes, levels
-):
+def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, processes, levels):
     """A kill at the first level, SIGTERM at the last, and what is left to the end."""
     first, last = levels.split(",")[0], levels.split(",")[-1]
     same = ("levels", levels)

@@ -84,7 +84,7 @@ def test_a_time_that_cannot_be(word, capsys):
     assert ended.value.code == 2 and "--timeout" in capsys.readouterr().err
 
 
-def test_a_terminal_is_told_what_goes_on():
+def test_a_terminal_shows_progress():
     code, out, shown = on_terminal("doctor", "--quick")
     assert code == 0 and "disks ..." in shown
     assert "\x1b" not in out and "disks ..." not in out

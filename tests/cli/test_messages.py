@@ -160,7 +160,7 @@ def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "advise"])
-def test_a_terminal_is_told_what_is_traced_until_it_is_done(command):
+def test_a_terminal_shows_what_is_traced_until_it_is_done(command):
     machine = ["--devices", "8"] if command == "plan" else ["--target", "h100:1x8"]
     words = [command, "tests.setups:mlp", *machine, "--levels", "os,os_g", "--json"]
     code, out, shown = on_terminal(*words)

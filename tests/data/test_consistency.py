@@ -75,7 +75,7 @@ def test_batches_that_differ_are_refused_by_every_process(found, case):
             assert words in str(process[case])
 
 
-def test_a_process_is_told_of_a_batch_that_another_cannot_place(found):
+def test_a_process_hears_of_a_batch_that_another_cannot_place(found):
     assert "process 1 cannot place its batch: batch['x']" in str(found[0]["one_does_not_divide"])
     assert "cannot place" not in str(found[1]["one_does_not_divide"])
 
@@ -97,7 +97,7 @@ def test_a_process_without_a_device_in_the_mesh_is_not_waited_for(found):
     assert str(found[0]["without_the_other"]) == "{'x': (6, 2)}"
 
 
-def test_a_process_whose_rows_change_alone_says_so_and_ends(found):
+def test_a_process_whose_batch_size_changes_alone_says_so_and_ends(found):
     assert str(found[0]["before"]) == str(found[1]["before"]) == "{'x': (16, 2)}"
     said = str(found[1]["alone"])
     assert "number of examples changed from 8 to 6" in said
@@ -117,7 +117,7 @@ def test_a_fault_of_one_process_does_not_wait_as_long(found):
     assert 1.9 < float(found[1]["fault_seconds"]) < 3.9
 
 
-def test_batches_of_local_rows_become_global_one_by_one(found):
+def test_local_batches_become_global_one_by_one(found):
     assert found[0]["global_batches"].tolist() == [[8, 2], [12, 2]]
 
 

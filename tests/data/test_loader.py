@@ -239,7 +239,7 @@ def test_a_for_left_at_its_last_batch_is_over():
     assert loader.epoch == 2
 
 
-def test_a_loader_is_at_one_place():
+def test_a_loader_has_one_position():
     loader = DataLoader(data(), 8, PLAN)
     first = iter(loader)
     next(first)

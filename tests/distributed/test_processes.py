@@ -47,7 +47,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("group", quick([(group,) for group in GROUPS], [(g,) for g in QUICK]))
-def test_ranks_devices_and_rows(found, group):
+def test_ranks_devices_and_examples(found, group):
     processes, each = group
     seen = found("quick" if group in QUICK else "slow", group)
     for rank, process in enumerate(seen):

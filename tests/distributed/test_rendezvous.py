@@ -81,7 +81,7 @@ def test_one_that_leaves_and_comes_again_is_let_in():
         other.join(20)
 
 
-def test_who_comes_too_late_is_told_nothing_and_says_so():
+def test_a_process_that_comes_too_late_gets_no_answer_and_says_so():
     call = Call(2, timeout=0.5)
     error = call.end()
     assert isinstance(error, gshard.distributed.NotArrivedError)

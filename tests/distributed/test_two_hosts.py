@@ -227,7 +227,7 @@ def test_a_machine_that_knows_itself_as_loopback(hosts, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_host_is_told_to_stop_and_both_do(stepping, tmp_path):
+def test_one_host_gets_a_signal_and_both_stop(stepping, tmp_path):
     job = stepping("--nproc_per_node", 2)
     job.until_running(4)
     job.launchers[1].send(signal.SIGTERM)

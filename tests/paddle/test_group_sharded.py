@@ -199,7 +199,7 @@ def test_no_buckets_is_bit_equal(level):
         [("mesh", "os"), ("groups", "os_g"), ("groups", "p_g_os")],
     ),
 )
-def test_copies_of_the_divided_state(level, way):
+def test_copies_of_the_sharded_state(level, way):
     """T13, T14: 2 x 2 is 4 devices, and one."""
     batches = [rows(16, seed) for seed in range(3)]
     if way == "groups":
@@ -464,7 +464,7 @@ def test_in_your_own_loop(level):
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
-def test_a_model_is_called_with_any_rows(level):
+def test_a_model_is_called_with_any_batch_size(level):
     model, _, _ = wrap(level, **groups(3))
     plain = Net()
     for n in (1, 5, 12, 15):
@@ -862,7 +862,7 @@ def test_arrays_that_are_no_variables_are_saved_too(tmp_path):
     np.testing.assert_array_equal(model.state_dict()["table"], np.ones(13))
 
 
-def test_what_is_beside_a_saved_state_stays(tmp_path):
+def test_other_files_next_to_a_saved_state_stay(tmp_path):
     """Also an interrupted exchange: the old state is found, and replaced later."""
     model, optimizer, scaler = wrap("os", scaler=gshard.GradScaler())
     out = tmp_path / "link"

@@ -177,7 +177,7 @@ def test_rows_of_a_device_without_data_are_those_of_another():
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(dp.grads))
 
 
-def test_inputs_of_other_rows_are_refused():
+def test_inputs_with_another_batch_size_are_refused():
     dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     with (
         gshard.pytorch.Join([dp]) as join,

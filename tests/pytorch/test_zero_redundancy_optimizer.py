@@ -197,7 +197,7 @@ def test_hyperparameters_that_are_fixed_say_so():
         (optax.sgd, {"betas": (0.9, 0.95)}, "It takes learning_rate, momentum"),
     ],
 )
-def test_names_of_pytorch_and_paddle_are_told_in_those_of_optax(factory, given, says):
+def test_names_of_pytorch_and_paddle_are_translated_to_those_of_optax(factory, given, says):
     with pytest.raises(TypeError) as caught:
         ZRO(tree(), factory, lr=0.1, **given)
     assert says in str(caught.value) and "'eps'" not in str(caught.value)
@@ -287,7 +287,7 @@ def test_sorted_greedy_gives_what_pytorch_gives():
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_the_state_is_divided(partition):
+def test_the_state_is_sharded(partition):
     """12: what each device holds, and greedy's on its owner alone."""
     opt = ZRO(tree(), optax.adam, devices(4), partition=partition, lr=0.1)
     if partition == "even":
@@ -472,7 +472,7 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
     assert np.all(np.asarray(again["first"]["kernel"]) != np.asarray(after["first"]["kernel"]))
 
 
-def test_beside_tensor_parallelism():
+def test_together_with_tensor_parallelism():
     """19: parameters that lie over an axis of the user's own stay there."""
     mesh = gshard.make_mesh(extra={"model": 2})
     over = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
@@ -492,7 +492,7 @@ def test_beside_tensor_parallelism():
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_whole_numbers_come_back_as_they_went_in(partition):
+def test_integers_come_back_as_they_went_in(partition):
     params = {"table": jnp.arange(3), "w": jnp.ones((5, 2))}
 
     def loss(p):
@@ -788,7 +788,7 @@ def test_the_overlapped_program_reduces_and_all_gathers():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["h100:1x8", "tpu-v5e:2x4"])
-def test_updates_beside_what_is_sent(target):
+def test_updates_overlap_with_communication(target):
     """As scheduled by the compilers of GPU (which combines scatters) and TPU."""
     found = found_by("pytorch.overlap_ahead_of_time", target)
     if target.startswith("tpu"):
@@ -814,7 +814,7 @@ def test_what_is_ignored_is_reported():
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_this_processs_part_and_a_consolidated_state(partition, tmp_path):
+def test_local_shards_and_a_consolidated_state(partition, tmp_path):
     opt = ZRO(tree(), optax.adamw, devices(3), partition=partition, lr=0.01)
     opt.step(tree(1))
     part, whole = opt.state_dict(whole=False), opt.state_dict()["state"]
@@ -948,7 +948,7 @@ def test_a_number_that_the_optimizer_keeps_in_its_state_is_fixed():
         opt.param_groups[0]["lr"] = 0.0
 
 
-def test_whole_numbers_stay_whole_where_they_must():
+def test_integer_hyperparameters_stay_integers():
     def deep(lr, depth):
         return optax.chain(*[optax.clip(1.0)] * depth, optax.sgd(lr))
 

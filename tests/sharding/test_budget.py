@@ -175,7 +175,7 @@ def test_one_micro_batch_makes_os_and_os_g_the_same_program():
     "scan, remat",
     quick(itertools.product([True, False], repeat=2), [(True, False), (False, True)]),
 )
-def test_os_g_holds_a_divided_gradient(scan, remat):
+def test_os_g_holds_a_sharded_gradient(scan, remat):
     """Temporaries <= activations + gradient/N + 2 buckets, at four micro-batches."""
     mesh = gshard.make_mesh()
     most = 4 * D * D  # elements of one layer: a bucket
@@ -199,7 +199,7 @@ def test_p_g_os_scanned_holds_no_stack():
 
 
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
-def test_init_never_holds_the_whole_state(level):
+def test_init_never_holds_the_full_state(level):
     """The state is eight times one device's share; its init needs hardly more than the share."""
 
     net = Net(True, False)

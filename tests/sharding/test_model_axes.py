@@ -120,7 +120,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("name, level", ALL)
-def test_a_level_beside_tensor_parallelism(expected, name, level):
+def test_a_level_together_with_tensor_parallelism(expected, name, level):
     """The numbers of one device, and over the user's axis what plain tensor parallelism moves."""
     state, plan = divided(name, level)
     kernel = plan.params["layers"]["up"]["kernel"].value
@@ -156,7 +156,7 @@ def test_a_level_beside_tensor_parallelism(expected, name, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 @pytest.mark.parametrize("level", LEVELS)
-def test_micro_batches_beside_tensor_parallelism(expected, name, level):
+def test_micro_batches_together_with_tensor_parallelism(expected, name, level):
     state, plan = divided(name, level)
     step = gshard.make_train_step(loss_fn, plan, micro_batches=2)
     for i in range(STEPS):
@@ -252,7 +252,7 @@ def test_frozen_parameters_precision_and_evaluation():
     )
 
 
-def test_rows_lie_over_the_data_axes_alone():
+def test_examples_are_sharded_over_the_data_axes_alone():
     state, plan = small_state("os_g")
     rows = gshard.shard_batch(small_batch(3), plan)
     assert rows["x"].sharding.shard_shape(rows["x"].shape) == (1, 7)

@@ -120,7 +120,7 @@ def test_training_matches_single_device_and_both_loops_agree(level):
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["dp", "os_g", "p_g_os"]))
-def test_what_lies_and_moves_in_which_dtype(level):
+def test_what_is_stored_and_communicated_in_which_dtype(level):
     state, plan = divided(level, optax.adam(1e-3))
     step = gshard.make_train_step(loss_fn, plan, donate=False, micro_batches=2)
     budgeted = step.budget.resident

@@ -126,7 +126,7 @@ def check_division(case: Case) -> None:
 
 
 @tiers(quick=300, slow=8000)
-def test_what_is_large_and_divides_is_divided(examples):
+def test_large_divisible_arrays_are_sharded(examples):
     explore(check_division, states().map(lambda case: case._replace(as_pair=False)), examples)
 
 

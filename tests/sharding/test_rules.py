@@ -44,7 +44,7 @@ def test_a_layout_is_exact(shape, parts, indivisible, min_shard_size):
 
 @given(st.integers(2, 8), st.integers(1, 17), st.integers(1, 17), st.integers(1, 17))
 @settings(max_examples=100, deadline=None)
-def test_a_scanned_dimension_is_never_divided(parts, layers, rows, columns):
+def test_a_scanned_dimension_is_never_sharded(parts, layers, rows, columns):
     choice = by_shape(0)(leaf((layers, rows, columns), parts, scan_dim=0))
     assert choice.dim != 0
 
@@ -81,7 +81,7 @@ def test_a_rule_that_names_no_dimension_is_refused(dim):
         by_path("kernel", dim)(leaf((8, 8)))
 
 
-def test_a_path_passes_single_numbers_by_and_a_function_is_told():
+def test_a_path_rule_skips_scalars_and_a_function_sees_them():
     assert by_path("kernel", 0)(leaf(())) is None
     (own,) = as_rules(lambda leaf: 0)
     with pytest.raises(gshard.GShardError, match="block/kernel, which is a scalar"):
@@ -105,7 +105,7 @@ def test_wrong_arguments_are_refused():
         as_rules(3)
 
 
-def test_layout_of_integers_and_keys_is_whole_only_for_keys():
+def test_only_keys_are_always_replicated():
     key = jax.eval_shape(lambda: jax.random.key(0))
     assert lay_out("key", key, None, group(4), by_shape(0)).dim is None
     count = jax.ShapeDtypeStruct((8,), np.int32)

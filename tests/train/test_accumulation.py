@@ -99,7 +99,7 @@ def assert_divided(grads, expected, plan):
         ],
     ),
 )
-def test_several_calls_are_one_with_all_rows(level, accumulate, mesh):
+def test_several_calls_equal_one_with_all_examples(level, accumulate, mesh):
     state, plan = divided(level, mesh)
     call = gshard.value_and_grad(
         loss_fn, plan, sync=False, has_aux=True, accumulate=accumulate, micro_batches=1
@@ -170,7 +170,7 @@ def test_a_scattered_call_keeps_one_part(level):
     assert found.elements("all-reduce") == 0  # whole leaves wait for the end
 
 
-def test_calls_with_different_numbers_of_rows():
+def test_calls_with_different_numbers_of_examples():
     """A plain mean weighs by its rows: a mean of means would be another number."""
 
     def mean(p, b):
@@ -200,7 +200,7 @@ QUICK = [("p_g_os", "replica 2x2")]
     ("level", "mesh"),
     quick(SYNCED, QUICK),
 )
-def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
+def test_every_micro_batch_is_reduced_at_once(level, mesh):
     """Over shard group and replicas, padded and whole leaves too; nothing is left for the end."""
     state, plan = divided(level, mesh)
     options = dict(micro_batches=CALLS, accumulate="sync")
@@ -223,7 +223,7 @@ def test_every_micro_batch_is_reduced_as_it_arises(level, mesh):
     assert_divided(grads, expected, plan)
 
 
-def test_one_micro_batch_is_scattered_as_it_arises_or_waits_if_told_to():
+def test_one_micro_batch_is_scattered_at_once_or_at_the_end_if_asked_to():
     state, plan = divided("os_g", "replica 2x2")
     programs = [lowered(state, plan, how) for how in ("level", "scatter", "sync")]
     assert programs[0] == programs[1] == programs[2] != lowered(state, plan, "local")

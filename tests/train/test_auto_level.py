@@ -100,7 +100,7 @@ def test_padding_on_the_wire_does_not_decide(devices):
     assert plan.level.name == "os"
 
 
-def test_a_part_goes_to_the_host_and_not_everything():
+def test_only_what_does_not_fit_is_offloaded():
     mesh = gshard.make_mesh(**MESH)
     _, plan = gshard.shard_train_state(state(10_000_000), mesh, "auto", offload=True)
     assert plan.level.name == "os"

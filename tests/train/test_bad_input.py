@@ -197,7 +197,7 @@ def test_other_names_of_levels(given, name):
     assert jax.tree.leaves(plan.layouts) == jax.tree.leaves(expected.layouts)
 
 
-def test_a_state_that_is_divided_already():
+def test_a_state_that_is_already_sharded():
     state, plan = divided()
     with refused("divided already", "plan.unwrap(state)"):
         gshard.shard_train_state(state, gshard.make_mesh(), "os")
@@ -404,7 +404,7 @@ def test_a_state_with_another_optimizer():
     step(state, batch())
 
 
-def test_a_state_that_was_not_divided():
+def test_a_state_that_was_not_sharded():
     state, plan = divided()
     step = gshard.make_train_step(MODEL.loss, plan)
     with refused("gshard.shard_train_state"):
@@ -568,7 +568,7 @@ def test_an_apply_gradients_of_its_own():
     assert float(jnp.abs(after.ema["Dense_0"]["kernel"] - state.ema["Dense_0"]["kernel"]).max()) > 0
 
 
-def test_one_array_in_two_places():
+def test_one_array_used_for_two_leaves():
     """Given away twice it would crash the process."""
 
     class Doubled(TrainState):
@@ -791,7 +791,7 @@ def test_aux_that_cannot_be_averaged(aux, parts):
     gshard.make_train_step(MODEL.loss, plan)(state, batch())
 
 
-def test_an_aux_that_looks_like_rows_is_a_warning():
+def test_an_aux_with_one_entry_per_example_is_a_warning():
     """A vector may be as long as a device has rows by chance."""
     state, plan = divided()
 

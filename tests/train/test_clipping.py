@@ -171,7 +171,7 @@ def test_every_clipping_is_that_of_one_device(levels, devices):
             assert error <= TOLERANCE, f"{key}, {path}: {error:.2g}"
 
 
-def test_leaves_lie_in_every_way():
+def test_every_kind_of_layout_is_covered():
     _, plan = divided(optax.identity(), gshard.make_mesh(devices=jax.devices()[:4]), "os")
     assert plan.grads["even"].dim is not None and not plan.grads["even"].padding
     assert plan.grads["odd"].padding and plan.grads["thirteen"].padding

@@ -283,7 +283,7 @@ def test_axis_order_by_value(mesh, level, shape):
         ["linen_gpt_scan", "linen_gpt_scan_boxed", "nnx_gpt_scan_remat"],
     ),
 )
-def test_the_axis_of_layers_is_never_divided(name, devices):
+def test_the_axis_of_layers_is_never_sharded(name, devices):
     model = ZOO[name]
     abstract = jax.sharding.AbstractMesh(
         (devices,), ("shard",), axis_types=(jax.sharding.AxisType.Auto,)

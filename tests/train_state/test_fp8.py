@@ -166,7 +166,7 @@ def test_the_statistics_differ_by_device():
         assert np.abs(x - start[path]).max() > 0, path
 
 
-def test_they_lie_whole_without_optimizer_state():
+def test_they_are_replicated_without_optimizer_state():
     state, plan = divided("p_g_os", frozen="Dense_0/bias")
     paths = [str(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
     assert paths and not [path for path in paths if "Fp8" in path]

@@ -147,7 +147,7 @@ def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     assert not divided or any((row.times or 0) > row.count for row in rows)
 
 
-def test_a_scanned_frozen_stack_is_never_whole():
+def test_a_scanned_frozen_stack_is_never_fully_gathered():
     """A stack of 16 frozen layers: temporaries far below its size, at one layer each."""
     width, layers = 64, 16
 
@@ -296,7 +296,7 @@ class WithTeacher(TrainState):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_further_fields_lie_as_parameters_and_may_be_read_and_changed(micro_batches):
+def test_further_fields_are_sharded_like_parameters_and_may_be_changed(micro_batches):
     """A teacher that the loss reads and a queue that it changes, too large to be whole."""
     rng = np.random.default_rng(1)
 

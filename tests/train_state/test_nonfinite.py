@@ -403,7 +403,7 @@ UPDATES = [decayed, swapped, the_same_twice, constant, in_another_dtype]
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("update", UPDATES, ids=lambda f: f.__name__)
-def test_state_is_chosen_where_it_arises_as_at_the_end(update, nested):
+def test_state_is_selected_early_with_the_same_result(update, nested):
     rng = np.random.default_rng(0)
     g, p, mean, count = (jnp.asarray(rng.normal(size=5).astype(np.float32)) for _ in range(4))
     state = {"mean": mean, "count": count}

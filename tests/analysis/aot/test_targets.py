@@ -97,7 +97,7 @@ def test_an_h100_by_its_data_sheet():
     assert h100.usable == pytest.approx(0.75 * 80e9, rel=0.07)
 
 
-def test_xla_is_told_the_same():
+def test_xla_gets_the_same_description():
     for name in GPUS:
         text = gpu_config(CHIPS[name])
         assert f"device_memory_size: {CHIPS[name].memory}" in text

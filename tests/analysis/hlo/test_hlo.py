@@ -361,7 +361,7 @@ def test_all_reduce_scatter_fusions_are_reduce_scatters():
     assert all("gshard/scatter" in c.op_name for c in scatters)
 
 
-def test_a_flat_scatter_on_a_torus_is_told_as_the_all_reduce_it_became():
+def test_a_flat_scatter_on_a_torus_is_reported_as_the_all_reduce_it_became():
     (flat,) = dump("tpu-v5e-4x4-scatter-flat").collectives
     assert (flat.kind, flat.wire_bytes) == (AR, 2 * 4 * 1024 * 256 * 15 // 16)
     axes = dump("tpu-v5e-4x4-scatter-axes").collectives
@@ -506,7 +506,7 @@ def test_groups_of_a_permute_are_what_its_pairs_link():
     assert c.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
-def test_devices_may_lie_in_any_order():
+def test_devices_may_be_in_any_order():
     """HLO counts places in the mesh, not device ids."""
     mesh = Mesh(np.array(jax.devices())[::-1].reshape(2, 4), ("a", "b"))
     mapped = jax.shard_map(

@@ -102,7 +102,7 @@ def with_activations(found, activations: int):
 
 
 @pytest.mark.parametrize("devices, replica", [(1, 1), (8, 1), (8, 2), (16_384, 32)])
-def test_a_page_is_whole_and_needs_nothing_else(devices, replica):
+def test_a_page_is_complete_and_needs_no_other_file(devices, replica):
     found = forecast(devices, replica=replica)
     text = full(found)
     parsed = Page(text)
@@ -257,7 +257,7 @@ def test_the_command_writes_a_page(folder, capsys):
 
 
 @pytest.mark.parametrize("place", [".", "missing/plan.html", "page_model.py/plan.html", ""])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, capsys, place):
+def test_an_unwritable_path_is_refused_before_the_work(folder, capsys, place):
     # The model fails when it is made: the place is looked at before.
     assert main(["plan", "page_model:broken", "--devices", "8", "--html", place]) == 2
     out, err = capsys.readouterr()

@@ -62,7 +62,7 @@ def test_what_is_cheap_is_computed_for_each_way_to_read_it(make, read, times):
     assert all(op.outs[0] in read_values for op in ops)
 
 
-def test_only_what_is_read_as_it_lies_must_be_in_memory():
+def test_only_what_is_read_in_its_layout_must_be_in_memory():
     found = repeated(lambda x, w: (product(x * 2, w), (x * 2).sum(0)), X, W)
     (product_,), (sum_,) = made(found, "dot_general"), made(found, "reduce_sum")
     held = {op.outs[0]: op.held for op in made(found, "mul")}
@@ -88,7 +88,7 @@ def test_a_collective_reads_the_shape_that_it_is_handed():
     assert len(made(found, "mul")) == 2
 
 
-def test_what_a_barrier_holds_in_another_shape_lies_in_memory():
+def test_what_a_barrier_holds_in_another_shape_is_in_memory():
     found = repeated(lambda x: (jax.lax.optimization_barrier(rows(x * 2)), jnp.tanh(x * 2)), X)
     (barrier,) = made(found, "optimization_barrier")
     (reshape,) = (op for op in found.ops if op.outs[0] == barrier.ins[0])
@@ -97,7 +97,7 @@ def test_what_a_barrier_holds_in_another_shape_lies_in_memory():
 
 
 @pytest.mark.parametrize("barrier", [False, True])
-def test_what_a_barrier_holds_lies_in_memory(barrier):
+def test_what_a_barrier_holds_is_in_memory(barrier):
     def function(x):
         y = x * 2
         return jnp.tanh(jax.lax.optimization_barrier(y) if barrier else y)

@@ -245,7 +245,7 @@ def test_on_cpu_what_is_read_after_it_is_written_over_is_copied():
     assert 0.95 < row["ratio"] < 1.05, row
 
 
-def test_on_gpu_stacked_leaves_are_gathered_beside_their_results():
+def test_on_gpu_stacked_leaves_are_gathered_next_to_their_results():
     leaf = jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)
     state = jax.eval_shape(
         lambda: TrainState.create(

@@ -46,7 +46,7 @@ def test_matrix_products_are_split_as_by_the_compiler(m, n, k, dtype, parts):
     assert split_k(op, TracedProgram([op], values, [0, 1], [2])) == parts
 
 
-def test_products_that_a_gather_does_not_wait_for_run_beside_it():
+def test_products_that_a_gather_does_not_wait_for_overlap_with_it():
     def step(w, v, x):
         y = x @ jax.lax.all_gather(w, "shard", tiled=True)
         z, v = jax.lax.optimization_barrier((y, v))

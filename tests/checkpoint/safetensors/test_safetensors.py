@@ -88,7 +88,7 @@ TABLE = [
 
 @pytest.mark.filterwarnings("ignore:offload=True puts nothing")
 @pytest.mark.parametrize(("kind", "level", "devices", "option"), TABLE)
-def test_a_file_holds_the_whole_values_by_name(tmp_path, kind, level, devices, option):
+def test_a_file_holds_the_full_values_by_name(tmp_path, kind, level, devices, option):
     options = OPTIONS[option]
     if options.get("offload") and level == "dp":
         options = options | {"offload": False}
@@ -220,7 +220,7 @@ def test_every_dtype_there_and_back(tmp_path, wide):
             assert tuple(file.get_slice(name).get_shape()) == params[name].shape
 
 
-def test_a_file_lies_as_the_librarys_own(tmp_path):
+def test_a_file_has_the_layout_of_the_librarys_own(tmp_path):
     """The same header but for the metadata, and the same bytes after it."""
     known = {name: dtype for name, dtype in FORMS.items() if "F8" not in name}  # as it takes them
     params = every_form(known) | {"trained": np.ones(7, np.float32)}
@@ -239,7 +239,7 @@ def parts(text):
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 700), (1, 2, 40, 9), (60, 11)])
-def test_arrays_that_lie_otherwise_are_written_by_blocks(monkeypatch, shape):
+def test_arrays_in_another_memory_order_are_written_in_blocks(monkeypatch, shape):
     monkeypatch.setattr("gshard.checkpoint.safetensors.format.BLOCK", 1000)
     whole = np.arange(np.prod(shape) * 2).reshape(*shape[:-1], -1)
     for x in (

@@ -56,7 +56,7 @@ def described(tmp_path_factory):
     return folder, found, err
 
 
-def test_every_process_knows_its_place(described):
+def test_every_process_knows_its_rank(described):
     _, found, _ = described
     assert sorted(found) == [0, 1, 2]
     for rank, process in found.items():
@@ -100,7 +100,7 @@ def test_one_process_needs_no_tag_and_a_bar_is_one_line(tmp_path):
         assert b"10%\r50%\r100%\ndone" in (tmp_path / "log" / "rank-0.log").read_bytes()
 
 
-def test_a_line_stays_whole_beside_what_others_write(tmp_path):
+def test_lines_of_several_processes_do_not_mix(tmp_path):
     """Gloo's threads write to the script's stdout, as the child does here."""
     line = "os.write(1, b'noise\\n')"
     noise = f"import os; {line}; os.write(2, b'begun')\nwhile True: {line}"
@@ -146,7 +146,7 @@ def test_a_reader_that_leaves_does_not_end_the_job(tmp_path):
 # ---- a job that fails ---------------------------------------------------------------------------
 
 
-def test_a_failure_is_told_once_with_its_last_lines(tmp_path):
+def test_a_failure_is_reported_once_with_its_last_lines(tmp_path):
     command = launch("--nproc_per_node", 2, WORKER, "steps", 1000, 1)
     with running(command, tmp_path) as job:
         assert job.code() == 1
@@ -257,7 +257,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
         job.assert_nobody_left()
 
 
-def test_one_process_that_is_told_stops_all(tmp_path):
+def test_a_signal_to_one_process_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
         os.kill(job.ranks()[1], signal.SIGTERM)
@@ -266,7 +266,7 @@ def test_one_process_that_is_told_stops_all(tmp_path):
 
 
 @pytest.mark.slow
-def test_alone_a_process_is_told_too(tmp_path):
+def test_a_single_process_is_preempted_too(tmp_path):
     with running(launch(WORKER, "until_told"), tmp_path) as job:
         job.until_training(1)
         job.process.send_signal(signal.SIGTERM)

@@ -43,7 +43,7 @@ def on_devices(mesh, fun, args, before, after):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_gather_puts_the_parts_in_order(sizes):
+def test_all_gather_puts_the_shards_in_order(sizes):
     mesh = make_mesh(sizes)
     places = layouts(mesh)
     wholes = values(places, 0)
@@ -96,7 +96,7 @@ def test_all_gather_in_buckets_equals_array_by_array(sizes, bucket):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_layers_of_a_stack_take_their_places(sizes, dtype, monkeypatch):
+def test_layers_of_a_stack_keep_their_order(sizes, dtype, monkeypatch):
     monkeypatch.setattr(collectives, "LARGE_LAYER", 1)
     mesh = make_mesh(sizes)
     places = layouts(mesh, [(5,), (3, 20), (2, 3, 13), (4, 8, 2)], dtype)

@@ -86,7 +86,7 @@ def of_experts(params, x):
 @pytest.mark.parametrize("devices", [5, 8])
 @pytest.mark.parametrize("reshard", [True, False, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_layers_divided_behind_their_first_dimension(devices, reshard, micro_batches):
+def test_layers_sharded_behind_their_first_dimension(devices, reshard, micro_batches):
     if reshard == 2 and devices == 5:
         pytest.skip("two neighbours of five")
     keys = jax.random.split(jax.random.key(0), 3)

@@ -35,7 +35,7 @@ def test_turns_keep_the_order_and_the_sizes(sizes, most, ends):
         assert len(turn) == 1 or sum(sizes[j] for j in turn) <= at_most
 
 
-def test_no_buckets_are_one_turn():
+def test_no_buckets_are_one_collective():
     assert buckets.ordered_buckets([5, 5, 5], 0, 1) == [[0, 1, 2]]
 
 
@@ -108,7 +108,7 @@ def all_reduced(step, state, batch):
     return [one for one in arrays if one]
 
 
-def test_turns_stay_apart_and_what_arises_first_goes_first():
+def test_buckets_stay_apart_and_the_first_gradients_go_first():
     found = all_reduced(*step_of(8, bucket_size=1000))
     # a's bias and kernel with m's bias, packed but for the large ones; m's kernel; z.
     assert [sum(one) for one in found] == [8 + 320 + 40, 960, 24 + 384]

@@ -86,7 +86,7 @@ def test_a_stored_parameter_takes_12_bytes_over_the_devices():
     assert rest == pytest.approx(12 * (6_738_415_616 - NORMS) / 256 + 12 * NORMS, abs=64)
 
 
-def test_cross_entropy_by_slices_is_that_of_the_whole():
+def test_cross_entropy_by_slices_equals_the_full_one():
     keys = jax.random.split(jax.random.key(0), 3)
     x_BxTxD = jax.random.normal(keys[0], (2, 256, 64))
     head_DxV = jax.random.normal(keys[1], (64, 512))
@@ -160,7 +160,7 @@ def test_json_and_dump_of_a_run_on_the_cpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_torus_nothing_is_reduced_whole(tmp_path):
+def test_on_a_tpu_torus_no_full_gradient_is_all_reduced(tmp_path):
     small = ("--layers", "4", "--width", "512", "--vocabulary", "2048", "--sequence", "256")
     python = python_for("tpu")
     _, found = measured(python, tmp_path, "--target", "tpu-v5e:4x4", *small)

@@ -248,7 +248,7 @@ def walked_and_indexed(p, batch):
     return cross_entropy(x @ p["out"] + p["bias"], batch["labels"])
 
 
-def test_a_stack_that_a_scan_walks_and_closes_over_is_gathered_once():
+def test_a_stack_that_a_scan_iterates_over_and_closes_over_is_gathered_once():
     fun, state, plan = divided(walked_and_indexed, "p_g_os")
     report = gshard.audit(fun, state.params, rows(), plan=plan)
     assert report.elements("all-gather") <= gshard.budget(plan).elements("all-gather")
@@ -265,7 +265,7 @@ def test_a_stack_of_two_scans_is_gathered_twice_and_stays_sharded():
     assert all(x.elements != plan.params["stack"].size for x in found)
 
 
-def test_a_cast_is_applied_to_the_part_so_that_the_compute_dtype_travels():
+def test_a_cast_is_applied_to_the_local_shard_before_the_all_gather():
     fun, state, _ = divided(cast, "p_g_os")
     found = fun.lower(state.params, rows()).as_text().splitlines()
     types = [line for line in found if '"stablehlo.all_gather"' in line]

@@ -205,7 +205,7 @@ def test_an_nnx_pair():
     )
 
 
-def test_without_offload_nothing_rests_on_the_host():
+def test_without_offload_nothing_stays_on_the_host():
     state, plan = divided("small", "p_g_os", optax.adamw(1e-3), False)
     assert plan.bytes_per_device["host"] == 0 and plan.fetched_at_once == ()
     assert held(state, "pinned_host") == 0 and "fetches" not in str(plan)
@@ -333,7 +333,7 @@ def test_an_init_function_and_the_way_back():
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_frozen_parameters_rest_there_too(precision, micro_batches):
+def test_frozen_parameters_are_offloaded_too(precision, micro_batches):
     found = []
     for offload in (True, False):
         options = {"frozen": "^stack$", "precision": precision}
