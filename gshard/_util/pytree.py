@@ -26,6 +26,13 @@ def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:
     return [path_of(keys) for keys, _ in pairs], [leaf for _, leaf in pairs], structure
 
 
+def map_leaves(fun: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Maps leaves in order; unlike `jax.tree.map` it allows other trees of other structures."""
+    leaves, structure = jax.tree.flatten(tree)
+    columns = zip(leaves, *map(jax.tree.leaves, others), strict=True)
+    return jax.tree.unflatten(structure, [fun(*column) for column in columns])
+
+
 def subscript(path: str) -> str:
     """A path as a subscript, as in `batch['x/y']`; empty for a tree of one leaf."""
     return f"[{path!r}]" if path else ""

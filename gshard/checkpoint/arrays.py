@@ -24,7 +24,7 @@ from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_donated
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import FROZEN, Components
 

@@ -20,7 +20,7 @@ from gshard.pytorch.param_groups import Labels, ParamGroup, Tree, group_states, 
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
 from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUCKET_SIZE
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import LocalGradients
 from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_leaf, shard_train_state

@@ -25,7 +25,7 @@ from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts,
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import all_gather_vector, broadcast_from_owners
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import LocalGradients
 from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.value_and_grad import finish_reduction

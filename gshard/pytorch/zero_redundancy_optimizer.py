@@ -26,7 +26,7 @@ from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_groups import ParamGroup, Tree, factory_of, options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import LocalGradients
 from gshard.wrapped.arguments import mesh_of
 
 _PARTITIONS: dict[str, Callable[..., Any]] = {"even": Even, "greedy": Greedy}

@@ -14,13 +14,11 @@ from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import Fit
-from gshard.train.aux_metrics import as_sums, reduce_sums
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
-from gshard.train.fsdp.gather_bucket import GatherScope
-from gshard.train.fsdp.gather_spec import gather_specs
+from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
-from gshard.train.loss import check_reductions, has_reduction, is_numeric
+from gshard.train.loss import as_sums, check_reductions, has_reduction, is_numeric, reduce_sums
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
 from gshard.train_state import Components
 
@@ -52,7 +50,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
-        local_rows = check_examples(batch, plan.group.devices, 1) // plan.group.devices
+        examples = check_examples(batch, plan.group.devices, 1) // plan.group.devices
         form: list[Any] = []  # what fn returned: structure, and which leaves are means
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
@@ -62,7 +60,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
             flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=has_reduction)
-            flat = [_over_devices(x, local_rows, plan) for x in flat]
+            flat = [_over_devices(x, examples, plan) for x in flat]
             form[:] = [tree, [is_mean for _, is_mean in flat]]
             flat = [(plan.output(x), is_mean) for x, is_mean in flat]
             return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
@@ -100,53 +98,45 @@ def evaluate_on_devices(
     everything before the loop.
     """
     stored = jax.tree.leaves(plan.params)
+    n = len(stored)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
     layouts = non_trainable_layouts(parts.non_trainable, plan)
-    non_trainable, non_trainable_structure = jax.tree.flatten(
-        to_storage(parts.non_trainable, layouts, plan)
-    )
-    places = [*stored, *jax.tree.leaves(layouts)]
+    more, more_structure = jax.tree.flatten(to_storage(parts.non_trainable, layouts, plan))
     uses = [*gather_specs(stored, stored), *non_trainable_uses(layouts)]
 
     def with_leaves(leaves: list[jax.Array], examples: Any) -> Any:
-        params = jax.tree.unflatten(structure, leaves[: len(stored)])
-        non_trainable = jax.tree.unflatten(non_trainable_structure, leaves[len(stored) :])
-        return fun(params, non_trainable, examples)
+        params = jax.tree.unflatten(structure, leaves[:n])
+        return fun(params, jax.tree.unflatten(more_structure, leaves[n:]), examples)
 
     def run(leaves: list[jax.Array], batch: Any) -> Any:
-        grad_sinks = [x if u is None else u.grad_sink() for x, u in zip(leaves, uses, strict=True)]
+        sinks = grad_sinks(leaves, uses)
 
         def evaluate(examples: Any, per_call: bool = False) -> Any:
             now = leaves
             if per_call:
-                local, examples = jax.lax.optimization_barrier(
-                    (
-                        [x for x, u in zip(leaves, uses, strict=True) if u is not None],
-                        examples,
-                    )
-                )
-                rest = iter(local)
-                now = [x if u is None else next(rest) for x, u in zip(leaves, uses, strict=True)]
+                shards = {i: leaves[i] for i, use in enumerate(uses) if use is not None}
+                shards, examples = jax.lax.optimization_barrier((shards, examples))
+                now = [shards.get(i, x) for i, x in enumerate(leaves)]
             with GatherScope(sync=False, bucket_size=BUCKET_SIZE) as scope:
                 return with_sharded_params(
-                    with_leaves, uses, plan.group.axes, now, grad_sinks, examples, scope=scope
+                    with_leaves, uses, plan.group.axes, now, sinks, examples, scope=scope
                 )
 
         return on_device(evaluate, batch)
 
-    rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
+    specs = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(
         run,
         mesh=plan.mesh,
-        in_specs=([x.data_spec for x in places], rows),
+        in_specs=([x.data_spec for x in jax.tree.leaves((stored, layouts))], specs),
         out_specs=out_specs,
         axis_names=set(plan.data_axes),
         check_vma=False,
     )
-    return mapped([*jax.tree.leaves(parts.params), *non_trainable], batch)
+    return mapped([*jax.tree.leaves(parts.params), *more], batch)
 
 
-def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
+def _over_devices(x: Any, examples: int, plan: Plan) -> tuple[jax.Array, bool]:
     """Returns one device's output, averaged if it is a mean, and whether it is a mean."""
     axes = plan.group.axes
     if has_reduction(x):
@@ -156,10 +146,10 @@ def _over_devices(x: Any, rows: int, plan: Plan) -> tuple[jax.Array, bool]:
     x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
         return reduce_scalar(x, axes) / plan.group.devices, True
-    if x.ndim and x.shape[0] == rows:
+    if x.ndim and x.shape[0] == examples:
         return x, False
     raise GShardError(
         f"an evaluation output of shape {x.shape} and dtype {x.dtype} is neither a floating mean, "
-        f"nor a gshard.Weighted, nor an array with one entry for each of a device's {rows} rows. "
-        'Say how it is reduced over the batch, such as gshard.Reduced(x, "sum").'
+        f"nor a gshard.Weighted, nor an array with one entry for each of a device's {examples} "
+        'examples. Choose a reduction over the batch, such as gshard.Reduced(x, "sum").'
     )

@@ -1,4 +1,4 @@
-"""The gradient stage: components and a batch in, reduced gradients out.
+"""The gradient stage: components and a batch in, reduced or local gradients out.
 
 The stage is one `shard_map` over the data axes with explicit collectives and `check_vma=False`:
 with the default the gradient of a replicated parameter arrives already summed, and a reduction on
@@ -7,31 +7,38 @@ top would count it N times.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import same_leaves
+from gshard._util.pytree import flatten, same_leaves
+from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
 from gshard.sharding.budget import accumulation
 from gshard.sharding.plan import Plan, all_replicated
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
-from gshard.train.comm.reduce import (
-    accumulation_layouts,
-    reduce,
-    reduce_micro_batch,
-    reduce_out_specs,
+from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
+from gshard.train.loss import add_sums
+from gshard.train.microbatch import (
+    DeviceInputs,
+    MicroBatchLoss,
+    sum_over_micro_batches,
+    total_weight,
 )
-from gshard.train.local_gradients import LocalGradients
-from gshard.train.loss import typed_key
-from gshard.train.microbatch import MicroBatchLoss, sum_over_micro_batches, total_weight
 from gshard.train.non_trainable import non_trainable_layouts, pin_updates, to_storage
 from gshard.train.options import StepOptions
+from gshard.train.random_keys import typed_key
 from gshard.train_state import OVERWRITTEN, Components, PureLoss
+
+_REFUSAL = (
+    "these gradients are LocalGradients (value_and_grad(sync=False)), which differ by device. "
+    "Reduce them first: loss, grads = gshard.reduce_gradients(grads, plan)."
+)
 
 
 @dataclass(frozen=True)
@@ -61,168 +68,209 @@ class Gradients:
         return jnp.isfinite(self.norm)
 
 
-def compute_gradients(
-    loss: PureLoss,
-    parts: Components,
-    batch: Any,
-    rng: Any,
-    plan: Plan,
-    options: StepOptions,
-    scale: jax.Array | None = None,
-) -> Gradients:
-    """Computes the gradient of the mean loss over the examples of the global batch.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LocalGradients:
+    """Gradients that are not reduced yet: sums over the examples that each device has seen.
 
-    Args:
-      loss: a pure function of full parameters and the examples of one device.
-      parts: the components of the state, `params` in storage shapes.
-      batch: global arrays, their examples sharded over the data axes; scalars are replicated.
-      rng: a typed key or None; folded with device and micro-batch.
-      plan: the plan, which has the layouts.
-      options: the options of the step.
-      scale: float32 scalar; the loss is multiplied by it, and the gradient divided by it.
+    They add up (`total = total + more`). Every array has a leading axis over the devices of the
+    data axes, so that each device keeps its own. `gshard.reduce_gradients(total, plan)` reduces
+    them; an optimizer refuses them.
+
+    Attributes:
+      grads: a tree like the parameters: full gradients, or with `accumulate="scatter"` the local
+        shard, summed over the shard group.
+      loss: float32 `(devices,)`.
+      weight: float32 `(devices,)`, by which the sums are divided in the end.
+      aux: the loss's auxiliary output in a form that adds up, or None.
+      accumulate: `local` or `scatter`.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+      >>> _, local = gshard.value_and_grad(loss_fn, plan, sync=False)(state.params, batch)
+      >>> local.grads["w"].shape
+      (8, 64, 32)
     """
-    how = accumulation(plan, options.micro_batches, options.accumulate)
 
-    def reduced(own: Any, order: list[int], scale: jax.Array | None) -> Any:
-        return reduce(own, plan, how, options, order, scale)
+    grads: Any
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    accumulate: str = field(metadata={"static": True})
 
-    (grads, value, aux, weight, norm), updates = _on_devices(
-        reduced, reduce_out_specs(plan), loss, parts, batch, rng, plan, options, how, scale
-    )
-    grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-    return Gradients(grads, value, aux, weight, norm, updates)
+    def __add__(self, other: LocalGradients) -> LocalGradients:
+        if not isinstance(other, LocalGradients):
+            self._refuse(shown(other))
+        if jax.tree.structure(other) != jax.tree.structure(self):
+            self._refuse(f"others ({other.accumulate})")
+        bare = [dataclasses.replace(x, aux=None) for x in (self, other)]
+        return dataclasses.replace(jax.tree.map(jnp.add, *bare), aux=add_sums(self.aux, other.aux))
+
+    def __radd__(self, other: Any) -> LocalGradients:
+        """`sum([...])` begins with 0."""
+        if not isinstance(other, int) or other:
+            self._refuse(shown(other))
+        return self
+
+    def _refuse(self, other: str) -> NoReturn:
+        raise GShardError(
+            f"LocalGradients ({self.accumulate}) were added to {other}. Add only results of one "
+            "value_and_grad(sync=False), which have the same tree, aux and accumulation."
+        )
+
+    def __contains__(self, _: Any) -> NoReturn:
+        """Flax's `apply_gradients` asks whether a gradient contains fp8 statistics."""
+        raise GShardError(_REFUSAL)
 
 
-def compute_local_gradients(
-    loss: PureLoss,
-    parts: Components,
-    batch: Any,
-    rng: Any,
-    plan: Plan,
-    options: StepOptions,
-    own_non_trainable: dict[str, Any] | None = None,
-) -> tuple[LocalGradients, dict[str, Any]]:
-    """Computes each device's sums over its examples, and the non-trainable state that changed.
+def refuse_local_gradients(grads: Any, known: list[str]) -> None:
+    """Refuses gradients that are not reduced, also as the `nnx.State` that NNX converts them to."""
+    if isinstance(grads, LocalGradients):
+        raise GShardError(_REFUSAL)
+    paths = flatten(grads)[0]
+    own = {path.removeprefix("grads/") for path in paths if path.startswith("grads/")}
+    if not set(known) <= set(paths) and set(known) <= own:
+        raise GShardError(_REFUSAL)
 
-    Arguments are those of `compute_gradients`. Gradients that accumulate locally are not
-    communicated; others are reduce-scattered as soon as they are computed.
 
-    `own_non_trainable` is state that differs by device, with a leading axis over the devices. If it
-    is given, what the loss changes stays local and is returned together with it, for
-    `mean_non_trainable`.
+@dataclass(frozen=True)
+class GradientStage:
+    """Computes gradients of the mean of a loss over the examples of the global batch.
+
+    The loss is a pure function of full parameters and the examples of one device. A call takes the
+    components of the state, with `params` in storage shapes; global arrays, their examples sharded
+    over the data axes; and a key or None, which is folded with device and micro-batch.
     """
-    how = accumulation(plan, options.micro_batches, options.accumulate, sync=False)
 
-    def sums(own: Any, *_: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], own)
+    loss: PureLoss
+    plan: Plan
+    options: StepOptions
 
-    (grads, value, weight, aux), updates = _on_devices(
-        sums,
-        plan.batch_spec,
-        loss,
-        parts,
-        batch,
-        rng,
-        plan,
-        options,
-        how,
-        own_non_trainable=own_non_trainable,
-    )
-    grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-    return LocalGradients(grads, value, weight, aux, how), updates
+    def reduced(
+        self, parts: Components, batch: Any, rng: Any, scale: jax.Array | None = None
+    ) -> Gradients:
+        """Returns reduced gradients; the loss is multiplied by `scale`, and they are divided by it.
 
+        `scale` is a float32 scalar.
+        """
+        plan, options = self.plan, self.options
+        how = accumulation(plan, options.micro_batches, options.accumulate)
 
-def _on_devices(
-    end: Callable[[Any, list[int], Any], Any],
-    out_specs: Any,
-    loss: PureLoss,
-    parts: Components,
-    batch: Any,
-    rng: Any,
-    plan: Plan,
-    options: StepOptions,
-    accumulate: str,
-    scale: jax.Array | None = None,
-    own_non_trainable: dict[str, Any] | None = None,
-) -> Any:
-    """Runs `end(own, order, scale)` on every device; also returns the state that the loss changed.
+        def end(own: Any, order: list[int], scale: jax.Array | None) -> Any:
+            return reduce(own, plan, how, options, order, scale)
 
-    `own` contains one device's gradients, loss, weight and aux, as sums; `order` is the order in
-    which gradients become available; `out_specs` are the specs of what `end` returns. The changed
-    state is returned by name, in storage shapes.
-    """
-    stored = jax.tree.leaves(plan.params)
-    structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
-    apart = own_non_trainable or {}
-    layouts = non_trainable_layouts(
-        {k: x for k, x in parts.non_trainable.items() if k not in apart}, plan
-    )
-    own_layouts = {name: all_replicated(tree, plan.group) for name, tree in apart.items()}
-    check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
-    check_examples(batch, plan.group.devices, options.micro_batches)
-    _check_dtypes(parts.params, plan)
+        (grads, value, aux, weight, norm), updates = self._on_devices(
+            end, reduce_out_specs(plan), how, parts, batch, rng, scale
+        )
+        grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
+        return Gradients(grads, value, aux, weight, norm, updates)
 
-    def on_device(
-        leaves: list[jax.Array], non_trainable: Any, apart: Any, batch: Any, keys: Any, scale: Any
+    def local(
+        self,
+        parts: Components,
+        batch: Any,
+        rng: Any,
+        own_non_trainable: dict[str, Any] | None = None,
+    ) -> tuple[LocalGradients, dict[str, Any]]:
+        """Returns each device's sums over its examples, and the non-trainable state that changed.
+
+        Gradients that accumulate locally are not communicated; others are reduce-scattered as soon
+        as they are computed. `own_non_trainable` is state that differs by device, with a leading
+        axis over the devices. If it is given, what the loss changes stays local and is returned
+        together with it, for `mean_non_trainable`.
+        """
+        options = self.options
+        how = accumulation(self.plan, options.micro_batches, options.accumulate, sync=False)
+
+        def end(own: Any, *_: Any) -> Any:
+            return jax.tree.map(lambda x: x[None], own)
+
+        (grads, value, weight, aux), updates = self._on_devices(
+            end, self.plan.batch_spec, how, parts, batch, rng, None, own_non_trainable
+        )
+        grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
+        return LocalGradients(grads, value, weight, aux, how), updates
+
+    def _on_devices(
+        self,
+        end: Callable[[Any, list[int], Any], Any],
+        out_specs: Any,
+        accumulate: str,
+        parts: Components,
+        batch: Any,
+        rng: Any,
+        scale: jax.Array | None,
+        own_non_trainable: dict[str, Any] | None = None,
     ) -> Any:
-        rng, step = keys
-        apart = jax.tree.map(lambda x: x[0], apart)
-        non_trainable = {**non_trainable, **apart}
-        targets = accumulation_layouts(plan, accumulate)
+        """Runs `end(own, order, scale)` on each device; also returns the state the loss changed.
 
-        def make(scale: jax.Array | None) -> MicroBatchLoss:
-            return MicroBatchLoss(loss, structure, stored, targets, plan, options, scale, step)
+        `own` contains one device's gradients, loss, weight and aux, as sums; `order` is the order
+        in which gradients become available. The changed state is by name, in storage shapes.
+        """
+        plan, options, group = self.plan, self.options, self.plan.group
+        stored = jax.tree.leaves(plan.params)
+        structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
+        own_state = own_non_trainable or {}
+        shared = {k: x for k, x in parts.non_trainable.items() if k not in own_state}
+        layouts = non_trainable_layouts(shared, plan)
+        all_layouts = {**layouts, **{k: all_replicated(x, group) for k, x in own_state.items()}}
+        check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
+        check_examples(batch, group.devices, options.micro_batches)
+        _check_dtypes(parts.params, plan)
 
-        everywhere = {**layouts, **own_layouts}
-        given = (leaves, non_trainable, everywhere, batch, rng, options.micro_batches)
+        def on_device(
+            leaves: list[jax.Array], shared: Any, own_state: Any, batch: Any, keys: Any, scale: Any
+        ) -> Any:
+            rng, step = keys
+            own_state = jax.tree.map(lambda x: x[0], own_state)
+            inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng)
 
-        def finish(grads: list[jax.Array]) -> list[jax.Array]:
-            return reduce_micro_batch(grads, plan, accumulate, options)
+            def make(scale: jax.Array | None) -> MicroBatchLoss:
+                return MicroBatchLoss(self.loss, structure, plan, options, accumulate, scale, step)
 
-        if (
-            OVERWRITTEN in non_trainable
-        ):  # fp8 statistics of gradients need gradients at the scale of a single device
-            weight = reduce_scalar(total_weight(make(None), *given), plan.group.axes)
-            scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
-        one = make(scale)
-        total = sum_over_micro_batches(one, *given, finish)
-        own = (total.grads, total.loss, total.weight, total.aux)
-        if own_non_trainable is not None:
-            changed = {**apart, **total.updates}
-            return end(own, one.order, scale), jax.tree.map(lambda x: x[None], changed)
-        updates = mean_over_devices(total.updates, plan.group, options.sync_buffers)
-        return end(own, one.order, scale), {
-            **updates,
-            **max_over_devices(total.overwritten, plan.group),
-        }
+            def finish(grads: list[jax.Array]) -> list[jax.Array]:
+                return reduce_micro_batch(grads, plan, accumulate, options)
 
-    rows = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
-    mapped = jax.shard_map(
-        on_device,
-        mesh=plan.mesh,
-        in_specs=(
-            [layout.data_spec for layout in stored],
-            jax.tree.map(lambda layout: layout.data_spec, layouts),
-            plan.batch_spec,
-            rows,
-            jax.P(),
-            jax.P(),
-        ),
-        out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.batch_spec),
-        axis_names=set(plan.data_axes),
-        check_vma=False,
-    )
-    if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
-        mapped = jax.jit(mapped)
-    found, updates = mapped(
-        jax.tree.leaves(parts.params),
-        to_storage({name: parts.non_trainable[name] for name in layouts}, layouts, plan),
-        apart,
-        batch,
-        (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
-        scale,
-    )
-    return found, pin_updates(updates, plan) if own_non_trainable is None else updates
+            if OVERWRITTEN in inputs.non_trainable:
+                # fp8 statistics of gradients need gradients at the scale of a single device
+                weight = reduce_scalar(total_weight(make(None), inputs), group.axes)
+                scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
+            one = make(scale)
+            total = sum_over_micro_batches(one, inputs, finish)
+            result = end((total.grads, total.loss, total.weight, total.aux), one.order, scale)
+            if own_non_trainable is not None:
+                changed = {**own_state, **total.updates}
+                return result, jax.tree.map(lambda x: x[None], changed)
+            updates = mean_over_devices(total.updates, group, options.sync_buffers)
+            return result, {**updates, **max_over_devices(total.overwritten, group)}
+
+        mapped = jax.shard_map(
+            on_device,
+            mesh=plan.mesh,
+            in_specs=(
+                [layout.data_spec for layout in stored],
+                jax.tree.map(lambda layout: layout.data_spec, layouts),
+                plan.batch_spec,
+                jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch),
+                jax.P(),
+                jax.P(),
+            ),
+            out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.batch_spec),
+            axis_names=set(plan.data_axes),
+            check_vma=False,
+        )
+        if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
+            mapped = jax.jit(mapped)
+        found, updates = mapped(
+            jax.tree.leaves(parts.params),
+            to_storage(shared, layouts, plan),
+            own_state,
+            batch,
+            (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
+            scale,
+        )
+        return found, pin_updates(updates, plan) if own_non_trainable is None else updates
 
 
 def _may_be_keys(non_trainable: dict[str, Any]) -> bool:
@@ -238,5 +286,5 @@ def _check_dtypes(params: Any, plan: Plan) -> None:
         if x.dtype != layout.dtype:
             raise GShardError(
                 f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
-                f"{layout.dtype}. Pass state.params, which precision= made so."
+                f"{layout.dtype}. Pass state.params, which precision= has cast."
             )

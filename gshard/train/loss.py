@@ -1,8 +1,12 @@
-"""Converts every accepted form of a loss to one: a sum, its weight, aux and updates."""
+"""Converts every accepted form of a loss to one: a sum, its weight, aux and updates.
+
+Auxiliary outputs are kept as sums over micro-batches and calls until they are reduced over devices:
+a mean is multiplied by the weight of its examples, a `Weighted` is a sum and a weight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,6 +17,8 @@ import numpy as np
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, path_of, same_leaves
 from gshard._util.validation import shown
+from gshard.sharding.precision import is_floating
+from gshard.train.comm.collectives import reduce_scalar
 from gshard.train_state import PureLoss
 
 
@@ -44,6 +50,8 @@ class Weighted:
 
 Reduction = Literal["sum", "mean", "max", "min", "any", "all"]
 REDUCTIONS = get_args(Reduction)
+_SAME_AS: dict[str, Reduction] = {"any": "max", "all": "min"}
+_COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
 
 
 @jax.tree_util.register_dataclass
@@ -93,15 +101,14 @@ class NormalizedLoss:
                     f"{type(out).__name__}."
                 )
             out, aux = out
+        if isinstance(out, tuple):
+            raise GShardError(
+                "the loss returned a tuple: pass has_aux=True for (loss, aux), or mutable= for "
+                "(loss, updates)."
+            )
         plain = not isinstance(out, Weighted)
-        if plain:
-            if isinstance(out, tuple):
-                raise GShardError(
-                    "the loss returned a tuple: pass has_aux=True for (loss, aux), or mutable= for "
-                    "(loss, updates)."
-                )
-            out = Weighted(out, jnp.ones((), jnp.float32))
-        for name, x in (("loss", out.sum), ("weight", out.weight)):
+        total, weight = (out, jnp.ones((), jnp.float32)) if plain else (out.sum, out.weight)
+        for name, x in (("loss", total), ("weight", weight)):
             if not is_numeric(x):
                 raise GShardError(
                     f"the {name} must be a floating scalar; the function returned {shown(x)}."
@@ -109,64 +116,17 @@ class NormalizedLoss:
             if jnp.shape(x) != ():
                 raise GShardError(
                     f"the {name} must be a scalar; it has shape {jnp.shape(x)}. Return the mean "
-                    "over the rows, or gshard.Weighted(sum, weight)."
+                    "over the examples, or gshard.Weighted(sum, weight)."
                 )
-        if not jnp.issubdtype(jnp.result_type(out.sum), jnp.floating):
-            raise GShardError(f"the loss must be floating; it is {jnp.result_type(out.sum)}.")
+        if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+            raise GShardError(f"the loss must be floating; it is {jnp.result_type(total)}.")
         _check_aux(aux, batch)
+        total = jnp.asarray(total, jnp.float32)
         if plain and self.by_examples:
-            rows = _rows(batch)
-            out = Weighted(jnp.asarray(out.sum, jnp.float32) * rows, rows)
-        weight = jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
-        return jnp.asarray(out.sum, jnp.float32), (weight, aux, updates)
-
-
-def fold_keys(tree: Any, *numbers: Any) -> Any:
-    """Folds every typed PRNG key of a tree with `numbers`, such as device and micro-batch."""
-
-    def fold(x: Any) -> Any:
-        if not _is_key(x):
-            return x
-        flat = x.reshape(-1)
-        for number in numbers:
-            flat = jax.vmap(jax.random.fold_in, (0, None))(flat, number)
-        return flat.reshape(x.shape)
-
-    return jax.tree.map(fold, tree)
-
-
-def fold_raw_key(key: jax.Array, *numbers: Any) -> jax.Array:
-    """Folds an old-style key (uint32), or an array of them, with `numbers`."""
-    return jax.random.key_data(fold_keys(jax.random.wrap_key_data(key), *numbers))
-
-
-def fold_scalar_keys(batch: Any, *numbers: Any) -> Any:
-    """Folds the typed keys of a batch that are replicated; keys with one per example stay."""
-    return jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), batch)
-
-
-def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
-    """Refuses PRNG keys that the loss changes: they would differ from device to device.
-
-    Args:
-      updates: the non-trainable state that the loss changed.
-      raw: paths of arrays that are used as old-style keys.
-
-    Raises:
-      GShardError: names the keys.
-    """
-    paths, leaves, _ = flatten(updates)
-    keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
-    if keys:
-        raise GShardError(
-            f"the loss changes the PRNG key {some(keys)}, which would differ from device to "
-            "device. Linen: pass rng= to make_train_step, which folds it with step, micro-batch "
-            "and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its key."
-        )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+            weight = _examples(batch)
+            total = total * weight
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+        return total, (weight, aux, updates)
 
 
 def has_reduction(x: Any) -> bool:
@@ -181,23 +141,15 @@ def is_numeric(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex)) or hasattr(x, "dtype")
 
 
-def check_reductions(tree: Any, batch: Any, what: str) -> None:
-    """Refuses any `Reduced` of a tree with an unknown reduction or a value of the wrong kind.
-
-    Args:
-      tree: the outputs.
-      batch: the batch that they were computed from.
-      what: how the message begins.
-
-    Raises:
-      GShardError: names its path.
-    """
-    rows = _rows(batch)
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_reduction)
-    for keys, x in pairs:
+def check_reductions(tree: Any, batch: Any, what: str) -> list[tuple[str, Any]]:
+    """Refuses invalid `Reduced` outputs; returns the paths and values of all other outputs."""
+    others = []
+    for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_reduction)[0]:
+        path = path_of(keys)
         if not isinstance(x, Reduced):
+            others.append((path, x))
             continue
-        place = f"{what} {path_of(keys)!r}"
+        place = f"{what} {path!r}"
         if x.by not in REDUCTIONS:
             raise GShardError(
                 f"{place}: gshard.Reduced(x, by={shown(x.by)}) is unknown."
@@ -211,37 +163,19 @@ def check_reductions(tree: Any, batch: Any, what: str) -> None:
         dtype = jnp.result_type(x.value)
         kinds = (jnp.bool_,) if x.by in ("any", "all") else (jnp.bool_, jnp.integer, jnp.floating)
         if not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            what = "booleans, such as x > 0" if len(kinds) == 1 else "real numbers"
-            raise GShardError(f"{place}: gshard.Reduced(x, {x.by!r}) needs {what}; x is {dtype}.")
-        _warn_of_rows(place, x.value, rows)
+            wanted = "booleans, such as x > 0" if len(kinds) == 1 else "real numbers"
+            raise GShardError(f"{place}: gshard.Reduced(x, {x.by!r}) needs {wanted}; x is {dtype}.")
+        _warn_of_entries_per_example(place, x.value, batch)
+    return others
 
 
-def typed_key(rng: Any) -> Any:
-    """Converts `rng=` to a typed key; an old-style key (uint32) of the default kind is wrapped.
-
-    Raises:
-      GShardError: it is not a key.
-    """
-    if rng is None or (isinstance(rng, jax.Array) and _is_key(rng) and not rng.shape):
-        return rng
-    kind = jnp.shape(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
-    if getattr(rng, "dtype", None) == jnp.uint32 and jnp.shape(rng) == kind:
-        return jax.random.wrap_key_data(jnp.asarray(rng))
-    raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
-
-
-def _rows(batch: Any) -> int:
+def _examples(batch: Any) -> int:
     return next((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
 
 
 def _check_aux(aux: Any, batch: Any) -> None:
     """Refuses auxiliary outputs that can be neither averaged nor reduced as they specify."""
-    check_reductions(aux, batch, "aux")
-    pairs, _ = jax.tree_util.tree_flatten_with_path(aux, is_leaf=has_reduction)
-    for keys, x in pairs:
-        path = path_of(keys)
-        if isinstance(x, Reduced):
-            continue
+    for path, x in check_reductions(aux, batch, "aux"):
         if isinstance(x, Weighted):
             if not is_numeric(x.sum) or not is_numeric(x.weight) or jnp.ndim(x.weight):
                 raise GShardError(
@@ -252,19 +186,20 @@ def _check_aux(aux: Any, batch: Any) -> None:
             what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
             raise GShardError(
                 f"aux {path!r} {what}: only floating auxiliary outputs are averaged over the "
-                "batch. For another number say how it is reduced, such as gshard.Reduced(x, "
-                '"sum"); leave out what is no number.'
+                'batch. For other numbers choose a reduction, such as gshard.Reduced(x, "sum"); '
+                "leave out everything that is not numeric."
             )
-        _warn_of_rows(f"aux {path!r}", x, _rows(batch))
+        _warn_of_entries_per_example(f"aux {path!r}", x, batch)
 
 
-def _warn_of_rows(place: str, x: Any, rows: int) -> None:
-    if jnp.ndim(x) and jnp.shape(x)[0] == rows > 1:
+def _warn_of_entries_per_example(place: str, x: Any, batch: Any) -> None:
+    examples = _examples(batch)
+    if jnp.ndim(x) and jnp.shape(x)[0] == examples > 1:
         warn(
-            f"{place} has shape {jnp.shape(x)}, and a device takes {rows} rows at a time. If it "
-            "has one entry for each row, unrelated rows are combined: reduce them first (their "
-            "mean, their sum), or take such outputs from gshard.make_eval_step as they are. If "
-            "not, all is well."
+            f"{place} has shape {jnp.shape(x)}, and a device processes {examples} examples at a "
+            "time. If it has one entry per example, entries of unrelated examples are combined: "
+            "reduce them first (to their mean or sum), or return them from gshard.make_eval_step, "
+            "which keeps them. Otherwise ignore this warning."
         )
 
 
@@ -292,3 +227,79 @@ def _like_the_non_trainable(
                 )
         fitting[name] = jax.tree.unflatten(structure, jax.tree.leaves(tree))
     return fitting
+
+
+def as_sums(aux: Any, weight: Any) -> Any:
+    """Converts the aux of examples that weigh `weight` (float32 scalar) to sums that add up."""
+
+    def total(x: Any) -> Any:
+        if isinstance(x, Weighted):
+            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
+        if not isinstance(x, Reduced):
+            return _weighed(x, weight)
+        value = jnp.asarray(x.value)
+        if x.by == "mean":
+            return _weighed(value, weight)
+        if x.by == "sum":
+            return Reduced(_wide(value), "sum")
+        return Reduced(value, _SAME_AS.get(x.by, x.by))
+
+    return jax.tree.map(total, aux, is_leaf=has_reduction)
+
+
+def neutral_sums(sums: Any) -> Any:
+    """Returns the neutral element: adding it to `sums` (concrete or abstract) changes nothing."""
+
+    def empty(x: Any) -> Any:
+        if not isinstance(x, Reduced):
+            return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), x)
+        return Reduced(jnp.full(x.value.shape, _neutral(x), x.value.dtype), x.by)
+
+    return jax.tree.map(empty, sums, is_leaf=has_reduction)
+
+
+def add_sums(sums: Any, more: Any) -> Any:
+    """Adds two trees of sums of the same structure."""
+
+    def both(x: Any, y: Any) -> Any:
+        if not isinstance(x, Reduced):
+            return jax.tree.map(jnp.add, x, y)
+        return Reduced(_COMBINE[x.by](x.value, y.value), x.by)
+
+    return jax.tree.map(both, sums, more, is_leaf=has_reduction)
+
+
+def reduce_sums(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
+    """Reduces sums over all devices, inside a `shard_map`; `weight` is that of the global batch."""
+
+    def end(x: Any) -> jax.Array:
+        if isinstance(x, Weighted):
+            return reduce_scalar(x.sum, axes) / reduce_scalar(x.weight, axes)
+        if isinstance(x, Reduced):
+            return reduce_scalar(x.value, axes, x.by)
+        return reduce_scalar(x, axes) / weight
+
+    return jax.tree.map(end, sums, is_leaf=has_reduction)
+
+
+def _weighed(x: Any, weight: Any) -> jax.Array:
+    """Converts a mean to a sum; a mean of weight 0 counts as 0, even if it is NaN (0 / 0)."""
+    return jnp.where(weight == 0, 0, x * weight)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """Casts to the dtype of a sum: as `jnp.sum` for integers and booleans, at least float32."""
+    if is_floating(x.dtype):
+        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return jnp.sum(x, axis=())
+
+
+def _neutral(x: Reduced) -> Any:
+    dtype = x.value.dtype
+    if x.by == "sum":
+        return 0
+    if dtype == jnp.bool_:
+        return x.by == "min"
+    if is_floating(dtype):
+        return jnp.inf if x.by == "min" else -jnp.inf
+    return jnp.iinfo(dtype).max if x.by == "min" else jnp.iinfo(dtype).min

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,24 @@ from gshard._util.pytree import flatten
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, all_replicated
-from gshard.train.aux_metrics import add_sums, as_sums, neutral_sums
 from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index
-from gshard.train.fsdp.gather_bucket import GatherScope
-from gshard.train.fsdp.gather_spec import gather_specs
+from gshard.train.comm.reduce import accumulation_layouts
+from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.regather import gathered
-from gshard.train.loss import NormalizedLoss, fold_keys, fold_raw_key, fold_scalar_keys, refuse_keys
+from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.options import StepOptions
-from gshard.train.random_keys import DEVICE, Draws, draws_of
+from gshard.train.random_keys import (
+    DEVICE,
+    Draws,
+    draws_of,
+    fold_keys,
+    fold_raw_key,
+    fold_scalar_keys,
+    refuse_keys,
+)
 from gshard.train_state import OVERWRITTEN, PureLoss
 
 
@@ -44,6 +51,16 @@ class MicroBatchSums:
     overwritten: dict[str, Any]
 
 
+class DeviceInputs(NamedTuple):
+    """What one device computes its loss from; `layouts` are those of its non-trainable state."""
+
+    leaves: list[jax.Array]
+    non_trainable: dict[str, Any]
+    layouts: dict[str, Any]
+    batch: Any
+    rng: Any
+
+
 class MicroBatchLoss:
     """Computes the loss and gradient of one micro-batch on one device, as sums.
 
@@ -56,37 +73,27 @@ class MicroBatchLoss:
         self,
         loss: PureLoss,
         structure: Any,
-        stored: Sequence[Layout],
-        targets: Sequence[Layout],
         plan: Plan,
         options: StepOptions,
+        accumulate: str,
         scale: jax.Array | None,
-        step: jax.Array | None = None,
+        step: jax.Array | None,
     ):
         self.step, self.warned, self.raw_keys = step, False, set()
         self.form = NormalizedLoss(loss, structure, options.has_aux, options.by_examples)
-        self.group = plan.group
-        self.axes = plan.group.axes
-        self.device = group_index(self.axes)
-        self.stored, self.targets = stored, targets
-        self.scale, self.options = scale, options
+        self.group, self.options, self.scale = plan.group, options, scale
+        self.device = group_index(plan.group.axes)
+        self.stored = jax.tree.leaves(plan.params)
+        self.targets = accumulation_layouts(plan, accumulate)
         self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
-        self.order = list(range(len(targets)))
-        self.uses = gather_specs(stored, targets, converts=converts, reshard=self.reshard)
+        self.order = list(range(len(self.targets)))
+        self.uses = gather_specs(self.stored, self.targets, converts=converts, reshard=self.reshard)
 
-    def __call__(
-        self,
-        leaves: list[jax.Array],
-        non_trainable: Any,
-        layouts: Any,
-        batch: Any,
-        rng: Any,
-        i: Any,
-    ) -> MicroBatchSums:
-        """Computes the sums of micro-batch `i`; arguments as in `gradients`, but of one device."""
+    def __call__(self, given: DeviceInputs, i: Any) -> MicroBatchSums:
+        """Computes the sums of micro-batch `i`."""
         with self._scope() as scope:
-            at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
+            at, points, overwritten = self._at(given, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # The leaf that is used first gets its gradient last.
@@ -95,70 +102,45 @@ class MicroBatchLoss:
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         return MicroBatchSums(grads, loss, weight, as_sums(aux, weight), updates, new)
 
-    def weight(
-        self,
-        leaves: list[jax.Array],
-        non_trainable: Any,
-        layouts: Any,
-        batch: Any,
-        rng: Any,
-        i: Any,
-    ) -> jax.Array:
+    def weight(self, given: DeviceInputs, i: Any) -> jax.Array:
         """Computes the weight of one micro-batch's loss; XLA removes what it does not need."""
         with self._scope() as scope:
-            at, points, overwritten = self._at(leaves, non_trainable, layouts, batch, rng, i, scope)
-            return at(points, overwritten)[1][1]
+            at, *points = self._at(given, i, scope)
+            return at(*points)[1][1]
 
     def _scope(self) -> GatherScope:
         return GatherScope(not self.options.prefetch, self.options.bucket_size)
 
     def _at(
-        self,
-        leaves: list[jax.Array],
-        non_trainable: Any,
-        layouts: Any,
-        batch: Any,
-        rng: Any,
-        i: Any,
-        scope: GatherScope,
+        self, given: DeviceInputs, i: Any, scope: GatherScope
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """Returns the loss as a function of what is differentiated, and those values."""
-        rng, non_trainable = fold_keys((rng, non_trainable), self.device, i)
-        batch = fold_scalar_keys(batch, self.device, i)
-        more, structure = jax.tree.flatten(non_trainable)
-        of_non_trainable = non_trainable_uses(layouts, self.reshard)
-        uses = [*self.uses, *of_non_trainable]
-        more_sinks = [
-            x if u is None else u.grad_sink() for x, u in zip(more, of_non_trainable, strict=True)
-        ]
-
-        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
-            non_trainable = jax.tree.unflatten(structure, leaves[len(self.uses) :])
-            return self.form(leaves[: len(self.uses)], non_trainable, batch, rng)
-
-        points = [  # the gradient is taken at the gradient sink, or at a replicated leaf
-            leaf if use is None else use.grad_sink()
-            for leaf, use in zip(leaves, self.uses, strict=True)
-        ]
-
-        def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
-            names = flatten(non_trainable)[0]
-            more = dict(enumerate(names, len(self.uses)))  # by position among the inputs
-            return self._keys(draws_of(jaxpr), more, inputs, lambda b: trace(b, rng), batch, i)
-
+        rng, non_trainable = fold_keys((given.rng, given.non_trainable), self.device, i)
+        batch = fold_scalar_keys(given.batch, self.device, i)
+        names, more, structure = flatten(non_trainable)
+        n, leaves = len(self.uses), given.leaves
+        more_uses = non_trainable_uses(given.layouts, self.reshard)
+        points, more_sinks = grad_sinks(leaves, self.uses), grad_sinks(more, more_uses)
         overwritten = {name: tree for name, tree in non_trainable.items() if name == OVERWRITTEN}
 
+        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
+            return self.form(leaves[:n], jax.tree.unflatten(structure, leaves[n:]), batch, rng)
+
+        def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
+            paths = dict(enumerate(names, n))  # by position among the inputs
+            return self._keys(draws_of(jaxpr), paths, inputs, lambda b: trace(b, rng), batch, i)
+
         def at(points: list[jax.Array], overwritten: dict[str, Any]) -> Any:
-            given = [
+            values = [
                 point if use is None else leaf
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
-            given += jax.tree.leaves({**non_trainable, **overwritten})
+            values += jax.tree.leaves({**non_trainable, **overwritten})
             loss, rest = with_sharded_params(
                 form,
-                uses,
-                self.axes,
-                given,
+                [*self.uses, *more_uses],
+                self.group.axes,
+                values,
                 [*points, *more_sinks],
                 batch,
                 rng,
@@ -180,13 +162,7 @@ class MicroBatchLoss:
     ) -> list[Any]:
         """Folds old-style keys among the inputs of the traced loss; warns of keys it cannot fold.
 
-        Args:
-          draws: the draws of the traced loss.
-          non_trainable: paths of the non-trainable state, by position among the inputs.
-          inputs: the inputs of the traced loss.
-          trace: returns the jaxpr of the loss for another batch.
-          batch: the batch of one device.
-          i: the number of the micro-batch.
+        `non_trainable` are paths by position among the inputs; `trace(batch)` is another jaxpr.
         """
         numbers = [x for x in (self.step, self.device, i) if x is not None]
         for at in draws.raw & non_trainable.keys():
@@ -210,7 +186,7 @@ class MicroBatchLoss:
         warn(
             "the loss draws random numbers (dropout, noise) with a key that is not among its "
             "arguments: every device and every micro-batch draws the same ones for its own "
-            "examples. Take the key as an argument, f(params, batch, *, rng), and pass it with "
+            "examples. Accept the key as an argument, f(params, batch, *, rng), and pass it with "
             "rng=, to make_train_step or to what value_and_grad returned: gshard folds it with "
             "device and micro-batch. See docs/losses.md."
         )
@@ -219,30 +195,26 @@ class MicroBatchLoss:
 
 def sum_over_micro_batches(
     one: MicroBatchLoss,
-    leaves: list[jax.Array],
-    non_trainable: dict[str, Any],
-    layouts: dict[str, Any],
-    batch: Any,
-    rng: Any,
-    k: int,
+    given: DeviceInputs,
     finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> MicroBatchSums:
-    """Sums `one` over k slices of this device's examples, one after the other.
+    """Sums `one` over slices of this device's examples, one after the other.
 
     With more than one slice, `finish` reduces the gradients of each slice before they are added.
     """
+    k, non_trainable = one.options.micro_batches, given.non_trainable
     if k == 1:
-        return one(leaves, non_trainable, layouts, batch, rng, 0)
-    rows, micro_batch = _slices(batch, k)
-    first = micro_batch([x[0] for x in rows])
-    shapes = jax.eval_shape(lambda: one(leaves, non_trainable, layouts, first, rng, 0))
+        return one(given, 0)
+    slices, micro_batch = _slices(given.batch, k)
+    first = given._replace(batch=micro_batch([x[0] for x in slices]))
+    shapes = jax.eval_shape(lambda: one(first, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     changing = {
-        name: all_gather_tree(non_trainable[name], layouts[name]) for name in shapes.updates
+        name: all_gather_tree(non_trainable[name], given.layouts[name]) for name in shapes.updates
     }
-    now_whole = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
-    layouts = {**layouts, **now_whole}
-    divided, non_trainable_with = split_sharded(non_trainable, layouts)
+    replicated = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
+    layouts = {**given.layouts, **replicated}
+    shards, non_trainable_with = split_sharded(non_trainable, layouts)
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
     start = MicroBatchSums(
         zeros.grads, zeros.loss, zeros.weight, neutral_sums(shapes.aux), changing, least
@@ -251,10 +223,10 @@ def sum_over_micro_batches(
     def body(total: MicroBatchSums, x: Any) -> tuple[MicroBatchSums, None]:
         # The barrier ties the shards to the loop counter: otherwise XLA all-gathers them once,
         # before the loop, and keeps everything unsharded.
-        leaves_now, parts_now, (i, slices) = jax.lax.optimization_barrier((leaves, divided, x))
-        leaves_now = _keep_dimension_orders(leaves_now, one.stored)
-        now = {**_keep_dimension_orders(non_trainable_with(parts_now), layouts), **total.updates}
-        new = one(leaves_now, now, layouts, micro_batch(slices), rng, i)
+        leaves, now, (i, arrays) = jax.lax.optimization_barrier((given.leaves, shards, x))
+        leaves = _keep_dimension_orders(leaves, one.stored)
+        now = {**_keep_dimension_orders(non_trainable_with(now), layouts), **total.updates}
+        new = one(DeviceInputs(leaves, now, layouts, micro_batch(arrays), given.rng), i)
         return MicroBatchSums(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
@@ -264,26 +236,19 @@ def sum_over_micro_batches(
             jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None
 
-    return jax.lax.scan(body, start, (jnp.arange(k), rows))[0]
+    return jax.lax.scan(body, start, (jnp.arange(k), slices))[0]
 
 
-def total_weight(
-    one: MicroBatchLoss,
-    leaves: list[jax.Array],
-    non_trainable: dict[str, Any],
-    layouts: dict[str, Any],
-    batch: Any,
-    rng: Any,
-    k: int,
-) -> jax.Array:
-    """Sums the weights of the k slices of this device's examples, before taking any gradient."""
-    rows, micro_batch = _slices(batch, k)
+def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array:
+    """Sums the weights of all micro-batches of this device, before taking any gradient."""
+    k = one.options.micro_batches
+    slices, micro_batch = _slices(given.batch, k)
 
     def body(total: jax.Array, x: Any) -> tuple[jax.Array, None]:
-        i, slices = x
-        return total + one.weight(leaves, non_trainable, layouts, micro_batch(slices), rng, i), None
+        i, arrays = x
+        return total + one.weight(given._replace(batch=micro_batch(arrays)), i), None
 
-    return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), rows))[0]
+    return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), slices))[0]
 
 
 def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
@@ -294,22 +259,19 @@ def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
     order that its use wants.
     """
 
-    def held(x: jax.Array, layout: Layout) -> jax.Array:
+    def constrained(x: jax.Array, layout: Layout) -> jax.Array:
         return keep_dimension_order(x, layout.group) if layout.dim is None else x
 
-    return jax.tree.map(held, tree, layouts)
+    return jax.tree.map(constrained, tree, layouts)
 
 
 def _slices(batch: Any, k: int) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """Splits a device's examples into k slices; also returns a function that makes a micro-batch.
-
-    That function takes one slice of each array.
-    """
+    """Splits examples into k slices; also returns what makes a micro-batch of one of each array."""
     arrays, structure = jax.tree.flatten(batch)
-    rows = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
+    slices = [x.reshape(k, x.shape[0] // k, *x.shape[1:]) for x in arrays if jnp.ndim(x)]
 
-    def micro_batch(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
+    def micro_batch(chosen: list[jax.Array]) -> Any:
+        rest = iter(chosen)
         return jax.tree.unflatten(structure, [next(rest) if jnp.ndim(x) else x for x in arrays])
 
-    return rows, micro_batch
+    return slices, micro_batch

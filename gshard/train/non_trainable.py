@@ -14,7 +14,7 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.plan import Plan, all_replicated
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
-from gshard.train.fsdp.gather_spec import GatherSpec, gather_specs
+from gshard.train.fsdp.gather_bucket import GatherSpec, gather_specs
 from gshard.train.optim.offload import to_device
 from gshard.train_state import FROZEN
 

@@ -1,17 +1,73 @@
-"""Finds the inputs of a traced loss from which each of its random keys is computed."""
+"""Random keys: folded by device and micro-batch, and traced to the inputs they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from gshard._util.errors import GShardError, some
 from gshard._util.jaxpr import VIEWS
 from gshard._util.jaxpr_dataflow import flow, flow_inside
+from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 
 DEVICE = -1  # stands for the index of the device, among the positions of inputs
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
+
+
+def typed_key(rng: Any) -> Any:
+    """Converts `rng=` to a typed key; an old-style key (uint32) of the default kind is wrapped."""
+    if rng is None or (isinstance(rng, jax.Array) and _is_key(rng) and not rng.shape):
+        return rng
+    kind = jnp.shape(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
+    if getattr(rng, "dtype", None) == jnp.uint32 and jnp.shape(rng) == kind:
+        return jax.random.wrap_key_data(jnp.asarray(rng))
+    raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
+
+
+def fold_keys(tree: Any, *numbers: Any) -> Any:
+    """Folds every typed key of a tree with `numbers`, such as device and micro-batch."""
+
+    def fold(x: Any) -> Any:
+        if not _is_key(x):
+            return x
+        flat = x.reshape(-1)
+        for number in numbers:
+            flat = jax.vmap(jax.random.fold_in, (0, None))(flat, number)
+        return flat.reshape(x.shape)
+
+    return jax.tree.map(fold, tree)
+
+
+def fold_raw_key(key: jax.Array, *numbers: Any) -> jax.Array:
+    """Folds an old-style key (uint32), or an array of them, with `numbers`."""
+    return jax.random.key_data(fold_keys(jax.random.wrap_key_data(key), *numbers))
+
+
+def fold_scalar_keys(batch: Any, *numbers: Any) -> Any:
+    """Folds the typed keys of a batch that are replicated; keys with one per example stay."""
+    return jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), batch)
+
+
+def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
+    """Refuses keys that the loss changes; `raw` are paths of arrays used as old-style keys."""
+    paths, leaves, _ = flatten(updates)
+    keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
+    if keys:
+        raise GShardError(
+            f"the loss changes the PRNG key {some(keys)}, which would differ from device to "
+            "device. Linen: pass rng= to make_train_step, which folds it with step, micro-batch "
+            "and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its key."
+        )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True)

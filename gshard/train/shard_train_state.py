@@ -11,19 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard._util.errors import GShardError
-from gshard._util.pytree import flatten, same_leaves
+from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
+from gshard._util.errors import GShardError, warn
+from gshard._util.pytree import flatten, map_leaves, same_leaves
+from gshard._util.units import bytes_of
 from gshard._util.validation import flag, shown
+from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
-from gshard.sharding.level import Level, LevelName, is_auto, parse_level
+from gshard.sharding.level import LEVELS, Level, LevelName, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state, warn_of_unused
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen_paths
-from gshard.train.auto_level import choose_plan
 from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.train_state.linen import TrainState
@@ -34,6 +37,11 @@ State = TypeVar("State", bound=TrainState)
 Model = TypeVar("Model", bound=nnx.Module)
 Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
 Plain = tuple[Any, optax.GradientTransformation]
+
+# The share of a device's memory for the state and gradients. The memory of activations is not known
+# without a loss; `gshard advise` knows it.
+SHARE = 0.7
+_PREFERRED = ("os", "os_g", "dp", "p_g_os")  # of equally fast ones
 
 
 class ShardingOptions(TypedDict, total=False):
@@ -156,7 +164,8 @@ def shard_train_state(
     tx = kind.tx(template)
     if isinstance(tx, ShardedTransformation):
         raise GShardError(
-            "this state is divided already. Take its plain form with plan.unwrap(state) first."
+            "this state is already sharded. Convert it to a plain state with plan.unwrap(state) "
+            "first."
         )
     kind = kind.freeze(template, frozen, frozen_paths)
     given, template = kind.narrow(given), kind.narrow(template)
@@ -180,7 +189,9 @@ def shard_train_state(
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if made_by is not None and isinstance(mesh, Mesh):
         parts = lower_init(made_by, init_args, plan).compile()()
-    elif isinstance(mesh, AbstractMesh) or _is_abstract(given):
+    elif isinstance(mesh, AbstractMesh) or any(
+        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
+    ):
         return plan.abstract_state(), plan
     else:
         parts = shard_leaves(plan.with_master(kind.split(given)), plan)
@@ -189,33 +200,21 @@ def shard_train_state(
     return kind.merge(parts, given, plan.optimizer), plan
 
 
-def _is_abstract(state: Any) -> bool:
-    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-
-
 def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
     """Lowers the jitted init function, which makes every array directly in its layout."""
 
     def make() -> Components:
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
-        same_leaves(parts, flatten(plan.layouts)[0], "what the init function makes is")
-        padded = [
-            layout.pad(jnp.asarray(x, layout.dtype))
-            for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(plan.layouts), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(plan.layouts), padded)
+        layouts = plan.layouts
+        same_leaves(parts, flatten(layouts)[0], "what the init function makes is")
+        return map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
 
     return jax.jit(make, out_shardings=plan.shardings).lower()
 
 
 def shard_leaves(parts: Components, plan: Plan) -> Components:
     """Copies every leaf to the layout that the plan gives it."""
-    layouts = plan.layouts
-    leaves = [
-        shard_leaf(x, layout, plan)
-        for x, layout in zip(jax.tree.leaves(parts), jax.tree.leaves(layouts), strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(layouts), leaves)
+    return map_leaves(lambda layout, x: shard_leaf(x, layout, plan), plan.layouts, parts)
 
 
 def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
@@ -225,8 +224,8 @@ def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     """
     if jnp.issubdtype(layout.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
-        whole = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
-        return jax.random.wrap_key_data(shard_leaf(data, whole, plan), impl=jax.random.key_impl(x))
+        layout = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
+        return jax.random.wrap_key_data(shard_leaf(data, layout, plan), impl=jax.random.key_impl(x))
     sharding = plan.sharding(layout)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
 
@@ -238,3 +237,54 @@ def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     return jax.make_array_from_callback(
         layout.stored_shape, sharding, lambda index: np.array(host[index])
     )
+
+
+def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> Plan:
+    """Returns the plan of the fitting level that spends least time on communication and updates."""
+    if isinstance(mesh, AbstractMesh):
+        raise GShardError(
+            "level='auto' depends on the memory of the devices, and an AbstractMesh has none. "
+            "Choose a level; gshard.forecast and gshard advise show what each one needs."
+        )
+    sizes = [memory_of(device) for device in mesh.local_devices]
+    if not sizes or None in sizes:
+        raise GShardError(
+            f"level='auto': {mesh.local_devices[0]} does not report how much memory it has. "
+            "Choose a level: 'os', 'os_g' or 'p_g_os'."
+        )
+    least_here = min(size for size in sizes if size is not None)
+    if jax.process_count() > 1:  # all processes must choose the same level
+        least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
+    memory = int(SHARE * least_here)
+    plans = {name: plan_at(level) for name, level in LEVELS.items()}
+    found = {name: budget(plan) for name, plan in plans.items()}
+    needs = {name: _bytes_of_a_step(plan, found[name]) for name, plan in plans.items()}
+    fitting = [name for name in LEVELS if needs[name] <= memory]
+    if fitting:
+        chip = chip_of(mesh.local_devices[0]) or CHIPS["h100"]  # the order is the same on others
+        fitting.sort(key=_PREFERRED.index)
+        return plans[min(fitting, key=lambda name: _seconds(found[name], chip))]
+    least = min(needs, key=lambda name: needs[name])
+    warn(
+        f"level='auto': even at {least!r} the state and gradients take "
+        f"{bytes_of(needs[least])} on a device, more than {bytes_of(memory)} ({SHARE:.0%} of "
+        f"its memory). Use more devices, or offload=True."
+    )
+    return plans[least]
+
+
+def _bytes_of_a_step(plan: Plan, budget: Budget) -> int:
+    """Returns the bytes that a step needs on one device in addition to batch and activations."""
+    step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
+    return sum(budget.resident.values()) + step + largest_layer(plan)
+
+
+def _seconds(budget: Budget, chip: Chip) -> float:
+    """Estimates the time in which levels differ: network, update and host link, to two digits.
+
+    These are the terms of `gshard.analysis.cost_model` that do not depend on the loss.
+    """
+    host = sum(budget.host.values())
+    wire = budget.wire_bytes / chip.link
+    update = 2 * (budget.resident["optimizer"] + host) / chip.memory_bandwidth
+    return float(f"{wire + update + 2 * host / chip.host_link:.2g}")

@@ -17,11 +17,11 @@ from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import Fit
 from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.gradients import compute_gradients
-from gshard.train.loss import fold_keys, typed_key
+from gshard.train.gradients import GradientStage
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import TrainStepOptions, check_options
 from gshard.train.post_update import apply_post_update
+from gshard.train.random_keys import fold_keys, typed_key
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
 from gshard.train_state.loss_scale import GradScaler
@@ -240,7 +240,7 @@ class TrainStep:
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
         before: ShardedOptState = parts.opt_state
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        result = compute_gradients(loss, now, batch, rng, self.plan, self.options, scale)
+        result = GradientStage(loss, self.plan, self.options).reduced(now, batch, rng, scale)
         updates = result.finite & (result.weight != 0)
         params, opt_state = update_and_all_gather(
             self.plan,

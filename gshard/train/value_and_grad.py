@@ -17,8 +17,7 @@ from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.comm.collectives import mean_over_devices
 from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
-from gshard.train.gradients import Gradients, compute_gradients, compute_local_gradients
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
 from gshard.train.options import StepOptions, check_options
 from gshard.train_state import OVERWRITTEN
@@ -102,13 +101,13 @@ def value_and_grad(
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
-        loss = plan.kind.loss(loss_fn, names, parts.static)
+        stage = GradientStage(plan.kind.loss(loss_fn, names, parts.static), plan, options)
         if sync:
-            result = compute_gradients(loss, parts, batch, rng, plan, options)
+            result = stage.reduced(parts, batch, rng)
             grads = plan.kind.gradients(result.grads, target, result.updates)
             updates = plan.kind.absorb(target, parts, result.updates)
             return _value(result.loss, (result.aux, has_aux), (updates, bool(names))), grads
-        sums, updates = compute_local_gradients(loss, parts, batch, rng, plan, options)
+        sums, updates = stage.local(parts, batch, rng)
         updates = plan.kind.absorb(target, parts, updates)
         losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
         value = _value(losses, (updates, bool(names)))

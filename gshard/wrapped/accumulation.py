@@ -24,7 +24,7 @@ from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import LocalGradients
 from gshard.train.loss import Weighted
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases, check_closure, unused_params

@@ -21,8 +21,7 @@ from gshard._util.jaxpr import called
 from gshard._util.jaxpr_dataflow import flow
 from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
-from gshard.train.gradients import compute_local_gradients
-from gshard.train.local_gradients import LocalGradients
+from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
 from gshard.train.optim.optimizer import keep_unless
 from gshard.train.options import StepOptions
@@ -188,8 +187,8 @@ class Phases:
 
         plan, options = self.plan, StepOptions(accumulate="local", by_examples=True, **self.options)
         parts = plan.kind.split_target(model, {})
-        loss = plan.kind.loss(plain, (), parts.static)
-        sums, changed = compute_local_gradients(loss, parts, batch, None, plan, options, buffers)
+        stage = GradientStage(plan.kind.loss(plain, (), parts.static), plan, options)
+        sums, changed = stage.local(parts, batch, None, buffers)
         if buffers is None:
             plan.kind.absorb(model, parts, changed)
 

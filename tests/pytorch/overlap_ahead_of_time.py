@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 import gshard
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.hlo.parser import read_module
-from gshard.train.gradients import compute_gradients
+from gshard.train.gradients import GradientStage
 from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.options import StepOptions
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         own = dataclasses.replace(parts, params=params)
-        found = compute_gradients(pure, own, batch, None, plan, StepOptions())
+        found = GradientStage(pure, plan, StepOptions()).reduced(own, batch, None)
         new = update_and_all_gather(plan, found.grads, opt_state, params, {}, None, WIDTH**2)
         return found.loss, new
 

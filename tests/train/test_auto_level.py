@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from gshard._util.chips import chip_of, memory_of
-from gshard.train.auto_level import SHARE, choose_plan
+from gshard.train.shard_train_state import SHARE, choose_plan
 
 MESH = {"devices": jax.devices()[:4]}
 
@@ -81,7 +81,7 @@ def test_a_device_that_says_nothing():
     class Mesh:
         local_devices = [Unknown()]
 
-    with pytest.raises(gshard.GShardError, match="does not say how much memory"):
+    with pytest.raises(gshard.GShardError, match="does not report how much memory"):
         choose_plan(lambda level: None, Mesh())
 
 

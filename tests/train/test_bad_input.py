@@ -199,7 +199,7 @@ def test_other_names_of_levels(given, name):
 
 def test_a_state_that_is_already_sharded():
     state, plan = divided()
-    with refused("divided already", "plan.unwrap(state)"):
+    with refused("already sharded", "plan.unwrap(state)"):
         gshard.shard_train_state(state, gshard.make_mesh(), "os")
     gshard.make_train_step(MODEL.loss, plan)(state, batch())
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.train.aux_metrics import reduce_sums
 from gshard.train.comm.collectives import (
     on_model_axes,
     reduce_bucket_by_bucket,
     reduce_scalar,
     scatter_leaves,
 )
+from gshard.train.loss import reduce_sums
 from gshard.train.options import StepOptions
 
 

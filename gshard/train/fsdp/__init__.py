@@ -13,9 +13,8 @@ The user's loss is traced to a jaxpr and evaluated with sharded parameters:
     gather_bucket: all-gather in the forward pass; in the backward pass regather,
                    then reduce-scatter the gradient
 
-`use_analysis` finds where a parameter is used first and which ones share a bucket, `gather_spec`
-says how one parameter is gathered and its gradient scattered, `constraints` refuses sharding
-constraints that cannot hold inside a `shard_map`. docs/architecture.md draws the same.
+`use_analysis` finds where a parameter is used first and which ones share a bucket.
+docs/architecture.md draws the same.
 
 Start reading: `interpreter`.
 """

@@ -1,18 +1,25 @@
-"""Buckets of parameters that share an all-gather, and the order of all-gathers in one scope.
+"""How parameters are all-gathered: each by its spec, in buckets, in the order of one scope.
 
 Most parameters are alone in their bucket; small ones of one layer share it.
+
+The gradient of a parameter arrives at its *gradient sink*, a second input of zeros that nothing
+reads. A sink shaped like the shard receives the reduce-scattered gradient, one shaped like the full
+parameter receives the local gradient.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gshard.train.comm.buckets import keep_dimension_order
+from gshard.sharding.layout import Layout
+from gshard.train.comm.buckets import keep_dimension_order, layer_names
 from gshard.train.comm.collectives import (
     gather,
     gather_across,
@@ -21,8 +28,101 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
-from gshard.train.fsdp.gather_spec import GatherSpec
 from gshard.train.optim.offload import to_device
+
+
+@dataclass(frozen=True)
+class GatherSpec:
+    """How a parameter is all-gathered, and how its gradient is reduce-scattered.
+
+    Attributes:
+      stored: layout of the stored parameter, which is all-gathered when it is sharded.
+      reduced: layout of the gradient at its sink, reduce-scattered when it is sharded.
+      purpose: the purpose that a budget counts the all-gather under.
+      converts: the gradient is reduce-scattered in the dtype of `reduced`; else in its own.
+      reshard: the full parameter is not kept for the backward pass, which gathers it again. A
+        number: a sub-group of that many devices keeps the parameter sharded among them, and
+        re-gathers it from them. False: the full parameter is kept.
+      from_subgroup: the parameter is given as the shard that a sub-group keeps.
+      layer: layer of the model, as named by `buckets.layer_names`; small parameters of one layer
+        share a bucket.
+      of_stack: this is one layer of a stack, in the body of a scan.
+    """
+
+    stored: Layout
+    reduced: Layout
+    purpose: str = "gather"
+    converts: bool = False
+    reshard: bool | int = True
+    from_subgroup: bool = False
+    layer: str = ""
+    of_stack: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether there is nothing to gather and nothing to reduce-scatter."""
+        return self.stored.dim is None and self.reduced.dim is None
+
+    @property
+    def scannable(self) -> bool:
+        """Whether a scan over dimension 0 can take the parameter sharded."""
+        others = self.stored.model_axes and self.stored.model_axes[0]
+        return self.stored.dim != 0 and self.reduced.dim != 0 and not others
+
+    @property
+    def sharded_layout(self) -> Layout:
+        """The layout that is all-gathered, or the one that is reduce-scattered if none is."""
+        return self.reduced if self.stored.dim is None else self.stored
+
+    @property
+    def bucket_key(self) -> tuple[Any, ...]:
+        """What parameters of one bucket have in common, besides their dtype."""
+        groups = [None if x.dim is None else x.group for x in (self.stored, self.reduced)]
+        return self.purpose, *groups, self.converts and self.reduced.dtype, bool(self.reshard)
+
+    def of_one_layer(self) -> GatherSpec:
+        """Returns the spec of one layer of a stack, in the body of a scan."""
+        stored, reduced = self.stored.layer(), self.reduced.layer()
+        return dataclasses.replace(self, stored=stored, reduced=reduced, layer="", of_stack=True)
+
+    def grad_sink(self) -> jax.Array:
+        """Makes the zeros that receive the gradient."""
+        return jnp.zeros(self.reduced.shard_shape, self.reduced.dtype)
+
+    @property
+    def subgroup_size(self) -> int:
+        """Devices that keep the parameter among them for the backward pass; 0: the shard group."""
+        return 0 if isinstance(self.reshard, bool) or self.stored.dim is None else self.reshard
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Shape of the array kept for the backward pass, before its all-gather."""
+        times = self.stored.group.size // (self.subgroup_size or self.stored.group.size)
+        return tuple(
+            size * times if d == self.stored.dim else size
+            for d, size in enumerate(self.stored.shard_shape)
+        )
+
+
+def gather_specs(
+    stored: Sequence[Layout],
+    reduced: Sequence[Layout],
+    purpose: str = "gather",
+    converts: bool = False,
+    reshard: bool | int = True,
+) -> list[GatherSpec | None]:
+    """Returns the specs of the leaves of one tree, None for a leaf that is not communicated."""
+    names = layer_names([layout.path for layout in stored])
+    specs = [
+        GatherSpec(s, r, purpose, converts, s.dim is None or reshard, layer=layer)
+        for s, r, layer in zip(stored, reduced, names, strict=True)
+    ]
+    return [None if spec.is_local else spec for spec in specs]
+
+
+def grad_sinks(leaves: Sequence[jax.Array], specs: Sequence[GatherSpec | None]) -> list[jax.Array]:
+    """Returns the arrays to differentiate at: gradient sinks, and leaves without communication."""
+    return [x if s is None else s.grad_sink() for x, s in zip(leaves, specs, strict=True)]
 
 
 class GatherBucket:
@@ -36,6 +136,7 @@ class GatherBucket:
       stored: this device's shards, or the full arrays of parameters that are stored replicated.
       grad_sinks: the inputs that receive the gradients.
       scope: the scope that they are gathered in.
+      to_regather: indices of the parameters that the backward pass needs in full.
     """
 
     def __init__(
@@ -48,20 +149,18 @@ class GatherBucket:
         self.specs, self.stored = tuple(specs), list(stored)
         self.grad_sinks, self.scope = list(grad_sinks), scope
         if scope.saves:
-            scope.add(self)
+            scope.buckets.append(self)
         self._kept: list[jax.Array] | None = None
         self._gathered: list[jax.Array] | None = None
-        self._to_regather: set[int] = set()
+        self.to_regather: set[int] = set()
         self._regathered: dict[int, jax.Array] = {}
 
     @property
     def kept(self) -> list[jax.Array]:
         """What is kept for the backward pass: this device's shards, or those of a sub-group."""
-        result = self._kept
-        if result is None:
-            result = [_kept_shard(s, x) for s, x in zip(self.specs, self.stored, strict=True)]
-            self._kept = result
-        return result
+        if self._kept is None:
+            self._kept = [_kept_shard(s, x) for s, x in zip(self.specs, self.stored, strict=True)]
+        return self._kept
 
     @property
     def is_gathered(self) -> bool:
@@ -82,22 +181,15 @@ class GatherBucket:
         if after and self._kept is None and self.specs[0].stored.dim is not None:
             self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
 
-    def request_regather(self, i: int) -> None:
-        """Records that the backward pass needs the full parameter `i`."""
-        self._to_regather.add(i)
-
     @property
     def is_regathered(self) -> bool:
         """Whether the backward pass has gathered all that it needs of this bucket."""
-        return self._to_regather == self._regathered.keys()
+        return self.to_regather == self._regathered.keys()
 
     def regather(self, i: int, after: Sequence[jax.Array]) -> jax.Array:
-        """Re-gathers leaf `i` and its bucket for the backward pass, after `after` is available.
-
-        Later calls return what the first one has gathered.
-        """
+        """Re-gathers the bucket at the first call, after `after` is available; returns leaf `i`."""
         if not self.is_regathered:
-            indices = sorted(self._to_regather)
+            indices = sorted(self.to_regather)
             specs = [self.specs[j] for j in indices]
             by_subgroup = bool(specs[0].subgroup_size)
             saved = [(self.kept if by_subgroup else self.stored)[j] for j in indices]
@@ -150,13 +242,8 @@ def _all_gather(
     return _gather_kept(specs, kept)
 
 
-def _forward(
-    specs: tuple[GatherSpec, ...],
-    scope: GatherScope,
-    kept: list[jax.Array],
-    grad_sinks: list[jax.Array],
-) -> tuple[list[jax.Array], None]:
-    return _all_gather(specs, scope, kept, grad_sinks), None
+def _forward(*args: Any) -> tuple[list[jax.Array], None]:
+    return _all_gather(*args), None
 
 
 def _backward(
@@ -174,7 +261,7 @@ def _backward(
     several = len(specs) > 1
     shards = scatter_bucket(grads, layouts) if several else [scatter(grads[0], layouts[0])]
     if scope.saves:
-        scope.add_scattered(shards[0])
+        scope.scattered.append(shards[0])
     else:
         # Else XLA on GPU moves it into the next iteration of a scan, and two layers' gradients are
         # alive at a time.
@@ -198,6 +285,8 @@ class GatherScope:
       bucket_size: elements of a bucket.
       saves: the forward pass saves what the backward pass needs; else it is rematerialized.
       order: inputs of the loss in the order of their first uses; set once the loss is traced.
+      buckets: the buckets of this scope.
+      scattered: a shard of each bucket of gradients that has been reduce-scattered.
     """
 
     def __init__(self, sync: bool, bucket_size: int, saves: bool = True):
@@ -206,9 +295,9 @@ class GatherScope:
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
         self._backward: Sequence[jax.Array] = ()
-        self._scattered: list[jax.Array] = []
+        self.scattered: list[jax.Array] = []
         self._last: GatherBucket | None = None
-        self._buckets: list[GatherBucket] = []
+        self.buckets: list[GatherBucket] = []
 
     def rematerialized(self) -> GatherScope:
         """A scope inside this one whose backward pass computes again what it needs."""
@@ -236,31 +325,23 @@ class GatherScope:
         # Full gradients take memory until they are reduce-scattered: wait for all of them, or for
         # all but the latest.
         if self.sync:
-            return [*now, *self._scattered[-1:]]
-        return [*before, *self._scattered[-2:-1]]
-
-    def add_scattered(self, shard: jax.Array) -> None:
-        """Records a shard of gradients that have been reduce-scattered."""
-        self._scattered.append(shard)
-
-    def add(self, bucket: GatherBucket) -> None:
-        """Adds a bucket to this scope."""
-        self._buckets.append(bucket)
+            return [*now, *self.scattered[-1:]]
+        return [*before, *self.scattered[-2:-1]]
 
     def end_forward(self) -> None:
         """Releases what only the forward pass needs; it belongs to the trace of that pass."""
         self._latest = self._forward = ()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.end_forward()
 
     def __enter__(self) -> GatherScope:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._backward, self._scattered = (), []
-        for bucket in self._buckets:
+        self._backward, self.scattered = (), []
+        for bucket in self.buckets:
             vars(bucket).clear()
-        self._buckets = []
+        self.buckets = []
 
 
 def _is_inexact(x: Any) -> bool:

@@ -9,30 +9,36 @@ is not changed.
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from gshard._util.errors import some, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr import (
     CHECKPOINTS,
     JIT,
     VIEWS,
+    all_equations,
     bind,
     body_of,
     evaluate,
     in_scope,
     scan_sizes,
 )
-from gshard.train.fsdp import constraints
-from gshard.train.fsdp.gather_bucket import GatherScope
-from gshard.train.fsdp.gather_spec import GatherSpec
+from gshard.sharding.mesh import entry_axes
+from gshard.train.fsdp.gather_bucket import GatherScope, GatherSpec
 from gshard.train.fsdp.lazy_param import LazyParam
 from gshard.train.fsdp.regather import apply_gathered, gathered, order_gathers, saves_operands
 from gshard.train.fsdp.use_analysis import ParamUses, by_first_use, share_buckets_of_layers
+
+_LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 
 
 def with_sharded_params(
@@ -71,9 +77,9 @@ def with_sharded_params(
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
     except ValueError as error:
-        constraints.raise_readable(error, axes)
+        _raise_readable(error, axes)
         raise
-    constraints.check_constraints(closed.jaxpr, axes)
+    _check_constraints(closed.jaxpr, axes)
     scope.order = by_first_use(closed.jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
     if prepare is not None:
@@ -285,3 +291,49 @@ def _gather_if_kept(value: Any) -> Any:
     """A parameter that is kept gathered, or is a view, gathered now; else the value as it is."""
     kept = isinstance(value, LazyParam) and (value.base is not None or not value.spec.reshard)
     return value.all_gather() if kept else value
+
+
+def _raise_readable(error: ValueError, axes: Sequence[str]) -> None:
+    """Raises a readable error for JAX's refusal of a constraint; returns for any other error."""
+    said = str(error)
+    missing = re.search(r"axis: (\S+) of (P\(.*?\)) is not found in mesh", said)
+    if missing:
+        raise GShardError(
+            f"the model constrains an array to {missing[2]}, and the mesh has no axis "
+            f"{missing[1]}. Make one, gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or remove the "
+            "axis names from the model."
+        ) from error
+    spec = re.search(r"P\(.*?\)", said)
+    if "with_sharding_constraint" not in said or not spec:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    if any(re.search(rf"['\"]{re.escape(axis)}['\"]", spec.group()) for axis in axes):
+        raise _refusal(spec.group(), [(f.filename, f.lineno) for f in frames]) from error
+    raise GShardError(
+        f"JAX refuses the sharding constraint {spec.group()} inside the loss: {said} (Flax "
+        "constrains what carries names, nn.with_partitioning: a layer that flattens its kernel, "
+        "such as nn.DenseGeneral in attention, takes the names of the flat one, "
+        "(None, 'model') for (features, heads x size).)"
+    ) from error
+
+
+def _check_constraints(jaxpr: Any, axes: Sequence[str]) -> None:
+    """Refuses constraints over `axes` that JAX would refuse when lowering, without a line."""
+    for eqn in all_equations(jaxpr):
+        sharding = eqn.params.get("sharding")
+        if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
+            named = {a for part in sharding.spec for a in entry_axes(part)}
+            if named & set(axes):
+                frames = getattr(eqn.source_info.traceback, "frames", ())
+                places = [(f.file_name, f.line_num) for f in reversed(frames)]
+                raise _refusal(f"P{tuple(sharding.spec)}", places)
+
+
+def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError:
+    own = [place for place in places if not any(name in place[0] for name in _LIBRARIES)]
+    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
+    return GShardError(
+        f"the loss constrains a sharding to {spec}{where}. Inside the loss every device has its "
+        "own examples and full parameters: there is nothing to constrain over a data axis. Remove "
+        "the constraint, or name only axes that carry no data."
+    )

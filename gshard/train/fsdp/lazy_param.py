@@ -10,8 +10,7 @@ import jax
 
 from gshard._util.jaxpr import bind
 from gshard.sharding.layout import DEVICE
-from gshard.train.fsdp.gather_bucket import GatherBucket, GatherScope
-from gshard.train.fsdp.gather_spec import GatherSpec
+from gshard.train.fsdp.gather_bucket import GatherBucket, GatherScope, GatherSpec
 from gshard.train.optim.offload import to_device
 
 

@@ -67,7 +67,7 @@ def apply_gathered(
         rest = [x for x, i in zip(saved, which, strict=True) if i is None]
         for i in which:
             if i is not None:
-                params[i].bucket.request_regather(params[i].index)
+                params[i].bucket.to_regather.add(params[i].index)
         backward = partial(_backward, params, scope, which, structure)
         return out, jax.tree_util.Partial(backward, rest, list(full))
 

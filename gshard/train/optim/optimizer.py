@@ -22,7 +22,7 @@ from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
-from gshard.train.local_gradients import refuse_local_gradients
+from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
 from gshard.train.optim.param_shards import (
