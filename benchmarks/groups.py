@@ -1,4 +1,4 @@
-"""Programs that cannot share a process: each in a group of processes that step when they are told.
+"""Programs that cannot share a process: each in a group of processes that step on command.
 
 A group runs alone: the others wait for their line. So groups can be timed in turn, as programs of
 one process are (`timing`).
@@ -48,7 +48,7 @@ class Group:
         ]
 
     def step(self) -> list[Any]:
-        """What the step gives on every rank, which starts when all were told."""
+        """What the step gives on every rank, which starts when all have the command."""
         for process in self._processes:
             self._write(process, "step")
         return [self._read(process) for process in self._processes]
@@ -64,7 +64,7 @@ class Group:
         while self._processes:
             process = self._processes.pop()
             process.kill()
-            with contextlib.suppress(BrokenPipeError):  # what it was told and did not read
+            with contextlib.suppress(BrokenPipeError):  # a command that it did not read
                 process.communicate()
         self._said.close()
 

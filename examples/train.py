@@ -1,4 +1,4 @@
-"""A training in one process or many that stops when its job is told to, and resumes later.
+"""A training in one process or many that stops on SIGTERM, and resumes later.
 
     python examples/train.py
     gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50
@@ -84,7 +84,7 @@ def main() -> None:
         def save() -> None:
             checkpointer.wait()
             step = int(optimizer.step)
-            if step not in checkpointer.all_steps():  # told to stop right after it was saved
+            if step not in checkpointer.all_steps():  # SIGTERM came right after it was saved
                 checkpointer.save(step, (model, optimizer))  # is written while training continues
 
         def save_and_wait() -> None:

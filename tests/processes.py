@@ -47,7 +47,7 @@ def run_together(
     limit: float = LIMIT,
     to_the_end: bool = False,
 ) -> list[Ended]:
-    """Runs `python *command` for each, all at once, with its variables beside the environment's.
+    """Runs `python *command` for each, all at once, with its variables added to the environment's.
 
     Until all have ended or time is up; or until one has failed, unless it is `to_the_end`.
     """

@@ -30,7 +30,7 @@ def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gsha
 
 
 def adapters(width: int = 1024, layers: int = 4) -> gshard.TrainSetup:
-    """Small ones are trained, beside large layers that are frozen."""
+    """Small ones are trained, next to large layers that are frozen."""
 
     def init():
         base, own = jnp.ones((layers, width, width)), jnp.ones((layers, width))

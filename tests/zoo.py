@@ -106,7 +106,7 @@ def _classes_of(x: np.ndarray) -> np.ndarray:
     return (np.abs(x[:, :3]).sum(1) * 3).astype(np.int32) % CLASSES
 
 
-# Multilayer perceptron: hidden widths 13 and 24, a scalar and a vector that stay whole
+# Multilayer perceptron: hidden widths 13 and 24, a scalar and a vector that are replicated
 
 
 class LinenMLP(nn.Module):

@@ -111,7 +111,7 @@ def test_a_trillion_parameters_on_16384_devices():
     found = gshard.forecast((params, optax.adam(1e-3)), 16384)
     assert found.parameters == 10**12
     assert found.levels["dp"].stored == 12 * 10**12 + 4 * 8
-    # 100,000 rows lie as 7 on each device, the last ones padding.
+    # 100,000 rows are 7 on each device, the last ones padding.
     assert found.levels["p_g_os"].params == 100 * 7 * 100_000 * 4
 
 
@@ -134,7 +134,7 @@ def test_table_1_is_the_paper_s_formulas():
         for n in DEGREES:
             formulas = 4 * psi + 12 * psi / n, 2 * psi + 14 * psi / n, 16 * psi / n
             for count, formula in zip(found[name][n].values(), formulas, strict=True):
-                # Counts of steps beside it, and a part rounded up to whole elements.
+                # Counts of steps too, and a shard rounded up to full elements.
                 assert formula <= count < formula + 100, (name, n)
 
 

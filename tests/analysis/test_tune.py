@@ -240,7 +240,7 @@ def test_what_is_too_small_to_be_sharded_is_not_tried_both_ways(recwarn):
 
 @pytest.mark.filterwarnings("ignore:100% of the parameters stay whole")
 def test_what_is_frozen_is_gathered_too():
-    """Adapters are too small to be divided, and the layers beside them are not."""
+    """Adapters are too small to be sharded, and the layers next to them are not."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
     config = dataclasses.replace(config_of(**host), model="tests.setups:adapters", arguments={})
     found = {x.option.extras_text: x for x in advise(config)}

@@ -55,7 +55,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 
 def checksum(state: Any, plan: gshard.Plan) -> str:
-    """Of every bit of the state's logical values, whatever mesh they lie on."""
+    """Of every bit of the state's logical values, whatever their mesh."""
     paths, leaves, _ = flatten(to_host(plan.kind.split(state), plan.layouts))
     total = hashlib.sha256()
     for path, leaf in sorted(zip(paths, leaves, strict=True)):
@@ -99,7 +99,7 @@ def check(checkpointer: gshard.Checkpointer, record: Record, state: Any, plan: A
 
 
 def refuse_debris(directory: Path, number: int) -> None:
-    """Before a save the first process, which makes the folders, sees whole steps alone."""
+    """Before a save the first process, which makes the folders, sees complete steps alone."""
     if gshard.distributed.process_index() == 0:
         there = set(os.listdir(directory))
         steps = sorted(int(name) for name in there - {LOCK} if name.isdigit())

@@ -414,7 +414,7 @@ def test_old_steps_go_after_a_new_one_is_there(tmp_path):
 
 
 def test_the_step_that_was_saved_last_is_not_written_again(tmp_path, run):
-    """As by a job that is told to stop right after it has saved."""
+    """As by a job that gets SIGTERM right after it has saved."""
     with gshard.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, run.state)
         checkpointer.wait()
@@ -745,7 +745,7 @@ def test_a_directory_that_is_deleted_is_made_again(tmp_path, run):
 
 
 def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, monkeypatch):
-    """As beside a training that keeps the newest alone."""
+    """As next to a training that keeps the newest alone."""
     from gshard.checkpoint import checksums
 
     checkpointer, compare = gshard.Checkpointer(written), checksums.find_damages

@@ -92,7 +92,7 @@ def test_a_step_without_room_fails_before_it_is_written(disk):
 
 
 def test_a_disk_that_is_full_at_any_point_of_a_write(disk):
-    """The room for the arrays is there, but page after page of what a step takes beside them."""
+    """The room for the arrays is there, but page after page of what a step needs next to them."""
     state, size = state_of(64)
     rooms, failed, pages = [], [], range(0, 60)
     with gshard.Checkpointer(disk / "steps", keep_last=1) as checkpointer:
@@ -117,7 +117,7 @@ def test_a_disk_that_is_full_at_any_point_of_a_write(disk):
 
 
 def test_what_a_failed_save_leaves_goes_with_a_later_one(tmp_path):
-    """Orbax's threads go on for a while and make anew what was removed."""
+    """Orbax's threads go on for a while and create again what was removed."""
     params = {f"w{i}": np.full((64 + i, 256), i, np.float32) for i in range(30)}
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     state, plan = gshard.shard_train_state(

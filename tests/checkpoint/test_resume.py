@@ -122,7 +122,7 @@ def toy():
 
 
 def test_a_step_is_saved_once(settings):
-    """As when the job is told to stop right after a step that was due."""
+    """As when the job gets SIGTERM right after a step that was due."""
     run = Run("os")
     with Checkpoints(settings, run, print) as checkpoints:
         state = checkpoints.restore(toy())

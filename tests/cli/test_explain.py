@@ -44,7 +44,7 @@ def setup(width=64, layers=2):
 def multiplies(width=64):
     made = setup(width)
 
-    def post_update(state):  # products need whole matrices, which is in no level's budget
+    def post_update(state):  # products need full matrices, which is in no level's budget
         return state.replace(params={k: w @ w.T @ w for k, w in state.params.items()})
 
     return gshard.TrainSetup(

@@ -26,7 +26,7 @@ def plan_for(mesh: Any) -> Any:
     import optax
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it stays whole, on purpose
+        warnings.simplefilter("ignore")  # it is replicated, on purpose
         return gshard.shard_train_state(({"w": jnp.ones(3)}, optax.sgd(0.1)), mesh, "dp")[1]
 
 

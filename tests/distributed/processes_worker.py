@@ -68,7 +68,7 @@ QUICK = {
 
 
 def train(run: Run, mesh: Any, rank: int, world_size: int) -> dict[str, Any]:
-    """What `STEPS` steps over this process's rows gave: losses, whole parameters, and more."""
+    """What `STEPS` steps over this process's examples gave: losses, full parameters, and more."""
     from tests import reference
     from tests.zoo import ZOO
 
@@ -82,7 +82,7 @@ def train(run: Run, mesh: Any, rank: int, world_size: int) -> dict[str, Any]:
             batch["x"][-1] = float("inf")  # the last process sees it
         return {name: x[own] for name, x in batch.items()}
 
-    # Clipped by the norm over all parameters: it couples what lies on different processes.
+    # Clipped by the norm over all parameters: it couples the shards of different processes.
     found, params = KINDS[run.kind](run, model, reference.OPTIMIZERS["adamw"](), mesh, rows)
     return found | {f"params/{path}": x for path, x in reference.flat(params).items()}
 
@@ -186,7 +186,7 @@ KINDS = {"step": by_step, "bad step": by_step, "own loop": by_own_loop, "no_sync
 
 
 def placed(x: Any) -> Any:
-    """The entries of a global vector that lie on this process, in their places; NaN elsewhere."""
+    """The entries of a global vector that this process holds, at their indices; NaN elsewhere."""
     import numpy as np
 
     found = np.full(x.shape, np.nan)
@@ -198,7 +198,7 @@ def placed(x: Any) -> Any:
 def main(
     coordinator: str, processes: int, rank: int, file: str, devices_each: str, tier: str
 ) -> None:
-    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
+    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves are replicated, on purpose
     gshard.distributed.initialize(coordinator, processes, rank)
 
     import jax

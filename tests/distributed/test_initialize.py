@@ -107,7 +107,7 @@ assert (gshard.distributed.process_index(), gshard.distributed.process_count()) 
 
 
 def test_without_a_word_a_process_is_alone(tmp_path):
-    """Also where it is told that it is: then no cluster is looked for."""
+    """Also where its address is given: then no cluster is looked for."""
     told = {"num_processes": 1, "process_id": 0}
     among = {"OMPI_COMM_WORLD_SIZE": "2"}
     commands = [["-c", ALONE.format(arguments=arguments)] for arguments in ({}, told)]
@@ -301,7 +301,7 @@ print("SAID", json.dumps([rank, count, said]))
 
 @pytest.fixture(scope="module")
 def roll_calls(tmp_path_factory):
-    """What each of three processes was told at roll calls that fail: name -> (type, text, s)."""
+    """What each of three processes got at roll calls that fail: name -> (type, text, s)."""
     folder = tmp_path_factory.mktemp("roll")
     names = ("missing", "twice", "numbers", "unreachable", "taken", "end")
     addresses = {name: free_address() for name in names} | {"not here": "192.0.2.1:29500"}

@@ -104,7 +104,7 @@ def hosts(tmp_path):
 
 @pytest.fixture
 def stepping(hosts, tmp_path):
-    """`stepping(*options)`: a job of one process on each host, which trains until it is told."""
+    """`stepping(*options)`: a job of one process on each host, which trains until it is stopped."""
 
     def start(*options: object, script: tuple[str, ...] = ()) -> Job:
         words = (*options, "-m", "tests.distributed.two_hosts_worker", "steps", tmp_path, *script)

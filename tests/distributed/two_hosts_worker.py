@@ -53,7 +53,7 @@ def rows(i: int, rank: int, processes: int) -> Any:
 
 
 def train(level: str, mesh: Any, rank: int, processes: int) -> tuple[list[float], dict[str, Any]]:
-    """The losses, and the whole parameters at the end."""
+    """The losses, and the full parameters at the end."""
     state, step = start(level, mesh)
     losses = []
     for i in range(STEPS):
@@ -93,6 +93,6 @@ def steps(folder: Path, *options: str) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
+    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves are replicated, on purpose
     gshard.distributed.initialize()
     {"numbers": numbers, "steps": steps}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -1,4 +1,4 @@
-"""Compiles the programs whose text lies beside this file.
+"""Compiles the programs whose text is stored next to this file.
 
     python make_dumps.py cpu|tpu|gpu [directory]
 
@@ -85,7 +85,7 @@ def scatter(whole, axes):
 
 
 def train_step(mesh, *, width, rows, layers=2, weights=1, micro_batches=1):
-    """One step of a scanned model with divided weights, gathered a layer at a time.
+    """One step of a scanned model with sharded weights, gathered a layer at a time.
 
     `weights` matrices of `width` x `width` per layer; each is gathered for the forward and again
     for the backward of every micro-batch, its gradient scattered once. The loss is one all-reduce.
@@ -179,7 +179,7 @@ def odd_ones(mesh):
 
 
 def left_to_the_compiler(mesh):
-    """No collective is written: f32[64,64] divided over "a", and over both axes, made whole."""
+    """No collective is written: f32[64,64] sharded over "a", and over both axes, then gathered."""
     divided = [abstract(mesh, (64, 64), P("a")), abstract(mesh, (64, 64), P(("a", "b")))]
     whole = NamedSharding(mesh, P())
     return jax.jit(lambda x, y: (x * 2, y * 2), out_shardings=(whole, whole)).lower(*divided)

@@ -17,7 +17,7 @@ LEVELS, STEPS, ROWS = ("os", "p_g_os"), 3, 16
 
 
 def main(coordinator: str, processes: int, rank: int, file: str, level: str) -> None:
-    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
+    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves are replicated, on purpose
     gshard.distributed.initialize(coordinator, processes, rank)
 
     import numpy as np

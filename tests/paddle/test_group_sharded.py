@@ -187,7 +187,7 @@ def test_no_buckets_is_bit_equal(level):
         model, optimizer, _ = wrap(level, buffer_max_size=size, tx=optax.sgd(0.1))
         train(model, optimizer, [rows(16, seed) for seed in range(3)])
         found.append(model.state_dict())
-    # XLA of newer JAX sums the rows of a bias otherwise beside a bucket.
+    # Newer JAX sums a bias in another order next to a bucket.
     exact = level != "p_g_os" or jax.__version_info__ < (0, 11)
     assert_same(*found, rtol=0, atol=0 if exact else 2e-7)
 
@@ -301,7 +301,7 @@ def test_bfloat16_at_every_level(level, offload):
 
 
 class Mixed(Net):
-    """Returns numbers and arrays without a gradient beside its output."""
+    """Returns, next to its output, numbers and arrays without a gradient."""
 
     def __call__(self, x):
         return super().__call__(x), 3, jax.lax.stop_gradient(x), None
@@ -475,7 +475,7 @@ def test_a_model_is_called_with_any_batch_size(level):
 
 @pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["os", "p_g_os"]))
 def test_state_dicts_go_anywhere(level, tmp_path):
-    """T4, T22, T33: whole values, also into another level on another number of devices."""
+    """T4, T22, T33: full values, also into another level on another number of devices."""
     batches = [rows(120, seed) for seed in range(5)]
     _, wanted = on_one_device(batches)
     model, optimizer, _ = wrap(level)

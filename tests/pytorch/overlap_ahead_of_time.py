@@ -1,4 +1,4 @@
-"""Compiles gradients, update and publish in one program for devices that are not there; JSON.
+"""Compiles gradients, update and all-gather in one program for devices that are not there; JSON.
 
 What `DataParallel.backward` runs with `overlap_with_ddp=True`; started by
 `tests/pytorch/test_zero_redundancy_optimizer.py`.

@@ -18,7 +18,7 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_two_processes_are_one_device(found, partition):
-    """Trained, a step undone from this process's part or from whole values, and another step."""
+    """Trained, a step undone from local shards or from full values, and another step."""
     wanted = on_one_device([rows(ROWS, seed) for seed in range(STEPS)], learning_rate=0.01)
     for process in found:
         for i, y in enumerate(jax.tree.leaves(wanted)):

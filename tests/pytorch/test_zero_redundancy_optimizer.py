@@ -136,7 +136,7 @@ def test_one_parameter_by_hand_and_a_state_that_is_loaded(partition):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_a_schedule_that_writes_the_learning_rate(partition):
-    """2, 11: used from the next step on, and nothing is compiled anew."""
+    """2, 11: used from the next step on, and nothing is compiled again."""
     opt = ZRO(tree(), optax.sgd, devices(3), partition=partition, lr=0.01)
     params, state = tree(), optax.sgd(0.01).init(tree())
     for i in range(5):
@@ -473,7 +473,7 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
 
 
 def test_together_with_tensor_parallelism():
-    """19: parameters that lie over an axis of the user's own stay there."""
+    """19: parameters that are sharded over an axis of the user's own stay so."""
     mesh = gshard.make_mesh(extra={"model": 2})
     over = jax.sharding.NamedSharding(mesh, jax.P(None, "model"))
     params = {"w": jax.device_put(tree()["last"]["kernel"].T, over), "b": jnp.ones(6)}
@@ -589,7 +589,7 @@ def test_data_parallel_gives_its_gradients(partition, given, n):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", ["nnx", "tree"])
 def test_gradients_of_the_users_own_loop(way, partition, kind):
-    """9: Divided, LocalGradients or whole ones, of a model in place or of a tree."""
+    """9: sharded gradients, LocalGradients or full ones, of a model in place or of a tree."""
     net = Net()
     graph, params = nnx.split(net, nnx.Param)
     params = nnx.as_pure(params)

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 class Case(NamedTuple):
-    """A train state, and how it is to be divided; `tree` holds abstract leaves."""
+    """A train state, and how it is to be sharded; `tree` holds abstract leaves."""
 
     tree: Any
     scan_axes: Mapping[str, int]
@@ -84,7 +84,7 @@ class Case(NamedTuple):
         return state.replace(params=params, opt_state=opt_state)
 
     def divide(self, state: TrainState) -> tuple[Any, gshard.Plan]:
-        """`shard_train_state`, which warns exactly when more than 5 % stay whole."""
+        """`shard_train_state`, which warns exactly when more than 5 % are replicated."""
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always", gshard.GShardWarning)  # others stay errors
             divided, plan = gshard.shard_train_state(

@@ -1,4 +1,4 @@
-"""Promises, read off the compiled program: elements moved, bytes at rest, temporaries."""
+"""Budgets, read off the compiled program: elements communicated, bytes stored, temporaries."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_elements_communicated_and_bytes_stored(level, mesh, scan, k):
 
 @pytest.mark.parametrize("level, units", [("dp", 2), ("os", 2), ("os_g", 5), ("p_g_os", 12)])
 def test_the_table_of_levels(level, units):
-    """DESIGN's table in units of Psi: divided leaves only, four micro-batches, eight devices."""
+    """The paper's table in units of Psi: sharded leaves only, four micro-batches, eight devices."""
     mesh = gshard.make_mesh()
     _, plan, step, _, _ = make(True, True, level, mesh, micro_batches=4)
     psi = sum(layout.size for layout in jax.tree.leaves(plan.params))

@@ -1,4 +1,4 @@
-"""A mesh axis of the user's own (tensor parallelism) beside the data axes, at every level."""
+"""A mesh axis of the user's own (tensor parallelism) next to the data axes, at every level."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ SPECS = {"up": jax.P(None, "model"), "bias": jax.P("model"), "down": jax.P("mode
 
 
 def placed(mesh, params=None):
-    """Plain parameters that say by their own place how they lie over the user's axis."""
+    """Plain parameters whose own sharding is over the user's axis."""
     params = small_params() if params is None else params
     return {k: jax.device_put(x, NamedSharding(mesh, SPECS[k])) for k, x in params.items()}
 

@@ -1,4 +1,4 @@
-"""Mixed precision: what lies, moves and is summed in which dtype, and the numbers it gives."""
+"""Mixed precision: what is stored, communicated and summed in which dtype, and the results."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_is_stored_and_communicated_in_which_dtype(level):
     assert jax.tree.map(lambda x: (x.dtype, x.sharding), new) == jax.tree.map(
         lambda x: (x.dtype, x.sharding), state.replace(step=new.step)
     )
-    # Elements as promised; gathers, publishing and scatters all of bf16 in the lowered program.
+    # Elements as budgeted; all gathers and scatters are of bf16 in the lowered program.
     found = gshard.audit(step, state, batch())
     for kind in ("reduce-scatter", "all-reduce"):
         assert found.elements(kind) == step.budget.elements(kind)

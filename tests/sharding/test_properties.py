@@ -86,11 +86,11 @@ def test_a_state_comes_back_bit_by_bit(examples):
     explore(check_round_trip, states(), examples)
 
 
-# ---- which leaves are divided, and along what ---------------------------------------------------
+# ---- which leaves are sharded, and along what ---------------------------------------------------
 
 
 def allowed(case: Case, path: str, shape: tuple[int, ...]) -> set[int | None]:
-    """The dimensions that a parameter may be divided along; None: it may stay whole."""
+    """The dimensions that a parameter may be sharded along; None: it may be replicated."""
     scan_dim = case.scan_axes.get(pattern_of(path))
     scanned = set() if scan_dim is None else {scan_dim % len(shape)}
     layers = max(1, math.prod(shape[d] for d in scanned))
@@ -105,7 +105,7 @@ def allowed(case: Case, path: str, shape: tuple[int, ...]) -> set[int | None]:
 
 
 def check_division(case: Case) -> None:
-    """What is large and divides is divided without padding, and its moments lie as it does."""
+    """Large divisible arrays are sharded without padding, and their moments alike."""
     _, plan = case.divide(case.abstract())
     pairs, structure = jax.tree_util.tree_flatten_with_path(case.tree)
 
@@ -134,7 +134,7 @@ def test_large_divisible_arrays_are_sharded(examples):
 
 
 def check_bytes(case: Case) -> None:
-    """Every device holds 1/N of what is divided, all of what is whole, and the padding."""
+    """Every device holds 1/N of what is sharded, all of what is replicated, and the padding."""
     state = case.concrete()
     divided, plan = case.divide(state)
     counts = jax.tree.leaves((divided.opt_state.scaler, divided.opt_state.guard))
@@ -145,11 +145,11 @@ def check_bytes(case: Case) -> None:
             divided.opt_state.inner,
             state.opt_state,
             plan.opt_state,
-            sum(x.nbytes for x in counts),  # of scale and guard, whole
+            sum(x.nbytes for x in counts),  # of scale and guard, replicated
         ),
     ):
         at_rest = dict.fromkeys(plan.mesh.devices.flat, 0)
-        expected = 0  # N times what is expected, to stay whole
+        expected = 0  # N times what is expected, to stay an integer
         for x, y, layout in zip(*map(jax.tree.leaves, (held, plain, layouts)), strict=True):
             for shard in x.addressable_shards:
                 assert shard.data.nbytes == layout.bytes_per_device
@@ -239,7 +239,7 @@ def test_a_step_is_that_of_one_device(level, examples):
 
 
 class Move(NamedTuple):
-    """One leaf divided along `dim`, over shard axes in an order of its own."""
+    """One leaf sharded along `dim`, over shard axes in an order of its own."""
 
     shape: tuple[int, ...]
     dim: int
@@ -264,7 +264,7 @@ def moves(draw: st.DrawFn) -> Move:
 
 
 def check_collectives(move: Move) -> None:
-    """Gathering what each device cuts out gives the whole; scattering sums inside each replica."""
+    """All-gathering the shards gives the full array; scattering sums inside each replica."""
     mesh, rng = mesh_of(*move.mesh), np.random.default_rng(move.seed)
     group = data_group(mesh, shard_axes=move.shard_axes)
     layout = Layout("x", move.shape, move.dtype, move.dim, group, None, "")

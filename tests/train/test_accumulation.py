@@ -1,4 +1,4 @@
-"""When gradients are reduced: after separate calls (`sync=False`), or each as it arises."""
+"""When gradients are reduced: after separate calls (`sync=False`), or each at once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def divided(level, mesh="3", tx=None):
 
 
 def assert_divided(grads, expected, plan):
-    """Gradients lie as the plan says, and are those expected by path."""
+    """Gradients are sharded as planned, and are those expected by path."""
     for layout, g in zip(jax.tree.leaves(plan.grads), jax.tree.leaves(grads), strict=True):
         want = expected[layout.path]
         assert g.sharding.is_equivalent_to(plan.sharding(layout), g.ndim)
@@ -167,7 +167,7 @@ def test_a_scattered_call_keeps_one_part(level):
     assert held == {layout.path: layout.bytes_per_device for layout in jax.tree.leaves(plan.grads)}
     found = gshard.audit(call, state.params, gshard.shard_batch(rows(0), plan), plan=plan)
     assert found.elements("reduce-scatter") == gshard.budget(plan).elements("reduce-scatter")
-    assert found.elements("all-reduce") == 0  # whole leaves wait for the end
+    assert found.elements("all-reduce") == 0  # replicated leaves are reduced at the end
 
 
 def test_calls_with_different_numbers_of_examples():
@@ -201,7 +201,7 @@ QUICK = [("p_g_os", "replica 2x2")]
     quick(SYNCED, QUICK),
 )
 def test_every_micro_batch_is_reduced_at_once(level, mesh):
-    """Over shard group and replicas, padded and whole leaves too; nothing is left for the end."""
+    """Over shard group and replicas, of every layout; nothing is left for the end."""
     state, plan = divided(level, mesh)
     options = dict(micro_batches=CALLS, accumulate="sync")
     call = jax.jit(gshard.value_and_grad(loss_fn, plan, has_aux=True, **options))

@@ -16,7 +16,7 @@ MESH = {"devices": jax.devices()[:4]}
 
 
 def state(elements):
-    """In a hundred layers: at `p_g_os` one of them is whole at a time."""
+    """In a hundred layers: at `p_g_os` one of them is gathered at a time."""
     layer = jax.ShapeDtypeStruct((elements // 100_000, 1000), jnp.float32)
     return {f"w{i}": layer for i in range(100)}, optax.adam(1e-3)
 

@@ -31,7 +31,7 @@ def joined(batches):
 
 
 def measures(b):
-    """All of them are the same function of one device's rows and of the whole batch."""
+    """All of them are the same function of one device's examples and of the global batch."""
     low = b["n"].min()
     return {
         "count": Reduced((b["x"][:, 0] > 0).sum(), "sum"),

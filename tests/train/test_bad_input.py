@@ -1,4 +1,4 @@
-"""Wrong input: a `GShardError` with value, place and mend, nothing compiled, nothing lost."""
+"""Wrong input: a `GShardError` with value, place and fix; nothing compiled, nothing lost."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def test_another_optimizer_put_into_the_state():
 
 
 def test_states_of_the_same_optimizer_are_taken():
-    """A copy of a state, and one divided anew, are no replacement of the optimizer."""
+    """A copy of a state, and one sharded again, are no replacement of the optimizer."""
     state, plan = divided()
     step = gshard.make_train_step(MODEL.loss, plan)
     step(copy.deepcopy(state), batch())

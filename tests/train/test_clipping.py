@@ -26,7 +26,7 @@ RATE = 0.5
 # and the least of those changes is 0.02; sums over rows in another order add less than that.
 TOLERANCE = 1e-5
 
-# Divided as they are, divided with padding (7 and 13 rows), and whole (too small to divide).
+# Sharded as they are, sharded with padding (7 and 13 rows), and replicated (too small to shard).
 SHAPES = {"even": (16, 24), "odd": (7, 5), "thirteen": (13, 7), "bias": (5,), "scale": (3,)}
 SEGMENT = 16
 
@@ -159,7 +159,7 @@ def on_levels(levels: tuple[str, ...], devices: int) -> dict[str, dict[str, Any]
 @pytest.mark.parametrize(
     ("levels", "devices"),
     [
-        (("os", "p_g_os"), 4),  # the other two stand beside these in the norms below
+        (("os", "p_g_os"), 4),  # the other two are next to these in the norms below
         *[pytest.param(LEVELS, n, marks=pytest.mark.slow) for n in (3, 4, 5, 7, 8)],
     ],
 )

@@ -28,13 +28,13 @@ NNX_MODEL = ZOO["nnx_mlp"]
 
 
 def on_mesh(state: Any) -> Any:
-    """Arrays that lie whole on all devices already, where a copy is easily forgotten."""
+    """Arrays that are replicated already, where a copy is easily forgotten."""
     mesh = gshard.make_mesh()
     return jax.device_put(state, jax.sharding.NamedSharding(mesh, jax.P()))
 
 
 def divided_already(state: Any) -> Any:
-    """Arrays that lie over the devices already, where their first dimension divides."""
+    """Arrays that are sharded already, where their first dimension is divisible."""
     mesh = gshard.make_mesh()
 
     def place(x):
@@ -181,7 +181,7 @@ def test_full_params_and_unwrap_are_copies():
     assert_untouched((whole, plain), kept)
 
 
-# Every byte of the state is aliased. Adafactor's too, whose update makes placeholders anew without
+# Every byte of the state is aliased. Adafactor's too, whose update makes new placeholders without
 # reading the old ones: what a skipped step keeps is read.
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {

@@ -1,4 +1,4 @@
-"""Evaluation, whole values, the plain state back, abstract states, mutable collections, rng."""
+"""Evaluation, full values, the plain state back, abstract states, mutable collections, rng."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_batch_stats_come_back_as_one_value(level, micro_batches):
     np.testing.assert_array_equal(state.seen, np.arange(3.0))
     stored = state.batch_stats["BatchNorm_0"]["mean"]
     mean = plan.unwrap(state).batch_stats["BatchNorm_0"]["mean"]
-    for shard in stored.addressable_shards:  # divided at p_g_os
+    for shard in stored.addressable_shards:  # sharded at p_g_os
         part = np.pad(mean, (0, stored.size - mean.size))[shard.index]
         np.testing.assert_array_equal(shard.data, part)
     x = batch()["x"]

@@ -23,7 +23,7 @@ from tests import reference
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
-# leaves of at most SEGMENT_SIZE elements stay whole, on purpose
+# leaves of at most SEGMENT_SIZE elements are replicated, on purpose
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
@@ -272,7 +272,7 @@ def test_axis_order_by_value(mesh, level, shape):
     np.testing.assert_allclose(found, weights - x.mean(0), rtol=1e-6, atol=1e-5)
 
 
-# What is divided. A divided layer axis would give the right numbers, at the price of memory.
+# What is sharded. A sharded layer axis would give the right numbers, at the price of memory.
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

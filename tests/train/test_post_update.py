@@ -162,7 +162,7 @@ def test_with_a_precision_it_sees_and_changes_the_master_copies(level):
 
 @pytest.mark.slow
 def test_what_it_gathers_with_a_precision():
-    """Where parameters are kept whole their divided copies are gathered once, and nothing else."""
+    """Where parameters are replicated, their sharded copies are gathered once, and nothing else."""
     extra = {}
     for level in ("os", "p_g_os"):
         state, plan = divided(level, precision="bfloat16")
@@ -282,7 +282,7 @@ def test_it_is_a_function():
 
 @pytest.mark.parametrize("precision", [None, pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_with_state_on_the_host(precision):
-    """It sees values on the device; what it changes goes back to where it rests."""
+    """It sees values on the device; what it changes goes back to where it is stored."""
 
     def shrink(state):
         return state.replace(params=jax.tree.map(lambda p: 0.5 * p, state.params))

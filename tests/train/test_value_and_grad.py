@@ -43,7 +43,7 @@ def shardings(state: Any) -> list[jax.sharding.Sharding]:
 
 
 def assert_layouts(state: Any, placed: list[jax.sharding.Sharding], plan: gshard.Plan) -> None:
-    """Each array lies as it was placed, and the parts of the state as the plan says."""
+    """Each array keeps its sharding, and the components of the state have those of the plan."""
     now = shardings(state)
     assert len(now) == len(placed)
     for array, before, after in zip(arrays(state), placed, now, strict=True):
@@ -278,7 +278,7 @@ def test_a_subclass_with_more_fields(level):
 
 @pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["os"]))
 def test_an_average_of_the_parameters_in_the_loop(level):
-    """It lies as the parameters do, divided or whole, and so does what the user computes."""
+    """It is sharded or replicated like the parameters, and so is what the user computes."""
     state, plan = gshard.shard_train_state(
         averaged_state(), mesh(), level, min_shard_size=SEGMENT_SIZE
     )

@@ -1,4 +1,4 @@
-"""Frozen and integer parameters, and further fields of a state that lie divided."""
+"""Frozen and integer parameters, and further fields of a state that are sharded."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
     moments = [p for p, _ in jax.tree_util.tree_flatten_with_path(state.opt_state)[0]]
     assert not [path for path in moments if "base" in str(path) or "order" in str(path)]
-    # At rest a frozen kernel is divided where parameters are: a stack too, but for its layers.
+    # Between steps a frozen kernel is sharded like parameters; a stack not along its layers.
     stack = state.params["Lora_1"]["base"]
     divided = level == "p_g_os"
     assert stack.sharding.spec == (jax.P(None, "shard") if divided else jax.P())
@@ -198,7 +198,7 @@ def test_an_init_function_and_the_plain_state_back(expected):
     state, _ = step(state, batch())
     plain = plan.unwrap(state)
     assert plain.params["Lora_0"]["base"].shape == (7, 13)
-    # The plain state trains on, alone and divided again.
+    # The plain state trains on, alone and sharded again.
     grads = jax.grad(loss_fn, allow_int=True)(plain.params, batch())
     alone = plain.apply_gradients(grads=grads)
     again, plan = gshard.shard_train_state(plain, mesh(), "os", frozen="base$", **OPTIONS)
@@ -297,7 +297,7 @@ class WithTeacher(TrainState):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_further_fields_are_sharded_like_parameters_and_may_be_changed(micro_batches):
-    """A teacher that the loss reads and a queue that it changes, too large to be whole."""
+    """A teacher that the loss reads and a queue that it changes, too large to be replicated."""
     rng = np.random.default_rng(1)
 
     def weights():

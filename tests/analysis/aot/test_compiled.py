@@ -25,7 +25,7 @@ def asked(model, **more):
 
 def test_an_nnx_pair_is_two_arguments_of_its_step():
     found = compile_for(CPU | {"model": "tests.setups:pair", "target": "cpu:2"})
-    # Parameters are whole, and both moments of the kernel divided.
+    # Parameters are replicated, and both moments of the kernel sharded.
     kernel, bias = 192 * 192 * 4, 192 * 4
     assert found["memory"]["argument"] == pytest.approx(2 * kernel + 4 * bias, abs=64)
 
@@ -188,7 +188,7 @@ def test_too_large_for_a_gpu_is_a_verdict():
 
 @pytest.mark.slow
 def test_too_large_for_a_tpu_is_a_verdict():
-    """The compiler refuses it: parameters, moments and gradients of 20 layers of 256 MiB, whole."""
+    """The compiler refuses it: 20 replicated layers of 256 MiB, with moments and gradients."""
     more = {"target": "tpu-v5e:2x4", "level": "dp"}
     found = found_with("tpu", CPU | more | {"arguments": {"width": 8192, "layers": 20}})
     assert found["fits"] is False

@@ -1,4 +1,4 @@
-"""Machines by name, what is known of them, and that their compilers are told so."""
+"""Machines by name, what is known of them, and that their compilers know it too."""
 
 from __future__ import annotations
 

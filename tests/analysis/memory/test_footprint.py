@@ -1,4 +1,4 @@
-"""The analytic footprint of a step beside the compiler's own account of the same step."""
+"""The analytic footprint of a step next to the compiler's own account of the same step."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_on_cpu_operands_of_convolutions_are_copied_into_order_outside_of_loops(
         return jax.lax.fori_loop(0, 4, lambda _, at: gradient(at[0], at[1], g), (x, w))
 
     copied = with_canonical_products(program(gradient, image, kernel, result)).ops
-    # What is read forward lies in order; the kernel's gradient reads both in another one, and that
+    # What is read forward is in order; the kernel's gradient reads both in another one, and that
     # of the image its kernel.
     assert [op.name for op in copied].count("reorder") == 3
     (scan,) = (op for op in program(loop, image, kernel, result).ops if op.bodies)
@@ -290,7 +290,7 @@ def test_no_device_is_needed(devices):
     at_rest = sum(plan.bytes_per_device.values())
     batch = 2 * 512 * 4
     assert 0 <= found.arguments - at_rest - batch < 64  # the step and the counts of the guard
-    whole = 512 * max(2048, devices) * 4  # the divided dimension is padded to the devices
+    whole = 512 * max(2048, devices) * 4  # the sharded dimension is padded to the devices
     assert found.temporaries < 5 * whole
     gathers = [row for row in found.collectives if row.kind == "all-gather"]
     assert {row.group_size for row in gathers} == {devices}

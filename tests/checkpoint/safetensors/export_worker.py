@@ -16,7 +16,7 @@ import gshard
 
 
 def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -> None:
-    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves stay whole, on purpose
+    warnings.simplefilter("ignore", gshard.GShardWarning)  # small leaves are replicated, on purpose
     gshard.distributed.initialize(coordinator, processes, rank)
 
     import numpy as np

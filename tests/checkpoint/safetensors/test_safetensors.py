@@ -51,7 +51,7 @@ def assert_same(found, expected):
 
 
 def weights(state, plan):
-    """What a divided state holds, by name, fetched without the code under test."""
+    """What a sharded state holds, by name, fetched without the code under test."""
     return named(plan.unwrap(state))
 
 
@@ -67,7 +67,7 @@ def raw(tensors, **metadata):
 
 
 def simple(params, devices=3, level="p_g_os", **options):
-    """`(params, tx)`, divided."""
+    """`(params, tx)`, sharded."""
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     return gshard.shard_train_state(
         (params, optax.sgd(0.1)), mesh, level, min_shard_size=1, **options
@@ -283,7 +283,7 @@ TRIPS = [
 
 @pytest.mark.parametrize(("kind", "there", "back"), quick(TRIPS, [TRIPS[1], TRIPS[2]]))
 def test_a_round_trip_and_the_step_that_follows(tmp_path, kind, there, back):
-    """On another level and mesh: the same bits, and the next step that of a state divided so."""
+    """On another level and mesh: the same bits, and the next step that of a state sharded so."""
     state, plan, _ = divided(kind, there[0], there[1], **OPTIONS[there[2]])
     state = trained(state, plan, kind)
     gshard.save_safetensors(state, tmp_path / "x")
@@ -298,7 +298,7 @@ def test_a_round_trip_and_the_step_that_follows(tmp_path, kind, there, back):
     for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(other), strict=True):
         assert x.sharding == y.sharding and x.dtype == y.dtype
 
-    plain = its_plan.unwrap(other)  # the same values set without a file, then divided
+    plain = its_plan.unwrap(other)  # the same values set without a file, then sharded
     plain = with_weights(plain, moved)
     direct, _ = gshard.shard_train_state(
         plain, its_plan.mesh, back[0], min_shard_size=4, **OPTIONS[back[2]]
@@ -330,7 +330,7 @@ def with_weights(state, values):
 
 
 def parts_of(state):
-    """The optimizer's whole state."""
+    """The optimizer's full state."""
     return nnx.state(state[1]) if isinstance(state, tuple) else (state.opt_state, state.step)
 
 
@@ -583,13 +583,13 @@ def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_one_leaf_is_on_the_host_at_a_time(tmp_path):
-    """Divided on either dimension, padded: the rest of the state never shows in memory."""
+    """Sharded on either dimension, padded: the rest of the state never shows in memory."""
     (ended,) = run_together(
         tmp_path, [["-m", "tests.checkpoint.safetensors.export_memory", str(tmp_path)]]
     )
     assert_all_well([ended])
     leaf, state, export, back, left = json.loads(ended.said.splitlines()[-1])
-    some = leaf / 10  # what a sample may have beside it
+    some = leaf / 10  # what a sample may have next to it
     assert 0.8 * leaf < export < leaf + BLOCK + some
     assert left < some  # JAX would keep what the host has seen
     assert back < state + leaf + some

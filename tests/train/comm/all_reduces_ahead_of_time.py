@@ -30,7 +30,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def all_reduces(text: str) -> tuple[list[int], int]:
-    """Of a scheduled program: the elements of each all-reduce, and how many have a product beside.
+    """Of a scheduled program: the elements of each all-reduce, and how many overlap with a product.
 
     Scalars are left out.
     """

@@ -1,4 +1,4 @@
-"""What loops read lies in memory as it came: the numbers stay, and a GPU needs no second copy."""
+"""Loops read arrays in the memory order they came in, so that a GPU needs no second copy."""
 
 import re
 
@@ -15,7 +15,7 @@ from tests.ahead_of_time import found_by
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """Devices of the CPU are told what those of a GPU are."""
+    """The devices of the CPU pass for those of a GPU."""
     monkeypatch.setattr(buckets, "_ORDERED_PLATFORMS", ("cpu",))
 
 
@@ -34,7 +34,7 @@ def loss(params, batch):
 
 
 def of_matrices(micro_batches):
-    """A step, and what it takes: matrices that rest whole, trained and frozen, and a vector."""
+    """A step, and what it takes: replicated matrices, trained and frozen, and a vector."""
     params = {"w": jnp.ones((24, 16)), "b": jnp.ones(24), "fixed": jnp.ones((24, 16))}
     state, plan = gshard.shard_train_state(
         (params, optax.sgd(0.1)), gshard.make_mesh(), "os_g", frozen="^fixed", min_shard_size=0
@@ -54,7 +54,7 @@ def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
 def test_a_gpu_holds_no_second_order_of_a_table():
     """One that is looked up, and is the head, was copied for the loop in the order of the head."""
     found = found_by("tied_on_gpu", "h100:1x4")
-    assert found["gathers"] == 0  # of a weight that lies over an axis of the user's
+    assert found["gathers"] == 0  # of a weight that is sharded over an axis of the user's
     for kind, tables in (("trained", 2.2), ("frozen", 1.0)):  # with another order one more
         program = found[kind]
         assert program["peak"] - program["arguments"] < tables * found["table"], (kind, found)
@@ -63,7 +63,7 @@ def test_a_gpu_holds_no_second_order_of_a_table():
 
 
 def test_a_tpu_holds_no_padded_copy_of_a_narrow_matrix():
-    """It lies there transposed, without padding: the other order takes sixteen times as much."""
+    """It is stored transposed, without padding: the other order takes sixteen times as much."""
     found = found_by("narrow_on_tpu", "tpu-v5e:2x2")
     assert found["peak"] - found["batch"] < 8 * found["narrow"], found
 
@@ -72,7 +72,7 @@ def test_a_tpu_holds_no_padded_copy_of_a_narrow_matrix():
 
 
 def of_experts(params, x):
-    """Layers of three experts; what is divided of them lies behind, or is the first dimension."""
+    """Layers of three experts, sharded along a later dimension or along the first."""
 
     def layer(x, now):
         experts, mix = now
@@ -133,7 +133,7 @@ def test_a_gpu_holds_no_second_order_of_a_stack():
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_step_can_be_exported(micro_batches):
-    """`jax.export` refuses a program that says how its arrays are to lie in memory."""
+    """`jax.export` refuses a program that fixes the memory order of its arrays."""
     step, state, batch = of_matrices(micro_batches)
     exported = jax.export.export(jax.jit(lambda state, batch: step(state, batch)))(state, batch)
     assert exported.nr_devices == 8

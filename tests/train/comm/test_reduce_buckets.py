@@ -1,4 +1,4 @@
-"""All-reduces of gradients in turns: in the order in which they arise, apart, the ends small."""
+"""All-reduces of gradients in buckets: separate, in the order of the backward pass."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_buckets_stay_apart_and_the_first_gradients_go_first():
 def test_sums_over_replicas_are_apart_too():
     found = all_reduced(*step_of(8, "p_g_os", 2, bucket_size=250))
     of_parts = [sum(one) for one in found]
-    # Parts over the replicas in turns, and leaves of fewer than min_shard_size elements, whole.
+    # Shards over the replicas in buckets, and replicated leaves (below min_shard_size).
     assert sorted(of_parts) == sorted([960 // 4, 320 // 4, 384 // 4, 8 + 40 + 24])
 
 
@@ -163,9 +163,9 @@ def test_order_of_first_uses():
 def test_turns_stay_apart_on(target):
     found = found_by("train.comm.all_reduces_ahead_of_time", target)
     layer, (turns, beside), (free, _) = found["layer"], found["turns"], found["free"]
-    assert len(turns) == 9  # the bias that arises first, then a layer at a time
+    assert len(turns) == 9  # the bias that is ready first, then a layer at a time
     assert turns[0] < layer / 1000 and max(turns) <= layer
     if target.startswith("h100"):
-        assert beside == 7  # each but the first and the last runs beside a product
+        assert beside == 7  # each but the first and the last overlaps with a product
     else:
         assert len(free) == 2 and free[1] > 6 * layer  # XLA would wait for all

@@ -60,7 +60,7 @@ def plan_of(axes, level):
 @pytest.mark.parametrize("axes", [(256,), (16, 16), (4, 8, 8)])
 @pytest.mark.parametrize("level", wire.LEVELS)
 def test_theory_is_what_a_hand_counts(level, axes):
-    """In bytes of bfloat16, the norms in float32 where parameters rest in it."""
+    """In bytes of bfloat16, the norms in float32 where parameters are stored in it."""
     plan = plan_of(axes, level)
     layers, tables, share = 2 * 32 * LAYER, 2 * 2 * TABLE, 255 / 256
     once = layers + tables

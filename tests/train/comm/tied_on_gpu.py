@@ -38,7 +38,7 @@ def loss(params: Any, batch: Any) -> jax.Array:
 
 
 def gathers_beside_tensor_parallelism(devices: Any) -> int:
-    """How often a program at `dp` gathers, where a weight lies over an axis of the user's."""
+    """How often a program at `dp` gathers, where a weight is sharded over an axis of the user's."""
     mesh = gshard.make_mesh(devices=devices, extra={"model": 2})
     columns = NamedSharding(mesh, jax.P(None, "model"))
     params = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=columns)}

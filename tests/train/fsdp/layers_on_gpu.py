@@ -1,4 +1,4 @@
-"""Compiles an unrolled model for eight GPUs that are not there; prints what is whole, as JSON.
+"""Compiles an unrolled model for eight GPUs that are not there; prints what is gathered, as JSON.
 
 Run in a process of its own by `tests/train/fsdp/test_regather.py`.
 """
@@ -29,7 +29,7 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 
 def whole_at_once(text: str) -> tuple[int, int]:
-    """Of a scheduled program: gathered leaves alive at a time, gathers with a product beside."""
+    """Of a scheduled program: gathered leaves alive at once, gathers that overlap products."""
     module = read_module(text)
     order = module.computations[module.entry].instructions
     last = {name: i for i, one in enumerate(order) for name in one.operands}

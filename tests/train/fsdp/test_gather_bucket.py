@@ -73,7 +73,7 @@ def rows(n):
 
 
 def made(name, level, shape, stacked=False, **options):
-    """`(params, batch) -> (loss, gradient)` of a loss or a name, divided parameters and a batch."""
+    """`(params, batch) -> (loss, gradient)` of a loss or a name, sharded parameters and a batch."""
     n = int(np.prod(list(shape.values())))
     mesh = gshard.make_mesh(shape, devices=jax.devices()[:n])
     stacked = stacked or name == "scan"
@@ -133,7 +133,7 @@ def test_a_layer_is_one_collective_each_way():
     # Forward two for a layer and the head; again for a layer both, but for the last product's.
     assert counts(fun.lower(state.params, batch).as_text()) == (4 * LAYERS + 1, 2 * LAYERS + 1)
     fun, state, _, batch = made("unrolled", "p_g_os", {"a": 4}, bucket_size=0)
-    # The scale is no operand of a product: its whole is kept. So is the bias.
+    # The scale is no operand of a product: it stays gathered. So does the bias.
     assert counts(fun.lower(state.params, batch).as_text()) == (6 * LAYERS + 1, 4 * LAYERS + 1)
 
 
@@ -327,7 +327,7 @@ def test_a_bucket_waits_though_its_first_use_is_a_broadcast():
 
 
 def test_a_scan_computes_nothing_of_the_user_again():
-    """A function with a derivative of its own has the form of what makes layers whole."""
+    """A function with a derivative of its own has the form of what gathers layers."""
 
     @jax.custom_vjp
     def own(x):

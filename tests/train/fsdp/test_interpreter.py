@@ -1,4 +1,4 @@
-"""Gather at first use: what stays divided, what is gathered inside, and right gradients."""
+"""Gather at first use: what stays sharded, what is gathered inside, and right gradients."""
 
 from __future__ import annotations
 

@@ -343,13 +343,13 @@ def test_without_prefetch_a_gather_waits_for_its_own_operands_and_changes_no_bit
 
 @pytest.mark.slow
 def test_two_layers_are_gathered_at_a_time_on_a_gpu():
-    """Compiled for eight H100s, without one: what the schedule holds, and what runs beside what."""
+    """Compiled for eight H100s, without one: what the schedule holds and overlaps."""
     found = found_by("train.fsdp.layers_on_gpu", "h100:1x8")
     layers = 8
     # The backward pass has the last one still, and no use of the first: nothing is before it.
     assert found["default"]["gathers"] == found["sync"]["gathers"] == 2 * layers - 2
     assert found["kept"]["gathers"] == layers
     assert found["default"]["whole"] == 2 and found["sync"]["whole"] == 1
-    # Most run beside the product before; without prefetch beside a gradient's at most.
+    # Most overlap with the product before; without prefetch with a gradient's at most.
     assert found["default"]["spans"] >= 10 > layers // 2 >= found["sync"]["spans"]
     assert found["default"]["temp"] <= 0.6 * found["kept"]["temp"]

@@ -194,7 +194,7 @@ def test_two_buckets_are_gathered_at_a_time(monkeypatch, clip):
 
 
 def test_what_follows_the_last_product_is_sharded(monkeypatch):
-    """A clip of the result waits for a number of all of them; no whole matrix may wait with it."""
+    """A clip needs a norm over all results; no full matrix may be kept until then."""
     monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 200)
     tx = optax.chain(OPTIMIZERS["by hand"](), optax.clip_by_global_norm(0.1))
     params = {k: x for k, x in arrays(0).items() if x.ndim == 2}
@@ -218,7 +218,7 @@ def test_what_follows_the_last_product_is_sharded(monkeypatch):
 
 
 def test_a_projection_gathers_its_small_factors_alone():
-    """As GaLore: what a divided dimension is summed into is smaller than what is summed."""
+    """As GaLore: the sum over a sharded dimension is smaller than its operands."""
 
     def init(params):
         del params
@@ -227,7 +227,7 @@ def test_a_projection_gathers_its_small_factors_alone():
     def update(grads, state, params=None):
         del params
         two = state["two"]
-        left = two @ (two.T @ grads["left"])  # rows of both are divided: summed
+        left = two @ (two.T @ grads["left"])  # rows of both are sharded: summed
         right = (grads["right"] @ two) @ two.T  # its rows stay; the factor is gathered
         return {"left": left, "right": right}, state
 
@@ -370,7 +370,7 @@ def layers(p, x):
     ],
 )
 def test_a_stack_sharded_on_its_layers_communicates_nothing_for_muon(level, count, k):
-    """The rule of the user may divide the scanned dimension where parameters are whole."""
+    """The user's rule may shard the scanned dimension where parameters are replicated."""
     start = arrays(0, {"up": (count, 8, 12), "down": (count, 12, 8)})
     start = {name: x / 4 for name, x in start.items()}
     tx = contrib.muon(
@@ -406,7 +406,7 @@ def test_no_rule_shards_the_layers_where_parameters_are_stored_sharded():
         )
 
 
-# How a divided dimension passes through.
+# How a sharded dimension passes through.
 
 
 def followed(f, dims, *shapes):

@@ -1,4 +1,4 @@
-"""State in the host's memory: it rests there, stays there, and the numbers are those without."""
+"""Offload: the state stays in the host's memory, and results do not change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Factory] = {
 
 
 def small_params(seed: int) -> dict[str, jax.Array]:
-    """Four layers to walk, a matrix that is padded, a vector that stays whole, a number."""
+    """Four layers to scan, a padded matrix, a replicated vector and a scalar."""
     rng = np.random.default_rng(seed)
     shapes = {"stack": (4, 10, 10), "odd": (10, 7), "bias": (7,), "scale": ()}
     return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
@@ -77,7 +77,7 @@ def divided(name: str, level: str, tx: Any, offload: Any, **options: Any) -> Any
 
 
 def assert_at_rest(state: Any, plan: gshard.Plan) -> None:
-    """Every array lies in the memory and over the devices that the plan says."""
+    """Every array has the memory kind and the sharding of the plan."""
     parts = plan.kind.split(state)
     for x, place in zip(jax.tree.leaves(parts), jax.tree.leaves(plan.layouts), strict=True):
         assert x.sharding.memory_kind == place.memory, (place.path, x.sharding)
@@ -213,7 +213,7 @@ def test_without_offload_nothing_stays_on_the_host():
 
 
 # Bytes per device of what only a parameter's own update needs: two moments of 4 bytes per entry of
-# the bias, which is whole; two rows of each layer and two padded ones of `odd`, the parameter too.
+# the replicated bias; two rows of each layer and two padded ones of `odd`, the parameter too.
 BIAS, ODD, LAYER = 7 * 8, 2 * 7 * 12, 2 * 10 * 12
 APART = (BIAS + ODD, LAYER, LAYER, LAYER, LAYER)
 FETCHED: dict[str, tuple[Factory, tuple[int, ...]]] = {

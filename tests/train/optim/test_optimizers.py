@@ -84,7 +84,7 @@ def one_device(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def divided(names: tuple[str, ...], level: str, devices: int, **options: Any) -> dict[str, Any]:
-    """The same, divided: every step traced into one program."""
+    """The same, sharded: every step traced into one program."""
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     states, steps = {}, {}
     for name in names:
@@ -131,7 +131,7 @@ def updated_on_one_device(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def updated(names: tuple[str, ...], level: str, devices: int) -> dict[str, Any]:
-    """The same, divided, in the user's own loop."""
+    """The same, sharded, in the user's own loop."""
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
 
     def divide(tx: optax.GradientTransformation) -> Any:

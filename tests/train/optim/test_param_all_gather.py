@@ -1,4 +1,4 @@
-"""Large stacks are published layer by layer, in the memory of the parameters they replace."""
+"""Large stacks are all-gathered layer by layer, into the memory of the parameters they replace."""
 
 from __future__ import annotations
 
