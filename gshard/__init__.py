@@ -44,7 +44,7 @@ from gshard.train.shard_train_state import shard_train_state
 from gshard.train.train_step import make_train_step
 from gshard.train.value_and_grad import reduce_gradients, value_and_grad
 from gshard.train_state.components import ShardedOptState
-from gshard.train_state.loss_scale import GradScaler, ScalerState
+from gshard.train_state.nonfinite import GradScaler, ScalerState
 
 __all__ = [
     "ArgumentTypeError",

@@ -90,7 +90,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         leaves = structure.flatten_up_to(found)
         return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
 
-    new = ShardedOptState.new(None, {})
+    new = ShardedOptState(None, {})
     fresh = zip(*flatten({"opt_state": new})[:2], strict=True)
     layouts = layouts_of(plan)
     for name, info in stored.items():

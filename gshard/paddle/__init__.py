@@ -16,7 +16,7 @@ from gshard.distributed import process_count as get_world_size
 from gshard.distributed import process_index as get_rank
 from gshard.paddle.checkpoint import load_group_sharded_model, save_group_sharded_model
 from gshard.paddle.group_sharded import group_sharded_parallel
-from gshard.train_state.loss_scale import GradScaler
+from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.data_parallel import DataParallel, fused_allreduce_gradients
 from gshard.wrapped.state_dict import load, save, set_state_dict, state_dict
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.train_state.loss_scale import GradScaler, ScalerState
+from gshard.train_state.nonfinite import GradScaler, ScalerState
 from gshard.wrapped.accumulation import Accumulation, Scaled
 from gshard.wrapped.wrapped_model import kept
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
@@ -24,7 +24,7 @@ class Scaler:
 
     def __init__(self, settings: GradScaler):
         self.settings = settings
-        self._state = jax.tree.map(jnp.asarray, ScalerState.unused())
+        self._state = jax.tree.map(jnp.asarray, ScalerState())
         self._found: list[jax.Array] = []  # since the last update, of every optimizer: finite
         self._stepped: list[Accumulation] = []
 

@@ -21,7 +21,7 @@ from gshard.sharding.mesh import data_group
 from gshard.sharding.rules import LeafInfo
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import shard_train_state
-from gshard.train_state.loss_scale import GradScaler
+from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
 from gshard.wrapped.wrapped_model import Wrapped, wrapped

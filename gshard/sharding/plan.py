@@ -122,7 +122,7 @@ class Plan:
     def layouts(self) -> Components:
         """The layouts of all components of the state."""
         step = self.kind.split(self.template).step
-        rest = ShardedOptState.new(None, {})
+        rest = ShardedOptState(None, {})
         opt_state = ShardedOptState(
             self.opt_state,
             self.master,
@@ -176,7 +176,7 @@ class Plan:
         """Adds master copies to the components of a plain state, in the user's dtypes."""
         leaves = dict(zip(*flatten(parts.params)[:2], strict=True))
         master = {path: leaves[path] for path in self.master}
-        return dataclasses.replace(parts, opt_state=ShardedOptState.new(parts.opt_state, master))
+        return dataclasses.replace(parts, opt_state=ShardedOptState(parts.opt_state, master))
 
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
         """Returns the parameters, or their master copies where there are any, and their layouts."""

@@ -14,7 +14,7 @@ from gshard.sharding.budget import accumulation, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train_state.loss_scale import GradScaler
+from gshard.train_state.nonfinite import GradScaler
 
 
 @dataclass(frozen=True)

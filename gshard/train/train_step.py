@@ -24,8 +24,7 @@ from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
-from gshard.train_state.loss_scale import GradScaler
-from gshard.train_state.nonfinite import Guard, Watch
+from gshard.train_state.nonfinite import GradScaler, Guard, Watch
 
 State = TypeVar("State")
 

@@ -1,15 +1,15 @@
-"""Train states as components, independent of Flax, which the rest of gshard works on."""
+"""What the rest of gshard sees of a train state: its components, and its kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
+import optax
 
-from gshard.train_state.loss_scale import ScalerState
-from gshard.train_state.nonfinite import Guard
+from gshard.train_state.nonfinite import Guard, ScalerState
 
 SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned dimension
 
@@ -54,15 +54,111 @@ class ShardedOptState(NamedTuple):
 
     inner: Any
     master: dict[str, Any]
-    scaler: ScalerState
-    guard: Guard
-
-    @classmethod
-    def new(cls, inner: Any, master: dict[str, Any]) -> ShardedOptState:
-        """Makes the state before the first step."""
-        return cls(inner, master, ScalerState.unused(), Guard.new())
+    scaler: ScalerState = ScalerState()
+    guard: Guard = Guard()
 
 
 # `pure(params, non_trainable, batch, rng) -> (loss or (loss, aux), updates)`: updates are the
 # non-trainable arrays that the loss changed, by name.
 PureLoss = Callable[[Any, dict[str, Any], Any, Any], tuple[Any, dict[str, Any]]]
+
+
+class Kind(Protocol):
+    """What the rest of gshard asks of a train state; `Linen` and `Nnx` implement it.
+
+    Attributes:
+      arguments: names of the arguments of a train step that come before the batch.
+    """
+
+    arguments: ClassVar[tuple[str, ...]]
+
+    def freeze(
+        self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
+    ) -> Kind:
+        """Returns the kind of states in which `frozen` and integer parameters are not trained."""
+        ...
+
+    def narrow(self, state: Any) -> Any:
+        """Returns the state with an optimizer state of the trained parameters alone."""
+        return state
+
+    def split(self, state: Any) -> Components:
+        """Splits a state into its components."""
+        ...
+
+    def split_target(self, target: Any, collections: dict[str, Any], /) -> Components:
+        """Splits the arguments of a loss: parameters, or a model, and further collections."""
+        ...
+
+    def split_inference(self, state: Any, /) -> Components:
+        """Splits a state into the components that evaluation needs, without an optimizer."""
+        ...
+
+    def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
+        """Returns a state like `like` with these components and the optimizer `tx`."""
+        ...
+
+    def update(self, state: Any, parts: Components) -> Any:
+        """Returns the state after a step, or None where it was updated in place."""
+        ...
+
+    def trained(self, tree: Any) -> Any:
+        """Returns the trained part of a tree like the parameters."""
+        return tree
+
+    def full_update(self, updates: Any, params: Any) -> Any:
+        """Returns updates of the trained parameters as updates of all of them."""
+        del params
+        return updates
+
+    def params_of(self, parts: Components, template: Any) -> Any:
+        """Returns all parameters as the user's own tree."""
+        ...
+
+    def tx(self, state: Any) -> optax.GradientTransformation:
+        """Returns the optimizer of a state."""
+        ...
+
+    def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns the optimizer of the trained parameters as that of a plain state."""
+        return tx
+
+    def is_inference(self, state: Any) -> bool:
+        """Whether this is an incomplete state that evaluation accepts."""
+        del state
+        return False
+
+    def check(self, state: Any) -> None:
+        """Raises a GShardError for a state that cannot be sharded."""
+
+    def check_step(self, state: Any) -> None:
+        """Raises a GShardError for a state whose own update `make_train_step` would not call."""
+
+    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
+        """Returns the user's loss as a pure function of components."""
+        ...
+
+    def gradients(self, grads: Any, params: Any, updates: dict[str, Any], /) -> Any:
+        """Returns gradients as the user's optimizer takes them."""
+        ...
+
+    def absorb(self, params: Any, parts: Components, updates: dict[str, Any], /) -> dict[str, Any]:
+        """Returns what the loss changed, or writes it into the user's model."""
+        ...
+
+    def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
+        """Calls the user's `post_update` and returns the new state."""
+        ...
+
+    def random_paths(self, state: Any) -> frozenset[str]:
+        """Returns the paths of non-trainable state that random numbers are drawn from."""
+        del state
+        return frozenset()
+
+    def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
+        """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
+        ...
+
+    def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
+        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
+        return self.scan_names(state)

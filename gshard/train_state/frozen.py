@@ -1,22 +1,35 @@
-"""Frozen parameters, which have no gradient and no optimizer state.
+"""Parameters that the optimizer does not update: frozen ones, and the statistics of fp8 layers.
 
-Inside gshard the tree of trained parameters has an `optax.MaskedNode`, which has no leaves, in
-place of each frozen one. Optax's own transformations accept such trees.
+Frozen parameters have no gradient and no optimizer state. Inside gshard the tree of trained
+parameters has an `optax.MaskedNode`, which has no leaves, in place of each frozen one. Optax's own
+transformations accept such trees.
+
+A model with fp8 layers has `params = {"params": ..., "_overwrite_with_gradient": ...}`. Flax's
+`TrainState` gives its optimizer the first alone, and replaces the second by its gradient: layers
+return new statistics as the gradient of the old ones (`flax.linen.fp8_ops`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, path_of
 
-FROZEN = "frozen parameters"  # their key in `non_trainable`; no field can have this name
+# Their keys in `non_trainable`; no field can have such a name.
+FROZEN, OVERWRITTEN = "frozen parameters", "overwritten parameters"
+PARAMETERS = (FROZEN, OVERWRITTEN)
+
+
+def all_params(trained: Any, non_trainable: Mapping[str, Any]) -> Any:
+    """Rebuilds the user's parameter tree from the trained and the non-trainable parameters."""
+    return join_overwritten(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
 
 
 def take_out(params: Any, frozen: Set[str]) -> tuple[Any, dict[str, Any]]:
@@ -50,16 +63,10 @@ def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state:
     Raises:
       GShardError: `opt_state` was not made by `tx` for these parameters.
     """
-    wanted = jax.eval_shape(
-        tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
-    )
-    paths, leaves, structure = flatten(wanted)
+    paths, leaves, structure = flatten(jax.eval_shape(tx.init, trained))
     have = dict(zip(*flatten(opt_state)[:2], strict=True))
-    wrong = [
-        path
-        for path, x in zip(paths, leaves, strict=True)
-        if path not in have or jnp.shape(have[path]) != x.shape
-    ]
+    pairs = zip(paths, leaves, strict=True)
+    wrong = [path for path, x in pairs if path not in have or jnp.shape(have[path]) != x.shape]
     if wrong:
         raise GShardError(
             f"the optimizer state has no {some(wrong)} for the parameters that are trained. Make "
@@ -132,3 +139,44 @@ def no_change(params: dict[str, Any]) -> dict[str, Any]:
 
 def _is_gap(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
+
+
+def updated(params: Any) -> Any:
+    """Returns the parameters that an optimizer updates.
+
+    Raises:
+      GShardError: there are collections that Flax's `TrainState` would drop.
+    """
+    if not isinstance(params, Mapping) or OVERWRITE_WITH_GRADIENT not in params:
+        return params
+    if set(params) != {"params", OVERWRITE_WITH_GRADIENT}:
+        raise GShardError(
+            f"the parameters have {OVERWRITE_WITH_GRADIENT!r} and {some(sorted(params))}. Flax's "
+            "TrainState accepts only {'params': ..., '_overwrite_with_gradient': ...}: keep other "
+            "collections in fields of their own."
+        )
+    return params["params"]
+
+
+def overwritten(params: Any) -> dict[str, Any]:
+    """Returns the parameters that their gradient replaces, as non-trainable state."""
+    if updated(params) is params:
+        return {}
+    return {OVERWRITTEN: {OVERWRITE_WITH_GRADIENT: params[OVERWRITE_WITH_GRADIENT]}}
+
+
+def join_overwritten(params: Any, non_trainable: Mapping[str, Any]) -> Any:
+    """The inverse of `updated` and `overwritten`."""
+    if OVERWRITTEN not in non_trainable:
+        return params
+    return {"params": params, **non_trainable[OVERWRITTEN]}
+
+
+def check_overwritten(params: Any) -> None:
+    """Refuses parameters that cannot be replaced by their gradient, since they have none."""
+    for path, x in zip(*flatten(overwritten(params).get(OVERWRITTEN, {}))[:2], strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise GShardError(
+                f"{path} has dtype {x.dtype}: only a floating parameter has a gradient that could "
+                "replace it."
+            )

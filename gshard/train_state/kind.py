@@ -1,9 +1,9 @@
-"""The kinds of train states, Linen and NNX, and the functions that tell them apart."""
+"""Tells the kinds of train states apart, Linen and NNX, and makes abstract ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,110 +15,10 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.train_state.components import Components, PureLoss
-from gshard.train_state.fp8 import updated
+from gshard.train_state.components import Kind
+from gshard.train_state.frozen import updated
 from gshard.train_state.linen import Linen
 from gshard.train_state.nnx import Nnx
-
-
-class Kind(Protocol):
-    """What the rest of gshard asks of a train state; `Linen` and `Nnx` implement it.
-
-    Attributes:
-      arguments: names of the arguments of a train step that come before the batch.
-    """
-
-    arguments: ClassVar[tuple[str, ...]]
-
-    def freeze(
-        self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
-    ) -> Kind:
-        """Returns the kind of states in which `frozen` and integer parameters are not trained."""
-        ...
-
-    def narrow(self, state: Any) -> Any:
-        """Returns the state with an optimizer state of the trained parameters alone."""
-        ...
-
-    def split(self, state: Any) -> Components:
-        """Splits a state into its components."""
-        ...
-
-    def split_target(self, params: Any, collections: dict[str, Any], /) -> Components:
-        """Splits the arguments of a loss: parameters, or a model, and further collections."""
-        ...
-
-    def split_inference(self, state: Any, /) -> Components:
-        """Splits a state into the components that evaluation needs, without an optimizer."""
-        ...
-
-    def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
-        """Returns a state like `like` with these components and the optimizer `tx`."""
-        ...
-
-    def update(self, state: Any, parts: Components) -> Any:
-        """Returns the state after a step, or None where it was updated in place."""
-        ...
-
-    def trained(self, tree: Any) -> Any:
-        """Returns the trained part of a tree like the parameters."""
-        ...
-
-    def full_update(self, updates: Any, params: Any) -> Any:
-        """Returns updates of the trained parameters as updates of all of them."""
-        ...
-
-    def params_of(self, parts: Components, template: Any) -> Any:
-        """Returns all parameters as the user's own tree."""
-        ...
-
-    def tx(self, state: Any) -> optax.GradientTransformation:
-        """Returns the optimizer of a state."""
-        ...
-
-    def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Returns the optimizer of the trained parameters as that of a plain state."""
-        ...
-
-    def is_inference(self, state: Any) -> bool:
-        """Whether this is an incomplete state that evaluation accepts."""
-        ...
-
-    def check(self, state: Any) -> None:
-        """Raises a GShardError for a state that cannot be sharded."""
-        ...
-
-    def check_step(self, state: Any) -> None:
-        """Raises a GShardError for a state with an `apply_gradients` of its own."""
-        ...
-
-    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
-        """Returns the user's loss as a pure function of components."""
-        ...
-
-    def gradients(self, grads: Any, params: Any, updates: dict[str, Any], /) -> Any:
-        """Returns gradients as the user's optimizer takes them."""
-        ...
-
-    def absorb(self, params: Any, parts: Components, updates: dict[str, Any], /) -> dict[str, Any]:
-        """Returns what the loss changed, or writes it into the user's model."""
-        ...
-
-    def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
-        """Calls the user's `post_update` and returns the new state."""
-        ...
-
-    def random_paths(self, state: Any) -> frozenset[str]:
-        """Returns the paths of non-trainable state that random numbers are drawn from."""
-        ...
-
-    def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
-        """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
-        ...
-
-    def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
-        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
-        ...
 
 
 def kind_of(state: Any) -> Kind:
@@ -188,8 +88,10 @@ def abstract_like(state: Any) -> Any:
     """Returns the same state with abstract arrays, which keep any `NamedSharding`."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        named = sharding if isinstance(sharding, NamedSharding) else None
         try:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=_named(x))
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
         except (TypeError, ValueError) as error:
             raise GShardError(
                 f"the state holds {shown(x)} where an array is expected. Take it out, or mark its "
@@ -205,8 +107,3 @@ def abstract_like(state: Any) -> Any:
     return nnx.merge(
         graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
     )
-
-
-def _named(x: Any) -> NamedSharding | None:
-    sharding = getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None

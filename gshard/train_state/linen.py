@@ -19,27 +19,26 @@ from flax.training.train_state import TrainState
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import path_of
 from gshard._util.validation import shown
-from gshard.train_state.components import Components, PureLoss
-from gshard.train_state.fp8 import (
-    OVERWRITTEN,
-    check_overwritten,
-    join_overwritten,
-    overwritten,
-    updated,
-)
+from gshard.train_state.components import Components, Kind, PureLoss
 from gshard.train_state.frozen import (
     FROZEN,
+    PARAMETERS,
+    all_params,
+    check_overwritten,
+    join_overwritten,
     no_change,
+    overwritten,
     put_back,
     take_out,
     thawed,
     trained_opt_state,
+    updated,
     without_frozen,
 )
 
 
 @dataclass(frozen=True)
-class Linen:
+class Linen(Kind):
     """A Flax `TrainState` or a subclass of it with more fields.
 
     Attributes:
@@ -52,11 +51,9 @@ class Linen:
     def freeze(
         self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
     ) -> Linen:
-        """Returns the kind of states in which `frozen` and integer parameters are not trained."""
         return Linen(paths_of(updated(state.params), frozen))
 
     def narrow(self, state: Any) -> Any:
-        """Returns the state with an optimizer state of the trained parameters alone."""
         tx = thawed(state.tx, self.frozen)
         if not self.frozen:
             return state
@@ -64,60 +61,48 @@ class Linen:
         return state.replace(tx=tx, opt_state=opt_state)
 
     def split(self, state: Any) -> Components:
-        """Splits a state into its components."""
-        parts = self.split_target(state.params, _extra_fields(state))
+        known = ("params", "opt_state", "step")
+        extra = {name: getattr(state, name) for name in _fields(state, True) if name not in known}
+        parts = self.split_target(state.params, extra)
         return dataclasses.replace(parts, opt_state=state.opt_state, step=state.step)
 
     def split_target(self, params: Any, collections: dict[str, Any]) -> Components:
-        """Splits the arguments of a loss: parameters and further collections."""
         trained, frozen = take_out(updated(params), self.frozen)
-        non_trainable = {**collections, **overwritten(params)}
-        return Components(
-            trained, None, None, {**non_trainable, FROZEN: frozen} if frozen else non_trainable
-        )
+        non_trainable = {
+            **collections,
+            **overwritten(params),
+            **({FROZEN: frozen} if frozen else {}),
+        }
+        return Components(trained, None, None, non_trainable)
 
     def trained(self, tree: Any) -> Any:
-        """Returns the trained part of a tree like the parameters that an optimizer updates."""
         return take_out(tree, self.frozen)[0]
 
     def full_update(self, updates: Any, params: Any) -> Any:
-        """Returns updates of the trained parameters as updates of all of them."""
         return put_back(updates, no_change(take_out(params, self.frozen)[1]))
 
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """Wraps an optimizer of the trained parameters for a plain state with all parameters."""
         return without_frozen(tx, self.frozen)
 
-    def is_inference(self, state: Any) -> bool:
-        """Whether this is an incomplete state that evaluation accepts; Linen has none."""
-        del state
-        return False
-
     def split_inference(self, state: Any) -> Components:
-        """Splits a state into the components that evaluation needs, without an optimizer."""
         return dataclasses.replace(self.split(state), opt_state=None)
 
     def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
-        """Returns a state like `like` with the arrays of `parts` and the optimizer `tx`."""
-        fields = {name: x for name, x in parts.non_trainable.items() if name not in PARAMETERS}
-        params = _all_params(parts.params, parts.non_trainable)
-        return like.replace(
-            params=params, opt_state=parts.opt_state, step=parts.step, tx=tx, **fields
-        )
+        fields = {"opt_state": parts.opt_state, "step": parts.step, "tx": tx}
+        fields |= _without_params(parts.non_trainable)
+        return like.replace(params=all_params(parts.params, parts.non_trainable), **fields)
 
     def check(self, state: Any) -> None:
-        """Refuses a state that cannot be sharded."""
         if isinstance(state.params, optax.LookaheadParams):
             raise GShardError(
                 "the parameters are optax.LookaheadParams, whose slow half has no gradient; a plan "
                 "lays out parameters and gradients leaf by leaf. Pass the fast ones, with an "
-                "optimizer that keeps the slow ones in its state, where they lie divided: "
-                "docs/your-own-loop.md (Lookahead) has its ten lines."
+                "optimizer that keeps the slow ones in its state, where they are sharded: see "
+                "docs/your-own-loop.md (Lookahead)."
             )
         check_overwritten(state.params)
 
     def check_step(self, state: Any) -> None:
-        """Refuses a state with its own `apply_gradients`, which a train step does not call."""
         if type(state).apply_gradients is not TrainState.apply_gradients:
             raise GShardError(
                 f"{type(state).__name__} has an apply_gradients of its own, which make_train_step "
@@ -126,22 +111,17 @@ class Linen:
             )
 
     def update(self, state: Any, parts: Components) -> Any:
-        """Returns the state after a step."""
         return self.merge(parts, state, state.tx)
 
     def call_after(self, fn: Callable[..., Any], state: Any) -> Any:
-        """Calls the user's `post_update` and returns the new state."""
         new = fn(state)
         if type(new) is not type(state):
             raise GShardError(
                 f"post_update(state) returned {shown(new)}. Return the {type(state).__name__}, "
                 "such as state.replace(ema=...)."
             )
-        kept = [
-            f.name for f in dataclasses.fields(state) if not f.metadata.get("pytree_node", True)
-        ]
-        changed = [name for name in kept if getattr(new, name) is not getattr(state, name)]
-        if changed:
+        fixed = _fields(state, False)
+        if changed := [name for name in fixed if getattr(new, name) is not getattr(state, name)]:
             raise GShardError(
                 f"post_update changes {some(changed)}, which is fixed while a step is compiled. "
                 "Change arrays only."
@@ -149,34 +129,28 @@ class Linen:
         return new
 
     def absorb(self, params: Any, parts: Components, updates: dict[str, Any]) -> dict[str, Any]:
-        """Returns the non-trainable state that the loss changed, which the caller keeps."""
         del params, parts
-        return {name: x for name, x in updates.items() if name not in PARAMETERS}
+        return _without_params(updates)
 
     def params_of(self, parts: Components, template: Any) -> Any:
-        """Returns all parameters as the user's own tree."""
         del template
-        return _all_params(parts.params, parts.non_trainable)
-
-    def random_paths(self, state: Any) -> frozenset[str]:
-        """Returns no paths: random numbers are drawn from keys of `jax.random` only."""
-        del state
-        return frozenset()
+        return all_params(parts.params, parts.non_trainable)
 
     def tx(self, state: Any) -> optax.GradientTransformation:
-        """Returns the optimizer of a state."""
         return state.tx
 
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
-        """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
-        return {path: box.names for path, box in _named_boxes(state)}
+        return {path: box.names for path, box in _named_boxes(state).items()}
 
     def mesh_names(self, state: Any) -> dict[str, tuple[Any, ...]]:
-        """Returns, by path, the mesh axes that Flax's metadata gives their dimensions."""
-        return {path: _mesh_axes(box) for path, box in _named_boxes(state)}
+        found = {}
+        for path, box in _named_boxes(state).items():
+            logical = isinstance(box, nn.LogicallyPartitioned)  # by its rules, or those in force
+            axes = logical_to_mesh_axes(box.names, box.rules) if logical else box.names
+            found[path] = tuple(axes or ())
+        return found
 
     def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
-        """Converts `loss_fn(params, batch, *, rng, <fields it names>)` to a pure function."""
         del static
         named, needed, takes_any = _keywords(loss_fn)
         if takes_any:
@@ -185,43 +159,32 @@ class Linen:
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None and "rng" not in named:
                 raise GShardError(
-                    "rng= was given, and the loss does not take it. Write loss_fn(params, batch, "
+                    "rng= was given, but the loss does not take it. Write loss_fn(params, batch, "
                     "*, rng), or leave rng= out."
                 )
-            available = {
-                name: value for name, value in non_trainable.items() if name not in PARAMETERS
-            }
-            if rng is not None:
-                available["rng"] = rng
+            available = _without_params(non_trainable) | ({} if rng is None else {"rng": rng})
             missing = needed - set(available)
             if missing:
                 raise GShardError(
-                    f"the loss takes {some(sorted(missing))}, and there is "
-                    f"{some(sorted(available)) or 'nothing'} to give it. A loss is called with "
+                    f"the loss requires {some(sorted(missing))}, but only "
+                    f"{some(sorted(available)) or 'nothing'} is available. A loss is called with "
                     "params, batch, the further fields of the state that it names, and rng where "
                     "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            out = loss_fn(unbox(_all_params(params, non_trainable)), batch, **given)
+            out = loss_fn(unbox(all_params(params, non_trainable)), batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure
 
     def gradients(self, grads: Any, params: Any, updates: dict[str, Any]) -> Any:
-        """Returns gradients in the tree of the parameters, `optax.MaskedNode` for a frozen one.
-
-        Gradients that replace their parameter are taken from `updates`.
-        """
         structure = jax.tree.structure(self.trained(updated(params)))
         return join_overwritten(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
 
 
-PARAMETERS = (FROZEN, OVERWRITTEN)  # non-trainable state that is in the user's parameter tree
-
-
-def _all_params(trained: Any, non_trainable: Mapping[str, Any]) -> Any:
-    """Rebuilds the user's parameter tree from the trained and the non-trainable parameters."""
-    return join_overwritten(put_back(trained, non_trainable.get(FROZEN, {})), non_trainable)
+def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the non-trainable state that is not in the user's parameter tree."""
+    return {name: x for name, x in non_trainable.items() if name not in PARAMETERS}
 
 
 def unbox(params: Any) -> Any:
@@ -231,29 +194,20 @@ def unbox(params: Any) -> Any:
     )
 
 
-def _named_boxes(state: Any) -> list[tuple[str, Any]]:
-    """Returns paths and boxes of the parameters whose box names their dimensions."""
+def _named_boxes(state: Any) -> dict[str, Any]:
+    """Returns, by path, the boxes of parameters that name their dimensions."""
     boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
-    return [(path_of(keys), box) for keys, box in boxes if hasattr(box, "names")]
-
-
-def _mesh_axes(box: Any) -> tuple[Any, ...]:
-    if isinstance(box, nn.LogicallyPartitioned):  # by its own rules, or those in force here
-        return tuple(logical_to_mesh_axes(box.names, box.rules) or ())
-    return box.names
+    return {path_of(keys): box for keys, box in boxes if hasattr(box, "names")}
 
 
 def _is_box(x: Any) -> bool:
     return isinstance(x, meta.AxisMetadata)
 
 
-def _extra_fields(state: Any) -> dict[str, Any]:
-    known = {"params", "opt_state", "step"}
-    return {
-        f.name: getattr(state, f.name)
-        for f in dataclasses.fields(state)
-        if f.name not in known and f.metadata.get("pytree_node", True)
-    }
+def _fields(state: Any, arrays: bool) -> list[str]:
+    """Returns the names of the fields that hold arrays, or of the others."""
+    fields = dataclasses.fields(state)
+    return [f.name for f in fields if f.metadata.get("pytree_node", True) is arrays]
 
 
 def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:

@@ -307,7 +307,7 @@ def test_dynamics_are_paddles(finite, every_good, every_bad, ratios):
         incr_every_n_steps=every_good,
         decr_every_n_nan_or_inf=every_bad,
     )
-    state, scale, good, bad = gshard.ScalerState.unused(), 2.0**15, 0, 0
+    state, scale, good, bad = gshard.ScalerState(), 2.0**15, 0, 0
     for is_finite in finite:
         state = scaler.after(state, jnp.asarray(is_finite))
         if is_finite:
@@ -326,7 +326,7 @@ def test_dynamics_are_paddles(finite, every_good, every_bad, ratios):
 
 
 def test_a_scaler_that_is_off_or_fixed():
-    assert gshard.GradScaler(enable=False).state_dict(gshard.ScalerState.unused()) == {}
+    assert gshard.GradScaler(enable=False).state_dict(gshard.ScalerState()) == {}
     assert gshard.GradScaler.from_state_dict({})[0] == gshard.GradScaler(enable=False)
     state, plan = divided("os")
     off = gshard.make_train_step(

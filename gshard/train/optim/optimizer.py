@@ -46,9 +46,7 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         params = to_device(plan.kind.trained(params), plan.params)
         own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        state = ShardedOptState.new(
-            plan.pin(tx.init(own), plan.opt_state), _master_copies(own, plan)
-        )
+        state = ShardedOptState(plan.pin(tx.init(own), plan.opt_state), _master_copies(own, plan))
         return to_host(state, plan.layouts.opt_state, plan)
 
     def update(
