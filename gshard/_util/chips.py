@@ -67,95 +67,55 @@ class Chip:
     per_chip: int = 1
 
 
-def _gpu(
-    name: str, title: str, memory: int, tflops: float, tf32: float, hbm: float, nvlink: float,
-    network: float, pcie: float,
-) -> Chip:  # fmt: skip
-    """A GPU of a host with 8 GPUs and 2 TB of memory [nv], from TFLOP/s and GB/s."""
-    return Chip(
-        name,
-        title,
-        memory=memory,
-        usable=int(_PREALLOCATED * memory),
-        bfloat16=tflops * _TERA,
-        float32=tf32 * _TERA,
-        memory_bandwidth=hbm * _GB,
-        link=_NCCL * nvlink * _GB,
-        network=network * _GB,
-        host_link=pcie * _GB,
-        host_memory=2000 * _GB / 8,
-    )
-
-
-def _tpu(
-    name: str, title: str, hbm_gib: float, tflops: float, hbm: float, ici: float, network: float,
-    pcie: float, host_memory: float, per_chip: int = 1,
-) -> Chip:  # fmt: skip
-    """A TPU device from GiB of one device, and TFLOP/s and GB/s of its chip."""
-    usable = int(hbm_gib * _GIB)
-    return Chip(
-        name,
-        title,
-        memory=usable,
-        usable=usable,
-        bfloat16=tflops * _TERA / per_chip,
-        float32=tflops * _TERA / per_chip,
-        memory_bandwidth=hbm * _GB / per_chip,
-        link=ici * _GB / per_chip,
-        network=network * _GB / per_chip,
-        host_link=pcie * _GB / per_chip,
-        host_memory=host_memory * _GB / per_chip,
-        per_chip=per_chip,
-    )
-
-
-# GPUs: memory and its bandwidth [xla] (a100, h100: measured on devices, within 0.02 % of it); dense
-# bfloat16 and TF32, and NVLink, half of what both directions have [nv]; the network is one port per
-# GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the others) [nv]. PCIe is what copies reach of x16: 25 of
-# 32 GB/s in generation 4, 50 of 64 in generation 5.
+# Figures of one chip: the maker's name; bytes of memory; TFLOP/s in bfloat16 and float32; GB/s of
+# its memory, a link, the network and the host link, and GB of host memory; its JAX devices.
+#
+# GPUs, of hosts with 8 GPUs and 2 TB of memory [nv]: memory and its bandwidth [xla] (a100, h100:
+# measured on devices, within 0.02 % of it); dense bfloat16 and TF32, and NVLink, half of what both
+# directions have [nv]; the network is one port per GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the
+# others) [nv]. PCIe is what copies reach of x16: 25 of 32 GB/s in generation 4, 50 of 64 in
+# generation 5.
 #
 # TPUs: usable memory [libtpu]; bfloat16 and memory bandwidth [tpu]; ICI of one link, one way, as
 # [book] has it, nine tenths of what [tpu] says (tpu-7x: the same share of it); PCIe [book], where
 # TPU7x is not known and taken as v6e. Network: [tpu] for each chip of v5p, v6e, 7x; a v5e host has
 # 2 x 100 Gb/s for 8 chips [tpu], a v4 host 25 GB/s for 4 [book]. Host memory [tpu].
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        # Virtual devices of this computer: rough figures of one core, so that a forecast runs.
-        Chip("cpu", "virtual CPU device", None, None, 5e10, 5e10, 1e10, 5e9, 1e9, 1e10, 4e9),
-        _gpu("a100", "NVIDIA A100-SXM4-80GB", 85094825984, 312, 156, 2039, 300, 25, 25),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 84929347584, 989.4, 494.7, 3352.32, 450, 50, 50),
-        _gpu("h200", "NVIDIA H200 141GB HBM3e", 151397597184, 989.4, 494.7, 4800, 450, 50, 50),
-        _gpu("b200", "NVIDIA B200", 191514411008, 2250, 1100, 7672.32, 900, 50, 50),
-        _tpu("tpu-v4", "TPU v4", 30.75, 275, 1200, 45, 6.25, 16, 407 / 4),
-        _tpu("tpu-v5e", "TPU v5e", 15.75, 197, 819, 45, 3.125, 15, 512 * _GIB / _GB / 8),
-        _tpu("tpu-v5p", "TPU v5p", 95.73, 459, 2765, 90, 6.25, 15, 448 / 4),
-        _tpu("tpu-v6e", "TPU v6e (Trillium)", 31.24, 918, 1638, 90, 12.5, 32, 720 / 4),
-        _tpu("tpu-7x", "TPU7x (Ironwood)", 94.74, 2307, 7380, 90, 12.5, 32, 960 / 4, per_chip=2),
-    )
+_FIGURES = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 85094825984, (312, 156), (2039, 300, 25, 25, 250), 1),
+    "h100": ("NVIDIA H100 80GB HBM3", 84929347584, (989.4, 494.7), (3352.32, 450, 50, 50, 250), 1),
+    "h200": ("NVIDIA H200 141GB HBM3e", 151397597184, (989.4, 494.7), (4800, 450, 50, 50, 250), 1),
+    "b200": ("NVIDIA B200", 191514411008, (2250, 1100), (7672.32, 900, 50, 50, 250), 1),
+    "tpu-v4": ("TPU v4", 30.75 * _GIB, (275, 275), (1200, 45, 6.25, 16, 407 / 4), 1),
+    "tpu-v5e": ("TPU v5e", 15.75 * _GIB, (197, 197), (819, 45, 3.125, 15, 64 * _GIB / _GB), 1),
+    "tpu-v5p": ("TPU v5p", 95.73 * _GIB, (459, 459), (2765, 90, 6.25, 15, 448 / 4), 1),
+    "tpu-v6e": ("TPU v6e (Trillium)", 31.24 * _GIB, (918, 918), (1638, 90, 12.5, 32, 720 / 4), 1),
+    "tpu-7x": ("TPU7x (Ironwood)", 94.74 * _GIB, (2307, 2307), (7380, 90, 12.5, 32, 960 / 4), 2),
 }
+CHIPS = {  # virtual devices of this computer: rough figures of one core, so that a forecast runs
+    "cpu": Chip("cpu", "virtual CPU device", None, None, 5e10, 5e10, 1e10, 5e9, 1e9, 1e10, 4e9)
+}
+for _name, (_title, _memory, _tera, (_hbm, _link, *_others), _devices) in _FIGURES.items():
+    _tpu = _name.startswith("tpu")
+    _giga = (_hbm, _link if _tpu else _NCCL * _link, *_others)
+    _rates = [x * _TERA / _devices for x in _tera] + [x * _GB / _devices for x in _giga]
+    _usable = int(_memory if _tpu else _PREALLOCATED * _memory)
+    CHIPS[_name] = Chip(_name, _title, int(_memory), _usable, *_rates, per_chip=_devices)
 
-
-# `device_kind` of TPUs in JAX; that of a GPU is its title.
+# By `device_kind` in JAX: that of a GPU is its title, that of a TPU has several spellings.
 _TPU_KINDS = {
-    "TPU v4": "tpu-v4",
     "TPU v5 lite": "tpu-v5e",
-    "TPU v5e": "tpu-v5e",
     "TPU v5": "tpu-v5p",
-    "TPU v5p": "tpu-v5p",
     "TPU v6 lite": "tpu-v6e",
     "TPU v6e": "tpu-v6e",
     "TPU7x": "tpu-7x",
 }
+_OF_KIND = {chip.title: chip for chip in CHIPS.values()}
+_OF_KIND |= {kind: CHIPS[name] for kind, name in _TPU_KINDS.items()}
 
 
 def chip_of(device: Any) -> Chip | None:
     """The chip of a JAX device; None for one that is not in the table."""
-    if device.platform == "cpu":
-        return CHIPS["cpu"]
-    kind = _TPU_KINDS.get(device.device_kind)
-    titles = {chip.title: chip for chip in CHIPS.values()}
-    return CHIPS[kind] if kind else titles.get(device.device_kind)
+    return CHIPS["cpu"] if device.platform == "cpu" else _OF_KIND.get(device.device_kind)
 
 
 def memory_of(device: Any) -> int | None:

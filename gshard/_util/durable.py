@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
@@ -63,11 +63,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def file_path(path: Any, call: str) -> Path:
-    """The absolute path of a file that a user names; links are followed.
-
-    Raises:
-      GShardError: it is not a path.
-    """
+    """The absolute path of a file that a user names, with links followed; or a `GShardError`."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise GShardError(f"{call}: path={shown(path)} must be the path of a file.")
     try:
@@ -80,20 +76,13 @@ class NewFile:
     """A file that is written under a hidden name next to `path`; `commit` renames it to `path`.
 
     Leaving the context without `commit` removes the hidden file and keeps what is at `path`. Only a
-    killed process leaves the hidden file, `.NAME.XXXXXXXX.new`.
-
-    Args:
-      path: the name that the file gets.
-      call: the user's call, for messages; None raises errors of the file system unchanged.
-
-    Raises:
-      GShardError: by every method, when the file system refuses and `call` is given.
+    killed process leaves the hidden file, `.NAME.XXXXXXXX.new`. Errors of the file system become
+    `GShardError`s that name `call`, the user's call, if that is given.
     """
 
     def __init__(self, path: Path, call: str | None = None):
         self._path, self._call = path, call
         self._new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
-        self._file: BinaryIO | None = None
 
     def __enter__(self) -> NewFile:
         with self._explained():
@@ -109,31 +98,23 @@ class NewFile:
     def write(self, data: bytes | memoryview) -> None:
         """Appends bytes."""
         with self._explained():
-            self._opened().write(data)
+            self._file.write(data)
 
     def commit(self) -> None:
         """Syncs the file to the disk and gives it its name."""
-        file = self._opened()
         with self._explained():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
             os.rename(self._new, self._path)
         with contextlib.suppress(OSError):  # the file has its name already
             fsync(self._path.parent)
 
     def __exit__(self, *_: object) -> None:
-        if self._file is None:
-            return
         with contextlib.suppress(OSError):
             self._file.close()  # writes what is buffered, which fails again on a full disk
         with contextlib.suppress(OSError):
             self._new.unlink()  # it is renamed already after a commit
-
-    def _opened(self) -> BinaryIO:
-        if self._file is None:
-            raise ValueError("NewFile is used as a context: with NewFile(...) as file.")
-        return self._file
 
     @contextlib.contextmanager
     def _explained(self) -> Any:

@@ -39,13 +39,10 @@ def flow(
     transfer: Callable[[Any, list[Any]], Sequence[Any]],
     unknown: Any = None,
 ) -> list[Any]:
-    """Follows abstract values through a jaxpr, from its inputs to its results.
+    """Follows what is known of the inputs of a jaxpr, which is not closed, to its results.
 
-    Args:
-      jaxpr: not closed.
-      inputs: what is known of each input.
-      transfer: `transfer(eqn, values)` gives what is known of the results of an equation.
-      unknown: what is known of constants and literals.
+    `transfer(eqn, values)` gives what is known of the results of an equation; of constants and
+    literals it is `unknown`.
     """
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -67,13 +64,11 @@ def flow_inside(
 ) -> list[Any] | None:
     """What is known of the results of a call, `cond`, `scan` or `while`; None for anything else.
 
-    Loops are followed until what is known of the carried values no longer changes.
-
     Args:
       eqn: the equation.
       values: what is known of its operands.
-      follow: `follow(jaxpr, values)` runs the pass over an inner jaxpr: for loops several times,
-        the last time with the final values.
+      follow: `follow(jaxpr, values)` runs the pass over an inner jaxpr: for loops until what is
+        known of the carried values no longer changes, the last time with the final values.
       join: `join(*values)` is what holds for each of several values.
       slice_of: what is known of one slice of a scanned operand.
       stack_of: what is known of the stack of a scan's outputs.
@@ -106,11 +101,7 @@ def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
 
     That is the number of elements that a ring sends where results are summed over devices, twice
     their size, times the iterations of loops; infinite where XLA would gather, or where the number
-    of iterations is not known.
-
-    Args:
-      eqn: an equation.
-      dims: the sharded dimension of every operand.
+    of iterations is not known. `dims` are the sharded dimensions of the operands.
     """
     name = eqn.primitive.name
     if all(dim is None for dim in dims):
@@ -127,7 +118,7 @@ def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
 
         return flow(jaxpr, dims, transfer)
 
-    outs = flow_inside(eqn, dims, follow, join, _inside, _outside)
+    outs = flow_inside(eqn, dims, follow, join, partial(_shifted, -1), partial(_shifted, 1))
     if outs is not None:
         if name == "cond":
             return outs, max(costs)
@@ -141,12 +132,12 @@ def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:
         return outs, costs[-1]
     shapes = [v.aval.shape for v in eqn.invars]
     if name in _OF_MATRICES:
-        return _of_matrices(eqn, shapes, dims)
-    outs = [
-        None if math.prod(v.aval.shape) == 1 else _through(eqn, shapes, dims, v.aval.shape)
-        for v in eqn.outvars
-    ]
-    return outs, _moved(eqn, shapes, dims) if name == "dot_general" else 0
+        batches, sharded = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
+        if all(0 <= dim < batches for dim in sharded):
+            return [join(*sharded)] * len(eqn.outvars), 0  # every device has its own batches
+        return [UNKNOWN] * len(eqn.outvars), math.inf
+    outs = [_through(eqn, shapes, dims, v.aval.shape) for v in eqn.outvars]
+    return outs, _product_traffic(eqn, shapes, dims) if name == "dot_general" else 0
 
 
 def join(*dims: Dim) -> Dim:
@@ -171,31 +162,18 @@ def back(eqn: Any, dim: Dim) -> list[Dim]:
     return found
 
 
-def _inside(dim: Dim) -> Dim:
-    """The dimension of one slice of a scanned operand, which has no leading dimension."""
-    if dim == 0:  # each device has some of the iterations
-        return UNKNOWN
-    return dim if dim is None or dim == UNKNOWN else dim - 1
+def _shifted(by: int, dim: Dim) -> Dim:
+    """The dimension in a slice of a scanned array (-1), or in the stack of slices (+1).
 
-
-def _outside(dim: Dim) -> Dim:
-    """The dimension of a scan's stacked output, of which one slice has this dimension."""
-    return dim if dim is None or dim == UNKNOWN else dim + 1
-
-
-def _of_matrices(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> tuple[list[Dim], float]:
-    """Returns the dimensions of a matrix operation's results, and what it communicates.
-
-    Nothing is communicated if every device has its own batches.
+    The dimension of the iterations, 0, becomes `UNKNOWN` in a slice.
     """
-    batches, sharded = len(shapes[0]) - 2, {dim for dim in dims if dim is not None}
-    if all(0 <= dim < batches for dim in sharded):
-        return [join(*sharded)] * len(eqn.outvars), 0
-    return [UNKNOWN] * len(eqn.outvars), math.inf
+    return dim if dim is None or dim == UNKNOWN else dim + by
 
 
 def _through(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim], out: Sequence[int]) -> Dim:
     name = eqn.primitive.name
+    if math.prod(out) == 1:
+        return None
     if name == "dot_general":
         return join(*_of_product(eqn, shapes, dims))
     found: list[Dim] = []
@@ -219,8 +197,8 @@ def _through(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim], out: Sequence
 
 def _reshaped(shape: Sequence[int], dim: int, out: Sequence[int]) -> Dim:
     before = math.prod(shape[:dim])
-    places = (d for d in range(len(out)) if math.prod(out[:d]) == before)
-    return next((d for d in places if out[d] == shape[dim]), UNKNOWN)
+    aligned = (d for d in range(len(out)) if math.prod(out[:d]) == before)
+    return next((d for d in aligned if out[d] == shape[dim]), UNKNOWN)
 
 
 def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Dim]:
@@ -240,11 +218,10 @@ def _of_product(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> list[Di
     return found
 
 
-def _moved(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
-    """What a product communicates: see `sharded_dims`.
+def _product_traffic(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
+    """What a product communicates, as in `sharded_dims`.
 
-    Nothing where every device has batches of its own, or rows of its own for a replicated factor,
-    nor for a vector.
+    Nothing if it is a vector, or if every device has batches or rows of its own.
     """
     contracted, batches = eqn.params["dimension_numbers"]
     for shape, summed, batch in zip(shapes, contracted, batches, strict=True):
@@ -252,8 +229,8 @@ def _moved(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> float:
         free = math.prod(shape) // max(1, rest * math.prod(shape[d] for d in batch))
         if free <= 1 or rest <= 1:
             return 0
-    places = zip(_of_product(eqn, shapes, dims), dims, strict=True)
-    kept = {place for place, dim in places if dim is not None}
+    pairs = zip(_of_product(eqn, shapes, dims), dims, strict=True)
+    kept = {of_product for of_product, dim in pairs if dim is not None}
     if kept == {None}:
         return 2 * math.prod(eqn.outvars[0].aval.shape)
     return math.inf if len(kept) > 1 or UNKNOWN in kept else 0

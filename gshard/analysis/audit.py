@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich.table import Table
 
 from gshard._util.errors import GShardError
-from gshard._util.tables import text_of, text_table
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.hlo import Array, Collective, read_program
 from gshard.sharding.budget import Budget, Traffic
 from gshard.sharding.plan import Plan

@@ -12,8 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from gshard._util.errors import some
-from gshard._util.tables import text_of, text_table
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.forecast import LevelForecast
 
 

@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from rich.table import Table
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.tables import text_of, text_table
-from gshard._util.units import bytes_of, count_of
+from gshard._util.text import bytes_of, count_of, text_of, text_table
 from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.config import Config
 from gshard.analysis.memory.footprint import (

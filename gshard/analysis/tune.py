@@ -11,8 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from gshard._util.errors import GShardError
-from gshard._util.tables import text_of, text_table
-from gshard._util.units import bytes_of, seconds_of
+from gshard._util.text import bytes_of, seconds_of, text_of, text_table
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config
 from gshard.analysis.cost_model import COMPUTE_SHARE, MEMORY_SHARE, Cost, cost

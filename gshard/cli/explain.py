@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of
 from gshard.analysis.config import Config
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation

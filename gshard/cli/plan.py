@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from gshard._util.errors import GShardError, some
-from gshard._util.tables import text_of, text_table
+from gshard._util.text import text_of, text_table
 from gshard.analysis.aot.compiled import check_json, compile_for, compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.config import Config

@@ -20,7 +20,7 @@ from gshard._util.errors import (
     warn,
 )
 from gshard._util.pytree import differences, flatten
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer, flag, shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten, map_leaves, same_leaves
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of
 from gshard._util.validation import flag, shown
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout

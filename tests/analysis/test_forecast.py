@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import gshard
-from gshard._util.units import bytes_of, count_of
+from gshard._util.text import bytes_of, count_of
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main

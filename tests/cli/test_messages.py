@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import gshard
-from gshard._util.tables import text_of, text_table
+from gshard._util.text import text_of, text_table
 from gshard.analysis.aot.compiled import compiled_report
 from gshard.analysis.audit import audit_text
 from gshard.analysis.html.markup import shown_value

@@ -27,8 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gshard._util.errors import GShardError
-from gshard._util.tables import text_of, text_table
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import sum_known
 from gshard.analysis.forecast import Forecast

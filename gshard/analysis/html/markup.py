@@ -9,7 +9,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard._util.units import bytes_of
+from gshard._util.text import bytes_of
 
 
 class Markup(str):

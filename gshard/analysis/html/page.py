@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gshard._util.durable import NewFile, file_path
-from gshard._util.units import bytes_of, count_of
+from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
 from gshard.analysis.forecast import Forecast
