@@ -16,68 +16,58 @@ from gshard._util.pytree import flatten
 from gshard.pytorch.state_dict import parameter_of
 
 _RANDOM = ("random_", "threefry")
-_Of = frozenset[int]
-_NOBODY: _Of = frozenset()
+_Of = frozenset[int]  # positions of parameters
+_NONE: _Of = frozenset()
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
-    """Refuses an optimizer that cannot run tensor by tensor, and says what couples the tensors.
-
-    Args:
-      tx: the optimizer.
-      params: the abstract parameters.
-      name: the name of the optimizer, for the message.
+    """Refuses an optimizer that cannot update tensor by tensor; `params` are abstract.
 
     Raises:
-      GShardError: an update, or the state of one parameter, depends on another parameter.
+      GShardError: an update, or the state of one parameter, depends on another parameter, or the
+        optimizer draws random numbers; the message names the optax transformation.
     """
-    names = flatten(params)[0]
     state = jax.eval_shape(tx.init, params)
     closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
-    each = [frozenset({i}) for i in range(len(names))]
+    random = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]
+    if random:
+        raise GShardError(
+            f"partition='greedy' updates each tensor on one device, but {name} draws random "
+            f"numbers for all tensors together, in {_transform_of(random[0])}. Use "
+            "partition='even'."
+        )
+    each = [frozenset({i}) for i in range(len(jax.tree.leaves(params)))]
 
     def of_state(tree: Any) -> list[_Of]:
-        found = parameter_of(tree, params)
-        return [_NOBODY if i is None else frozenset({i}) for i in found]
+        return [_NONE if i is None else each[i] for i in parameter_of(tree, params)]
 
-    drawn = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]
-    if drawn:
-        raise GShardError(
-            f"partition='greedy' updates every tensor on one device alone, and {name} draws random "
-            f"numbers for all together, in {_transform_of(drawn[0])}. Take partition='even'."
-        )
-    inputs = [*each, *of_state(state), *each]
     blame: list[str] = []
-    found = dependence(closed.jaxpr, inputs, blame)
+    found = dependence(closed.jaxpr, [*each, *of_state(state), *each], blame)
     allowed = [*each, *of_state(out[1])]
-    wrong = [
-        flatten(out)[0][i]
-        for i, (has, may) in enumerate(zip(found, allowed, strict=True))
-        if not has <= may
-    ]
+    pairs = zip(flatten(out)[0], found, allowed, strict=True)
+    wrong = [path for path, has, may in pairs if not has <= may]
     if wrong:
-        by = f", in {blame[0]}" if blame else ""
+        where = f", in {blame[0]}" if blame else ""
         raise GShardError(
-            f"partition='greedy' updates every tensor on one device alone, and in {name} the "
-            f"result for one depends on others{by} ({some(wrong, most=2)}). Take "
-            "partition='even', which computes what one device does; or clip the gradients before "
-            "step()."
+            f"partition='greedy' updates each tensor on one device, but in {name} the result for "
+            f"one tensor depends on others{where} ({some(wrong, most=2)}). Use partition='even', "
+            "which matches single-device training; or clip the gradients before step()."
         )
 
 
 def dependence(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:
     """Returns what each output depends on; `blame` gets the first operation that couples two."""
-    return flow(jaxpr, inputs, partial(_through, blame), _NOBODY)
+    return flow(jaxpr, inputs, partial(_through, blame), _NONE)
 
 
 def _through(blame: list[str], eqn: Any, given: list[_Of]) -> list[_Of]:
     name = eqn.primitive.name
     if name != "while":
         follow = partial(dependence, blame=blame)
-        outs = flow_inside(eqn, given, follow, _NOBODY.union)
+        outs = flow_inside(eqn, given, follow, _NONE.union)
         if outs is not None:
             return [given[0] | of for of in outs] if name == "cond" else outs
-    together = _NOBODY.union(*given)
+    together = _NONE.union(*given)
     if len(together) > 1 and all(len(of) < 2 for of in given) and not blame:
         blame.append(_transform_of(eqn))
     return [together] * len(eqn.outvars)

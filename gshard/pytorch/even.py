@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from gshard._util.pytree import flatten
-from gshard.pytorch.param_groups import Labels, ParamGroup, Tree, group_states, grouped
-from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_parts, with_zeros
+from gshard.pytorch.param_group import ParamGroup
+from gshard.pytorch.parameters import Labels, Parameters
+from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_shards, with_zeros
 from gshard.sharding.host_arrays import to_host
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.gradients import LocalGradients
@@ -33,178 +35,181 @@ class Even:
 
     Attributes:
       plan: the layout of every array, at level `os`.
+      state: the state as stored; a step donates its arrays, and a step or a load replaces it.
     """
 
     def __init__(
         self,
-        target: Tree,
+        target: Parameters,
         groups: Sequence[ParamGroup],
-        labels: Labels,
         mesh: Mesh,
         replica_axes: Any,
         buckets: bool,
     ):
         """Shards the state; `buckets` says whether to all-gather several parameters together."""
-        self._target, self._groups, self._labels = target, groups, labels
+        self._target, self._groups = target, groups
+        pair = target.pair(grouped(groups, target.labels))
         state, self.plan = shard_train_state(
-            target.pair(grouped(groups, labels)),
-            mesh,
-            "os",
-            min_shard_size=0,
-            replica_axes=replica_axes,
+            pair, mesh, "os", min_shard_size=0, replica_axes=replica_axes
         )
-        self._state: ShardedOptState = target.start(state, self.plan).opt_state
-        self._size = BUCKET_SIZE if buckets else 0
-        structure = jax.tree.structure(self.plan.opt_state)
-        everywhere = structure.unflatten(range(structure.num_leaves))
-        self._places = [jax.tree.leaves(tree) for tree in group_states(everywhere, groups, labels)]
-        self._of = self._parameter_of()
+        self.state: ShardedOptState = target.start(state, self.plan).opt_state
+        self._bucket_size = BUCKET_SIZE if buckets else 0
+        self._layouts, structure = jax.tree.flatten(self.plan.opt_state)
+        # Of each group: the positions of its state's leaves among all, by path.
+        self._indices: list[dict[str, int]] = []
+        self._parameter_of: list[int | None] = [None] * len(self._layouts)
+        indices = _group_states(structure.unflatten(range(len(self._layouts))), groups, target)
+        for g, (group, tree) in enumerate(zip(groups, indices, strict=True)):
+            own = [i for i, label in enumerate(target.labels) if label == g]
+            paths, leaves = flatten(group.state)[0], jax.tree.leaves(tree)
+            self._indices.append(dict(zip(paths, leaves, strict=True)))
+            of = parameter_of(group.state, group.tree)
+            for i, at in zip(leaves, of, strict=True):
+                self._parameter_of[i] = None if at is None else own[at]
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
     def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
         """Runs one step; the leaves in `skipped` and their state do not change."""
-        self.accept(
-            *self._step(skipped, self._target.values(), self._state, self._given(grads), values)
-        )
+        self.accept(*self._step(*self._arguments(grads, values, skipped)))
+
+    def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
+        """Returns the lowered step."""
+        return self._step.lower(*self._arguments(grads, values, skipped))
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
         """Returns new parameters and state from gradients in the plan's layouts, while tracing."""
         grads = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(grads))
         extra = {"hyperparameters": values}
-        return update_and_all_gather(self.plan, grads, state, params, extra, None, self._size)
+        size = self._bucket_size
+        return update_and_all_gather(self.plan, grads, state, params, extra, None, size)
 
     def accept(self, new: Any, state: ShardedOptState) -> None:
         """Stores what `updated` returned."""
-        self._state = state
+        self.state = state
         self._target.write(new)
-
-    def mark(self) -> Any:
-        """Returns an object that a step or a load replaces by another one."""
-        return self._state
-
-    @property
-    def state(self) -> ShardedOptState:
-        """Returns the state as stored; a step donates its arrays."""
-        return self._state
-
-    def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
-        """Returns the lowered step."""
-        params = self._target.values()
-        return self._step.lower(skipped, params, self._state, self._given(grads), values)
 
     def states(self) -> list[Any]:
         """Returns the full state of each group, in host memory."""
-        whole = jax.tree.leaves(to_host(self._state.inner, self.plan.opt_state))
+        full = jax.tree.leaves(to_host(self.state.inner, self.plan.opt_state))
         return [
-            jax.tree.unflatten(jax.tree.structure(group.state), [whole[i] for i in places])
-            for group, places in zip(self._groups, self._places, strict=True)
+            jax.tree.unflatten(jax.tree.structure(group.state), [full[i] for i in own.values()])
+            for group, own in zip(self._groups, self._indices, strict=True)
         ]
 
     def load(self, states: Sequence[Any]) -> None:
         """Sets the state of each group from full arrays, in the trees of `states`."""
-        layouts = jax.tree.leaves(self.plan.opt_state)
-        self._set(
-            {
-                i: shard_leaf(x, layouts[i], self.plan)
-                for tree, places in zip(states, self._places, strict=True)
-                for x, i in zip(jax.tree.leaves(tree), places, strict=True)
-            }
-        )
-
-    def parts(self) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Returns each group's shards on this process's devices, padded, by path and offset."""
-        leaves = jax.tree.leaves(self._state.inner)
-        return [
-            {path: _by_place(leaves[i]) for path, i in zip(paths, places, strict=True)}
-            for paths, places in self._named()
-        ]
-
-    def load_parts(self, parts: Sequence[Any]) -> None:
-        """Sets the shards that `parts` returned for a state that was sharded in the same way."""
-        refuse_other_parts(parts, self.parts())
-        leaves, new = jax.tree.leaves(self._state.inner), {}
-        for own, (paths, places) in zip(parts, self._named(), strict=True):
-            for path, i in zip(paths, places, strict=True):
-                of: Any = partial(_at, own[path])
-                new[i] = jax.make_array_from_callback(leaves[i].shape, leaves[i].sharding, of)
+        new = {
+            i: shard_leaf(x, self._layouts[i], self.plan)
+            for tree, own in zip(states, self._indices, strict=True)
+            for x, i in zip(jax.tree.leaves(tree), own.values(), strict=True)
+        }
         self._set(new)
 
-    def _named(self) -> list[tuple[list[str], list[int]]]:
-        """Returns, for each group, the paths of its state and their positions among all leaves."""
-        names = (flatten(group.state)[0] for group in self._groups)
-        return list(zip(names, self._places, strict=True))
+    def shards(self) -> list[dict[str, dict[str, np.ndarray]]]:
+        """Returns each group's shards on this process's devices, padded, by path and offset."""
+        leaves = jax.tree.leaves(self.state.inner)
+        return [
+            {
+                path: {_offset(x.index): np.array(x.data) for x in leaves[i].addressable_shards}
+                for path, i in own.items()
+            }
+            for own in self._indices
+        ]
 
-    def _set(self, new: dict[int, jax.Array]) -> None:
-        """Sets leaves of the state by position."""
-        leaves, structure = jax.tree.flatten(self._state.inner)
-        leaves = [new.get(i, x) for i, x in enumerate(leaves)]
-        self._state = self._state._replace(inner=jax.tree.unflatten(structure, leaves))
+    def load_shards(self, shards: Sequence[Any]) -> None:
+        """Sets the shards that `shards` returned for a state that was sharded in the same way."""
+        refuse_other_shards(shards, self.shards())
+        leaves, new = jax.tree.leaves(self.state.inner), {}
+        for group, own in zip(shards, self._indices, strict=True):
+            for path, i in own.items():
+                data: Any = partial(_at, group[path])
+                new[i] = jax.make_array_from_callback(leaves[i].shape, leaves[i].sharding, data)
+        self._set(new)
 
     def loads(self) -> list[int]:
         """Returns the parameter elements that each device updates, padding included."""
-        parts = [
+        sizes = [
             math.prod(x.shard_shape)
-            for x, label in zip(jax.tree.leaves(self.plan.grads), self._labels, strict=True)
+            for x, label in zip(jax.tree.leaves(self.plan.grads), self._target.labels, strict=True)
             if label is not None
         ]
-        return [sum(parts)] * self.plan.group.size
+        return [sum(sizes)] * self.plan.group.size
 
     def state_bytes(self) -> int:
         """Returns the bytes of optimizer state on one device."""
-        return sum(x.bytes_per_device for x in jax.tree.leaves(self.plan.opt_state))
+        return sum(x.bytes_per_device for x in self._layouts)
 
     def all_gathered_elements(self) -> int:
         """Returns the elements that each device all-gathers in a step, padding included."""
         return sum(x.stored_size for x in jax.tree.leaves(self.plan.grads) if x.dim is not None)
 
-    def _parameter_of(self) -> list[int | None]:
-        """Returns, for each leaf of the optimizer state, the position of its parameter, or None."""
-        found: list[int | None] = [None] * len(jax.tree.leaves(self.plan.opt_state))
-        for g, (group, places) in enumerate(zip(self._groups, self._places, strict=True)):
-            own = [i for i, label in enumerate(self._labels) if label == g]
-            of = parameter_of(group.state, group.tree)
-            for i, at in zip(places, of, strict=True):
-                found[i] = None if at is None else own[at]
-        return found
+    def _set(self, new: dict[int, jax.Array]) -> None:
+        """Sets leaves of the state by position."""
+        leaves, structure = jax.tree.flatten(self.state.inner)
+        inner = structure.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
+        self.state = self.state._replace(inner=inner)
 
-    def _given(self, grads: Any) -> Any:
-        """Places gradients on the mesh, as the compiled step expects them."""
-        if isinstance(grads, LocalGradients):
-            return grads
-        whole = self.plan.sharding()
-        return [x if _on(self.plan.mesh, x) else jax.device_put(x, whole) for x in grads]
+    def _arguments(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> tuple[Any, ...]:
+        """Returns the arguments of `_run`, with gradients on the mesh of the plan."""
+        if not isinstance(grads, LocalGradients):
+            mesh, full = self.plan.mesh, self.plan.sharding()
+            meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in grads]
+            pairs = zip(grads, meshes, strict=True)
+            grads = [x if its == mesh else jax.device_put(x, full) for x, its in pairs]
+        return skipped, self._target.values(), self.state, grads, values
 
     def _run(
         self, skipped: tuple[int, ...], params: Any, state: ShardedOptState, grads: Any, values: Any
     ) -> tuple[Any, ShardedOptState]:
         if isinstance(grads, LocalGradients):
-            grads = finish_reduction(grads, self.plan, StepOptions(bucket_size=self._size)).grads
+            options = StepOptions(bucket_size=self._bucket_size)
+            grads = finish_reduction(grads, self.plan, options).grads
         else:
             grads = with_zeros(grads, skipped, jax.tree.leaves(params))
         new, after = self.updated(params, grads, state, values)
         if skipped:
-            leaves, old = jax.tree.leaves(new), jax.tree.leaves(params)
-            leaves = [old[i] if i in skipped else x for i, x in enumerate(leaves)]
-            new = jax.tree.unflatten(jax.tree.structure(new), leaves)
-            after = after._replace(inner=keep_of(self._of, skipped, after.inner, state.inner))
+            new = keep_of(range(len(self._target.labels)), skipped, new, params)
+            inner = keep_of(self._parameter_of, skipped, after.inner, state.inner)
+            after = after._replace(inner=inner)
         return new, after
 
 
-def _by_place(x: jax.Array) -> dict[str, np.ndarray]:
-    return {_place(shard.index): np.array(shard.data) for shard in x.addressable_shards}
+def _at(shards: Any, index: tuple[slice, ...]) -> np.ndarray:
+    return np.array(shards[_offset(index)])
 
 
-def _at(parts: Any, index: tuple[slice, ...]) -> np.ndarray:
-    return np.array(parts[_place(index)])
-
-
-def _place(index: tuple[slice, ...]) -> str:
+def _offset(index: tuple[slice, ...]) -> str:
     """Returns the offset of a shard, as a name."""
-    return "at " + ",".join(str(part.start or 0) for part in index)
+    return "at " + ",".join(str(dim.start or 0) for dim in index)
 
 
-def _on(mesh: Any, x: Any) -> bool:
-    return (
-        isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
-        and getattr(x.sharding, "mesh", None) == mesh
-    )
+def grouped(groups: Sequence[ParamGroup], labels: Labels) -> optax.GradientTransformationExtraArgs:
+    """Combines the groups' optimizers into one for a tree whose leaves have these labels.
+
+    Its state is that of the optimizer where there is one group of all leaves, else that of
+    `optax.multi_transform`. `update` accepts `hyperparameters`: for each group the traced ones.
+    """
+
+    def together(values: Sequence[Any]) -> Any:
+        made = [group.tx(v) for group, v in zip(groups, values, strict=True)]
+        if set(labels) == {0}:
+            return made[0]
+        by_label: Any = {str(i): tx for i, tx in enumerate(made)} | {"None": optax.set_to_zero()}
+        return optax.multi_transform(
+            by_label, lambda tree: jax.tree.unflatten(jax.tree.structure(tree), map(str, labels))
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, hyperparameters: Any = None, **extra: Any
+    ) -> Any:
+        values = hyperparameters or [{} for _ in groups]
+        return together(values).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(together([{} for _ in groups]).init, update)
+
+
+def _group_states(state: Any, groups: Sequence[ParamGroup], target: Parameters) -> list[Any]:
+    """Returns the state of each group's optimizer, from that of `grouped`."""
+    if set(target.labels) == {0}:
+        return [state]
+    return [state.inner_states[str(i)].inner_state for i in range(len(groups))]

@@ -69,22 +69,23 @@ class Join:
                 f"Join({shown(joinables)}): pass a list of at least one DataParallel or "
                 "ZeroRedundancyOptimizer."
             )
-        strange = [x for x in joinables if not isinstance(x, (Wrapped, ZeroRedundancyOptimizer))]
-        if strange:
-            raise ArgumentTypeError(
-                f"Join: {shown(strange[0])} is neither a DataParallel nor a "
-                "ZeroRedundancyOptimizer."
-            )
+        for x in joinables:
+            if not isinstance(x, (Wrapped, ZeroRedundancyOptimizer)):
+                raise ArgumentTypeError(
+                    f"Join: {shown(x)} is neither a DataParallel nor a ZeroRedundancyOptimizer."
+                )
         models = [x if isinstance(x, Wrapped) else x.ddp for x in joinables]
         if None in models:
             raise GShardError(
-                "Join: this ZeroRedundancyOptimizer has no DataParallel, whose backward weighs "
-                "devices without data. With gradients of your own return "
-                "gshard.Weighted(sum, weight) from the loss."
+                "Join: this ZeroRedundancyOptimizer has no DataParallel, whose backward gives "
+                "devices without data no weight. For your own gradients, return "
+                "gshard.Weighted(sum, weight) from the loss instead."
             )
-        plans = [x.plan for x in joinables]
+        plans: list[Any] = [x.plan for x in joinables]
         if any(list(p.mesh.devices.flat) != list(plans[0].mesh.devices.flat) for p in plans):
-            raise GShardError("Join: these lie on different devices. Give all the same group.")
+            raise GShardError(
+                "Join: the joinables are on different devices. Use one group for all."
+            )
         self._plan = plans[0]
         self._models: list[Accumulation] = [kept(x) for x in models]
         self._enable, self._throw = enable, throw_on_early_termination
@@ -94,7 +95,7 @@ class Join:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._weigh(None)
+        self._set_weights(None)
 
     def __call__(self, *inputs: Iterable[Any]) -> Iterator[Any]:
         """Yields batches of this process until all inputs of all processes are used up.
@@ -109,59 +110,58 @@ class Join:
             `throw_on_early_termination` is True or `enable` is False.
           GShardError: the number of inputs is wrong, or a batch has another shape.
         """
-        places = local_positions(self._plan)
-        if len(inputs) not in (1, places):
+        devices = local_positions(self._plan)
+        if len(inputs) not in (1, devices):
             raise GShardError(
-                f"join: {len(inputs)} inputs, and this process has {places} devices. Pass one "
+                f"join: {len(inputs)} inputs, but this process has {devices} devices. Pass one "
                 "iterable for all of them, or one for each."
             )
-        share = places // len(inputs)
         sources = [_Source(x, f"inputs[{i}]") for i, x in enumerate(inputs)]
         try:
             while self._some_left(sources):
-                known = [s.last for s in sources if s.last is not None]
+                known = [s for s in sources if s.batch is not None]
+                if not known:
+                    raise GShardError(
+                        "join: this process has no batch at all, so the shapes of the others' "
+                        "batches are unknown here. Give each process at least one batch."
+                    )
                 # Examples that some device trains on: old ones may have no finite gradient by now.
-                like = next((s.last for s in sources if s.left), known[0] if known else None)
-                if like is None:
+                spare = max(known, key=lambda s: s.left).batch
+                batches = [s.batch if s.left else spare for s in sources]
+                if len({str(_shapes(x)) for x in batches}) > 1:
                     raise GShardError(
-                        "join: this process has no batch at all, and cannot know what others have. "
-                        "Give each process at least one."
+                        f"join: batches have different shapes: {some(map(_shapes, batches))}. All "
+                        "inputs must have the same number of examples in each batch."
                     )
-                rows = [s.last if s.left else like for s in sources]
-                if len({str(_shapes(x)) for x in rows}) > 1:
-                    raise GShardError(
-                        f"join: batches have different shapes: {some(map(_shapes, rows))}. Every "
-                        "input has the same number of rows in each batch."
-                    )
-                has = np.array([s.left for s in sources for _ in range(share)], np.float32)
-                self._weigh(has)
-                yield jax.tree.map(_joined, *rows) if len(rows) > 1 else rows[0]
+                left = np.array([s.left for s in sources], np.float32)
+                self._set_weights(left.repeat(devices // len(inputs)))
+                yield jax.tree.map(_concatenated, *batches) if len(batches) > 1 else batches[0]
         finally:
-            self._weigh(None)
+            self._set_weights(None)
 
     def _some_left(self, sources: list[_Source]) -> bool:
+        """Advances all sources; returns whether any process has data left."""
         for source in sources:
             source.advance()
         left = [source.left for source in sources]
         every = left
         if self._enable and jax.process_count() > 1:
             found = multihost_utils.process_allgather(np.array([any(left), all(left)]))
-            every = [bool(x) for x in np.asarray(found).ravel()]
-        early = any(every) and not all(every)
-        if early and (self._throw or not self._enable):
-            rank, mine = jax.process_index(), not all(left)
-            why = f"process {rank} has no data left" if mine else "another process has no data left"
-            raise UnevenInputsError(
-                f"join: {why}, and others have. "
-                + ("throw_on_early_termination=True." if self._throw else "Leave out enable=False.")
-            )
+            every = np.asarray(found).ravel().tolist()
+        if any(every) and not all(every) and (self._throw or not self._enable):
+            who = "another process" if all(left) else f"process {jax.process_index()}"
+            why = "throw_on_early_termination=True." if self._throw else "Leave out enable=False."
+            raise UnevenInputsError(f"join: {who} has no data left, but others have. {why}")
         if any(source.idle == _MANY for source in sources):
-            warn(f"join: a device has waited for {_MANY} batches of others. Share data evenly.")
+            warn(
+                f"join: a device has waited for {_MANY} batches of others. Distribute the data "
+                "evenly."
+            )
         return any(every)
 
-    def _weigh(self, has: np.ndarray | None) -> None:
+    def _set_weights(self, weights: np.ndarray | None) -> None:
         for model in self._models:
-            model.joined = None if has is None else (has, self._initial)
+            model.joined = None if weights is None else (weights, self._initial)
 
 
 class _Source:
@@ -171,31 +171,28 @@ class _Source:
         if not isinstance(batches, Iterable):
             raise ArgumentTypeError(f"join: {name}={shown(batches)} is not an iterable of batches.")
         self._batches, self._name = iter(batches), name
-        self.last: Any = None
+        self.batch: Any = None
         self.left, self.idle = True, 0
 
     def advance(self) -> None:
         """Takes the next batch, if there is one."""
-        try:
-            batch = next(self._batches) if self.left else None
-        except StopIteration:
-            batch = None
+        batch = next(self._batches, None) if self.left else None
         self.left = batch is not None
-        self.idle += not self.left
         if batch is None:
+            self.idle += 1
             return
-        if self.last is not None and _shapes(batch) != _shapes(self.last):
+        if self.batch is not None and _shapes(batch) != _shapes(self.batch):
             raise GShardError(
-                f"join: a batch of {self._name} has shapes {_shapes(batch)}, and the one before "
-                f"{_shapes(self.last)}. Leave out a smaller last batch, or fill it up and weigh "
-                "its rows: a loss that returns gshard.Weighted(sum, weight)."
+                f"join: a batch of {self._name} has shapes {_shapes(batch)}, but the previous one "
+                f"has {_shapes(self.batch)}. Leave out a smaller last batch, or pad it and weight "
+                "its examples: a loss that returns gshard.Weighted(sum, weight)."
             )
-        self.last = batch
+        self.batch = batch
 
 
 def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {path: np.shape(x) for path, x in zip(*flatten(batch)[:2], strict=True)}
 
 
-def _joined(*rows: Any) -> Any:
-    return np.concatenate(rows) if np.ndim(rows[0]) else rows[0]
+def _concatenated(*arrays: Any) -> Any:
+    return np.concatenate(arrays) if np.ndim(arrays[0]) else arrays[0]

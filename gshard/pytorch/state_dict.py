@@ -1,4 +1,4 @@
-"""Matches loaded optimizer states by path with the states that an optimizer expects."""
+"""Matches loaded optimizer states, and the leaves of a state, with the parameters."""
 
 from __future__ import annotations
 
@@ -43,11 +43,9 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
         for path, x in zip(paths, leaves, strict=True):
             if path in given and (says := _wrong(given[path], x)):
                 wrong.append(f"{prefix}{path} {says}")
-        if not (missing or unknown or wrong):
-            found.append(jax.tree.unflatten(structure, [given[path] for path in paths]))
-    told = [("missing ", missing), ("unknown ", unknown), ("", wrong)]
-    if any(names for _, names in told):
-        what = "; ".join(words + some(names) for words, names in told if names)
+        found.append(structure.unflatten([given.get(path) for path in paths]))
+    lists = {"missing ": missing, "unknown ": unknown, "": wrong}
+    if what := "; ".join(words + some(names) for words, names in lists.items() if names):
         raise GShardError(f"load_state_dict: {what}. Nothing was changed.")
     return found
 
@@ -67,36 +65,36 @@ def entries(given: Any, count: int) -> Any:
     return given
 
 
-def refuse_other_parts(parts: Any, wanted: Sequence[Any]) -> None:
-    """Refuses local shards of a state that was sharded otherwise, or of another process.
+def refuse_other_shards(shards: Any, wanted: Sequence[Any]) -> None:
+    """Refuses local shards of a state that was sharded differently, or of another process.
 
     Raises:
       GShardError: an entry differs; the message names it.
     """
-    sound = isinstance(parts, Sequence) and all(
-        isinstance(group, Mapping) and all(isinstance(x, Mapping) for x in group.values())
-        for group in parts
-    )
-    if not sound:
+    if not isinstance(shards, Sequence) or not all(
+        isinstance(x, Mapping)
+        for group in shards
+        for x in (group, *(group.values() if isinstance(group, Mapping) else ()))
+    ):
         raise GShardError(
-            f"load_state_dict: parts={shown(parts)} are not what state_dict(whole=False) returned."
+            f"load_state_dict: shards={shown(shards)} are not what state_dict(full=False) returned."
         )
 
-    def described(of: Any) -> dict[str, Any]:
+    def shapes(groups: Sequence[Any]) -> dict[str, Any]:
         return {
-            f"{g}: {path} {place}": np.shape(x)
-            for g, group in enumerate(of)
-            for path, places in group.items()
-            for place, x in places.items()
+            f"{g}: {path} {index}": np.shape(x)
+            for g, group in enumerate(groups)
+            for path, each in group.items()
+            for index, x in each.items()
         }
 
-    given, own = described(parts), described(wanted)
-    differ = [name for name in {**given, **own} if given.get(name) != own.get(name)]
+    given, own = shapes(shards), shapes(wanted)
+    differ = [name for name in given | own if given.get(name) != own.get(name)]
     if differ:
         raise GShardError(
-            "load_state_dict: these are parts of a state that was divided otherwise, or of another "
-            f"process: {some(differ, most=3)}. Nothing was changed. Whole values, state_dict(), go "
-            "to any number of devices."
+            "load_state_dict: these are shards of a state that was sharded differently, or of "
+            f"another process: {some(differ, most=3)}. Nothing was changed. A full state, from "
+            "state_dict(), can be loaded on any number of devices."
         )
 
 
@@ -107,16 +105,16 @@ def parameter_of(tree: Any, params: Any) -> list[int | None]:
     its own path ends in, if every parameter has such a leaf, or if it has the parameter's shape: a
     step count does not belong to a parameter named `count`.
     """
-    names, leaves, _ = flatten(params)
+    names, params, _ = flatten(params)
     at = {name: i for i, name in enumerate(names)}
-    paths, own, _ = flatten(tree)
+    paths, leaves, _ = flatten(tree)
     ends = belongs_to(paths, at)
-    beside = Counter(end[0] for end in ends if end is not None)
+    counts = Counter(end[0] for end in ends if end is not None)
     found: list[int | None] = []
-    for end, x in zip(ends, own, strict=True):
+    for end, x in zip(ends, leaves, strict=True):
         i = None if end is None else at[end[1]]
-        if end is not None and i is not None and beside[end[0]] < len(names):
-            i = i if x.shape and x.shape == leaves[i].shape else None
+        if end is not None and i is not None and counts[end[0]] < len(names):
+            i = i if x.shape and x.shape == params[i].shape else None
         found.append(i)
     return found
 

@@ -47,7 +47,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
         if rank == 1:  # alone: nothing may be sent
             again = opt.state_dict()["state"]
             assert jax.tree.all(jax.tree.map(np.array_equal, again, saved["state"]))
-        part = opt.state_dict(whole=False)
+        part = opt.state_dict(full=False)
         dp.backward(loss_fn, own(STEPS))  # a step that is undone
         opt.step()
         opt.zero_grad()

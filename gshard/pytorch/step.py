@@ -1,0 +1,178 @@
+"""`opt.step` of a `ZeroRedundancyOptimizer`, and the update that `backward` runs itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import core
+
+from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, some
+from gshard._util.pytree import differences, flatten
+from gshard._util.validation import shown
+from gshard.pytorch.even import Even
+from gshard.pytorch.greedy import Greedy
+from gshard.pytorch.parameters import Parameters
+from gshard.sharding.plan import Plan
+from gshard.train.gradients import LocalGradients
+
+
+class OptimizerStep:
+    """`opt.step(grads)` or `opt.step(closure=...)`; with a `DataParallel`, `opt.step()`."""
+
+    def __init__(self, now: Callable[[], tuple[Even | Greedy, Parameters, Any]]):
+        """`now` returns the current engine, parameters and traced hyperparameters."""
+        self._now = now
+
+    @property
+    def plan(self) -> Plan:
+        """The layout of every array."""
+        return self._now()[0].plan
+
+    def __call__(self, grads: Any = None, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the parameters.
+
+        Args:
+          grads: a tree like the parameters: full averaged arrays, or sharded as in the plan, or
+            `LocalGradients`. None for a leaf: the leaf and its state stay unchanged; state of all
+            parameters, such as a count, is updated.
+          closure: a function that returns `(loss, grads)`, called once; with a `DataParallel` one
+            that calls `backward` and returns the loss.
+
+        Returns:
+          The new parameters (a model is changed in place); with a closure `(loss, parameters)`.
+        """
+        if callable(grads) and closure is None:  # as PyTorch's, by position
+            grads, closure = None, grads
+        if closure is not None and grads is not None:
+            raise GShardError("step: pass grads or closure, not both.")
+        engine, target, values = self._now()
+        keep, loss = target.accumulation, None
+        if keep is not None and keep.stepped_by is not engine:
+            raise CallOrderError(
+                "step: another optimizer has been made for this DataParallel since. Make one "
+                "optimizer with groups: [{'params': ...}, {'params': ...}], or use add_param_group."
+            )
+        if closure is not None:
+            loss, grads = _called(closure, keep)
+        if grads is None and keep is not None and keep.updating is not None:
+            keep.refuse_waiting()
+            keep.updating.end()
+        else:
+            leaves, skipped = _checked(grads, engine.plan, target)
+            engine.step(leaves, values, skipped)
+        result = target.result()
+        return result if closure is None else (loss, result)
+
+    def lower(self, grads: Any = None) -> jax.stages.Lowered:
+        """Returns the next step, lowered; nothing runs. `gshard.audit(opt.step)`.
+
+        Args:
+          grads: as passed to a call; by default abstract arrays in the plan's layouts.
+        """
+        engine, target, values = self._now()
+        plan, skipped = engine.plan, ()
+        if grads is None:
+            leaves = jax.tree.leaves(jax.tree.map(plan.abstract, plan.grads))
+        else:
+            leaves, skipped = _checked(grads, plan, target)
+        return engine.lower(leaves, values, skipped)
+
+
+def _checked(grads: Any, plan: Plan, target: Parameters) -> tuple[Any, tuple[int, ...]]:
+    """Returns gradients as leaves, and the positions of leaves without a gradient."""
+    keep = target.accumulation
+    if keep is None and grads is None:
+        raise GShardError(
+            "step needs gradients: step(grads), or step(closure=...) whose closure returns "
+            "(loss, grads). Only with a gshard.pytorch.DataParallel it uses those of backward."
+        )
+    if keep is not None:
+        if keep.updating is not None:
+            raise GShardError(
+                "step: with overlap_with_ddp=True backward has already updated the parameters "
+                "with its gradients. Pass no gradients."
+            )
+        if grads is None:
+            keep.refuse_scaled()
+            grads = keep.take()
+        elif keep.joined is not None:
+            raise GShardError(
+                "step: within Join the gradients must come from backward, which gives devices "
+                "without data no weight. Pass no gradients, or leave the DataParallel out of "
+                "Join and weight the examples yourself."
+            )
+        elif keep.grads is not None:
+            raise GShardError(
+                "step: gradients were passed, but the DataParallel has others from backward. "
+                "Call zero_grad() before, or step() without gradients."
+            )
+    if isinstance(grads, LocalGradients):
+        return grads, ()
+    names, params, _ = flatten(target.values())
+    paths, leaves, _ = flatten(grads)
+    if paths == [""] and names != [""]:
+        raise ArgumentTypeError(
+            f"step: grads={shown(grads)} are not a tree like the parameters: {some(names)}."
+        )
+    if any(isinstance(x, core.Tracer) for x in leaves):
+        raise GShardError(
+            "step keeps the optimizer's state between calls, and cannot be inside a jitted "
+            "function. Compute the gradients there, and call step outside."
+        )
+    # jax.grad(allow_int=True) returns float0 for integers.
+    pairs = zip(paths, leaves, strict=True)
+    given = {p: x for p, x in pairs if getattr(x, "dtype", None) != jax.dtypes.float0}
+    if not given.keys() <= set(names):
+        raise GShardError(
+            f"step: the gradients are not a tree like the parameters: {differences(paths, names)}."
+        )
+    for name, x, layout in zip(names, params, jax.tree.leaves(plan.grads), strict=True):
+        shape = np.shape(given[name]) if name in given else x.shape
+        if shape not in (x.shape, layout.stored_shape):
+            raise GShardError(f"step: the gradient of {name} has shape {shape}, not {x.shape}.")
+    skipped = tuple(i for i, name in enumerate(names) if name not in given)
+    return [given[name] for name in names if name in given], skipped
+
+
+def _called(closure: Any, keep: Any) -> tuple[Any, Any]:
+    """Returns the loss and gradients of a closure; None for gradients of `backward`."""
+    if not callable(closure):
+        raise ArgumentTypeError(f"step: closure={shown(closure)} is not a function.")
+    out: Any = closure()
+    if isinstance(out, tuple) and len(out) == 2:
+        loss, grads = out
+        return loss, None if keep is not None and grads is keep.grads else grads
+    if keep is None:
+        raise GShardError(f"step: the closure returned {shown(out)}. It must return (loss, grads).")
+    return out, None
+
+
+class OverlappedUpdate:
+    """The update that `DataParallel.backward` runs after the gradients."""
+
+    def __init__(self, engine: Even, values: Callable[[], Any]):
+        """`values` returns the current hyperparameters."""
+        self.updated, self._engine, self._values = engine.updated, engine, values
+        self._done = False
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Returns the optimizer's state, which is donated, and its hyperparameters."""
+        return self._engine.state, self._values()
+
+    def accept(self, new: Any, state: Any) -> None:
+        """Stores new parameters and state."""
+        self._engine.accept(new, state)
+        self._done = True
+
+    def end(self) -> None:
+        """Finishes `step()` after `backward` has updated the parameters.
+
+        Raises:
+          CallOrderError: `backward` has not been called since the last step.
+        """
+        if not self._done:
+            raise CallOrderError("step: there are no gradients. Call backward(loss_fn, batch).")
+        self._done = False
