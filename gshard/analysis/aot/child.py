@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from gshard._util.pytree import flatten
 from gshard._util.version import versions
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import collective_rows, compiled_memory, sum_known
-from gshard.analysis.hlo import Collective, read_program
+from gshard.analysis.hlo import read_program
 from gshard.analysis.hlo.parser import read_module
 from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
 from gshard.sharding.mesh import make_mesh
@@ -44,11 +44,7 @@ Say = Callable[[str], None]
 _TOO_LARGE = re.compile(
     r"\((?P<needs>[\d.]+[KMGT]?)\) exceeds available HBM|memory space hbm\. Used (?P<used>\S+) of"
 )
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-_ASSIGNMENT, _RANGES, _PROGRAM = (
-    f"*after_optimizations{end}" for end in ("-buffer-assignment.txt", "-live-range.txt", ".txt")
-)
+_DUMPS = ("-buffer-assignment.txt", "-live-range.txt", ".txt")  # names of the three files end so
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+),(.*)")
 _VALUE = re.compile(
     r" value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
@@ -72,36 +68,21 @@ class _Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompiledBuffer:
-    """Values of one shape and origin that are alive at the peak.
-
-    Attributes:
-      bytes: bytes of each value.
-      count: number of values.
-      shape: such as `f32[16,4096]`.
-      what: the operation that makes them, or the name of the argument.
-    """
-
-    bytes: int
-    count: int
-    shape: str
-    what: str
-
-
-@dataclass(frozen=True)
 class CompiledMemory:
     """The memory of a compiled program on one device, in bytes.
 
     Attributes:
       arguments: bytes of the program's arguments.
       peak: bytes of all allocations.
-      largest: the values that are alive at the peak, largest first.
+      largest: the values that are alive at the peak, largest first: `bytes` of each, `count`,
+        `shape` such as `f32[16,4096]`, and `what`: the operation that makes them, or the name of
+        the argument.
       text: the optimized program.
     """
 
     arguments: int
     peak: int
-    largest: tuple[CompiledBuffer, ...]
+    largest: list[dict[str, Any]]
     text: str
 
 
@@ -115,13 +96,10 @@ def read_dumped_memory(
       platform: `cpu`, `gpu` or `tpu`.
       names: readable names of arguments, by their names in the program, such as `leaves[2]`.
     """
-    texts = []
-    for name in (_ASSIGNMENT, _RANGES, _PROGRAM):
-        found = sorted(folder.glob(name))
-        if not found:
-            return None
-        texts.append(found[-1].read_text())
-    assignment, ranges, program = texts
+    files = [sorted(folder.glob(f"*after_optimizations{end}")) for end in _DUMPS]
+    if not all(files):
+        return None
+    assignment, ranges, program = (found[-1].read_text() for found in files)
     arguments = peak = 0
     slices: dict[tuple[str, str], _Slice] = {}  # by the value's name and index
     number = -1
@@ -137,9 +115,7 @@ def read_dumped_memory(
             name, index, size, offset, shape = found.groups()
             slice_ = _Slice(number, int(offset), int(size), _LAYOUT.sub("", shape))
             slices[name, (index or "{}")[1:-1]] = slice_
-    return CompiledMemory(
-        arguments, peak, _largest_at_peak(ranges, slices, _origins(program), names), program
-    )
+    return CompiledMemory(arguments, peak, _alive_at_peak(ranges, slices, program, names), program)
 
 
 def _on_device(allocation: str, platform: str) -> bool:
@@ -148,22 +124,15 @@ def _on_device(allocation: str, platform: str) -> bool:
     return space != _HOST if platform == "gpu" else space == 0
 
 
-def _origins(program: str) -> dict[str, str]:
-    """Returns the op_name of every instruction, by its name."""
-    return {
-        instruction.name: instruction.op_name
-        for computation in read_module(program).computations.values()
-        for instruction in computation.instructions
-    }
-
-
-def _largest_at_peak(
+def _alive_at_peak(
     ranges: str,
     slices: Mapping[tuple[str, str], _Slice],
-    origins: Mapping[str, str],
+    program: str,
     names: Mapping[str, str],
-) -> tuple[CompiledBuffer, ...]:
+) -> list[dict[str, Any]]:
     """Returns the values alive at the peak; those that share a slice of memory count once."""
+    computations = read_module(program).computations.values()
+    origins = {x.name: x.op_name for of in computations for x in of.instructions}
     _, _, rest = ranges.partition("(peak):\n")
     alive: dict[tuple[int, int], _Slice] = {}
     made_by: dict[_Slice, list[str]] = {}
@@ -186,9 +155,10 @@ def _largest_at_peak(
         what = min(candidates, key=lambda what: (_is_indirect(what), -len(what)))
         counts[slice_.size, slice_.shape, names.get(what, what)] += 1
     found = [
-        CompiledBuffer(size, count, shape, what) for (size, shape, what), count in counts.items()
+        {"bytes": size, "count": count, "shape": shape, "what": what}
+        for (size, shape, what), count in counts.items()
     ]
-    return tuple(sorted(found, key=lambda x: -x.bytes * x.count))
+    return sorted(found, key=lambda x: -x["bytes"] * x["count"])
 
 
 def _origin(name: str, origins: Mapping[str, str]) -> str:
@@ -209,18 +179,17 @@ def wire_traffic(text: str) -> dict[str, dict[str, int | None]]:
       `wire_bytes` of all collectives, and `asynchronous_bytes` of those that overlap with
       computation. None for a kind with a collective in a loop of unknown length.
     """
-    by_kind: dict[str, list[Collective]] = defaultdict(list)
-    for collective in read_program(text).collectives:
-        if collective.group_size > 1:
-            by_kind[collective.kind].append(collective)
+    found = [x for x in read_program(text).collectives if x.group_size > 1]
     return {
-        "wire_bytes": {
-            kind: sum_known(x.wire_bytes for x in members) for kind, members in by_kind.items()
-        },
-        "asynchronous_bytes": {
-            kind: sum_known(x.wire_bytes if x.asynchronous else 0 for x in members)
-            for kind, members in by_kind.items()
-        },
+        name: {
+            kind: sum_known(
+                x.wire_bytes if x.asynchronous or name == "wire_bytes" else 0
+                for x in found
+                if x.kind == kind
+            )
+            for kind in dict.fromkeys(x.kind for x in found)
+        }
+        for name in ("wire_bytes", "asynchronous_bytes")
     }
 
 
@@ -255,9 +224,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "versions": versions(),
         "lowering_seconds": round(lowering, 1),
         "compile_seconds": round(compiling, 1),
-        "collectives": [dataclasses.asdict(row) for row in collective_rows(text, mesh)]
-        if text
-        else [],
+        "collectives": [dataclasses.asdict(x) for x in collective_rows(text, mesh)] if text else [],
         **(wire_traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
         **_memory(target, compiled, buffers, said),
     }
@@ -291,13 +258,12 @@ def _memory(
         needs = _bytes_in(said) if said else memory.get("peak")
     has = target.chip.usable
     fits = False if said else None if has is None or needs is None else needs <= has
-    largest = buffers.largest[:20] if buffers else ()
     return {
         "memory": memory,
         "needs": needs,
         "has": has,
         "fits": True if compiled and target.platform == "tpu" else fits,
-        "largest": [dataclasses.asdict(buffer) for buffer in largest],
+        "largest": buffers.largest[:20] if buffers else [],
     }
 
 
@@ -306,7 +272,7 @@ def _bytes_in(said: str) -> int | None:
     found = _TOO_LARGE.search(said)
     text = (found["needs"] or found["used"]) if found else ""
     number = re.fullmatch(r"([\d.]+)([KMGT]?)", text)
-    return round(float(number[1]) * _UNITS.get(number[2], 1)) if number else None
+    return round(float(number[1]) * 1024 ** " KMGT".index(number[2] or " ")) if number else None
 
 
 def answer_request(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -130,34 +130,26 @@ def ask(
             if "failed" in line:
                 raise GShardError(f"{what}: {reason(line['failed'], 1)}")
             stage = line["stage"]
-        code = process.wait()
-        errors.complete.join()
-        raise GShardError(f"{what}: {reason(''.join(errors.lines), code)}")
-
-
-class _Lines(NamedTuple):
-    """Lines that a thread collects."""
-
-    lines: deque[str]
-    complete: threading.Thread
+        raise GShardError(f"{what}: {reason(''.join(errors), process.wait())}")
 
 
 @contextmanager
 def _started(
     module: str, target: Target
-) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[dict[str, Any] | None], _Lines]]:
-    """The process, its lines of stdout (None at the end), and its last lines of stderr.
+) -> Iterator[tuple[subprocess.Popen[str], queue.Queue[dict[str, Any] | None], deque[str]]]:
+    """The process, its lines of stdout (None at the end), and then the last lines of its stderr.
 
     The process ends with this block, and with this process, however that ends.
     """
-    said: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
     errors: deque[str] = deque(maxlen=_LINES)
 
     def read() -> None:
         for line in process.stdout or ():
             if line.endswith("\n"):  # the process may end within a line
-                said.put(json.loads(line))
-        said.put(None)
+                answers.put(json.loads(line))
+        collecting.join()
+        answers.put(None)
 
     guardian = Guardian()
     folder = tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True)
@@ -173,18 +165,15 @@ def _started(
             start_new_session=True,  # one process group with the ptxas and nvlink that it starts
         )
         guardian.watch(process.pid)
-        threads = [
-            threading.Thread(target=read, daemon=True),
-            threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True),
-        ]
-        for thread in threads:
-            thread.start()
+        collecting = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+        reading = threading.Thread(target=read, daemon=True)
+        collecting.start()
+        reading.start()
         try:
-            yield process, said, _Lines(errors, threads[1])
+            yield process, answers, errors
         finally:
             (kill_group if process.poll() is None else kill_rest)(process.pid)
-            for thread in threads:
-                thread.join()
+            reading.join()
             with process:  # waits for it and closes its pipes
                 guardian.forget(process.pid)
     finally:
@@ -194,10 +183,9 @@ def _started(
 
 def _environment(target: Target) -> dict[str, str]:
     here = str(Path(__file__).parents[3])  # the same gshard as in this process
-    more = target.environment | {
-        "JAX_ENABLE_COMPILATION_CACHE": "false"
-    }  # cached programs have no dumps
-    more["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), here)))
+    paths = [path for path in (os.environ.get("PYTHONPATH"), here) if path]
+    more = target.environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    more["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # cached programs have no dumps
     if "XLA_FLAGS" in more:  # the last of two equal flags counts
         more["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more['XLA_FLAGS']}".strip()
     return os.environ | more
@@ -241,15 +229,12 @@ def reason(said: str, code: int) -> str:
         return f"the kernel killed the compiler (SIGKILL): probably {_NO_MEMORY}"
     if "std::bad_alloc" in said or "MemoryError" in said:
         return _NO_MEMORY
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    check = next((found for line in reversed(lines) if (found := _CHECK.match(line))), None)
-    if check:
+    lines = [line.strip() for line in reversed(said.splitlines()) if line.strip()]
+    if check := next(filter(None, map(_CHECK.match, lines)), None):
         return f"the compiler aborted: {check[2]} ({check[1]})"[:_MOST]
-    raised = next((line for line in reversed(lines) if _RAISED.match(line)), None)
-    last = raised or (lines or ["it said nothing"])[-1]
-    if code < 0:
-        return f"the compiler was ended by {signal.Signals(-code).name}: {last}"[:_MOST]
-    return f"the compiler ended with code {code}: {last}"[:_MOST]
+    last = next(filter(_RAISED.match, lines), (lines or ["it said nothing"])[0])
+    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return f"the compiler {ended}: {last}"[:_MOST]
 
 
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -275,11 +260,6 @@ def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping
     return text_of(parts)
 
 
-def verdict(of: Mapping[str, Any]) -> str:
-    """Whether a compiled level fits, for a table."""
-    return {True: "fits", False: "does not fit", None: "-"}[of["fits"]]
-
-
 def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, Any]]) -> Table:
     made = text_table(
         f"Compiled for {target}: memory of one device",
@@ -288,17 +268,13 @@ def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[s
          "compiled in"),
     )  # fmt: skip
     for name, of in found.items():
-        memory, expected = of["memory"], forecast.levels[name].peak
-        needs, has = of["needs"], of["has"]
+        memory, needs, expected = of["memory"], of["needs"], forecast.levels[name].peak
+        amounts = (memory.get("argument"), memory.get("temp"), needs, of["has"],
+                   memory.get("host_argument", 0), expected)  # fmt: skip
         made.add_row(
             name,
-            verdict(of),
-            _bytes(memory.get("argument")),
-            _bytes(memory.get("temp")),
-            _bytes(needs),
-            _bytes(has),
-            _bytes(memory.get("host_argument", 0)),
-            _bytes(expected),
+            {True: "fits", False: "does not fit", None: "-"}[of["fits"]],
+            *("-" if count is None else bytes_of(count) for count in amounts),
             f"{expected / needs:.3f}" if expected and needs else "-",
             f"{of['compile_seconds']:.0f} s",
         )
@@ -313,22 +289,19 @@ def _wire_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
     )
     for name, of in found.items():
         wire = of["wire_bytes"]
-        others = [wire[kind] for kind in wire if kind not in _KINDS]
+        others = sum_known(wire[kind] for kind in wire if kind not in _KINDS)
         in_all, overlapped = sum_known(wire.values()), sum_known(of["asynchronous_bytes"].values())
-        amounts = (*(wire.get(kind, 0) for kind in _KINDS), sum_known(others), in_all)
+        share = "-" if in_all == 0 else "?"
+        if overlapped is not None and in_all:
+            share = f"{overlapped / in_all:.0%}"
         made.add_row(
             name,
-            *("?" if x is None else bytes_of(x) for x in amounts),
-            _share(overlapped, in_all),
+            *("?" if count is None else bytes_of(count)
+              for count in (*(wire.get(kind, 0) for kind in _KINDS), others, in_all)),
+            share,
             str(sum(row["count"] for row in of["collectives"])),
-        )
+        )  # fmt: skip
     return made
-
-
-def _share(part: int | None, total: int | None) -> str:
-    if part is None or total is None:
-        return "?"
-    return f"{part / total:.0%}" if total else "-"
 
 
 def _too_large(name: str, of: Mapping[str, Any]) -> str:
@@ -338,7 +311,3 @@ def _too_large(name: str, of: Mapping[str, Any]) -> str:
         times = f" x {buffer['count']}" if buffer["count"] > 1 else ""
         lines.append(f"  {bytes_of(buffer['bytes'])}{times}  {buffer['shape']}  {buffer['what']}")
     return "\n".join(lines)
-
-
-def _bytes(count: int | None) -> str:
-    return "-" if count is None else bytes_of(count)

@@ -92,10 +92,19 @@ class Target:
         Raises:
           GShardError: it is not installed; names the extra that brings it.
         """
-        if self.platform == "gpu":
-            _need(self, "jax_plugins.xla_cuda13", "aot-gpu")
-        elif self.platform == "tpu":
-            _need(self, "libtpu", "aot-tpu")
+        compilers = {"gpu": ("jax_plugins.xla_cuda13", "aot-gpu"), "tpu": ("libtpu", "aot-tpu")}
+        if self.platform not in compilers:
+            return
+        module, extra = compilers[self.platform]
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # its parent is missing
+            found = None
+        if found is None:
+            raise GShardError(
+                f"the compiler for target {self.text!r} is not installed: "
+                f"pip install 'gshard[{extra}]'."
+            )
 
     def described_devices(self) -> list[Any]:
         """Returns its devices, in the order in which the compiler has them.
@@ -179,18 +188,6 @@ def _possible(kind: str) -> str:
 
 def _joined(sizes: tuple[int, ...]) -> str:
     return "x".join(map(str, sizes))
-
-
-def _need(target: Target, module: str, extra: str) -> None:
-    try:
-        found = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # its parent is missing
-        found = None
-    if found is None:
-        raise GShardError(
-            f"the compiler for target {target.text!r} is not installed: "
-            f"pip install 'gshard[{extra}]'."
-        )
 
 
 _HOPPER = {"major": 9, "cores": 132, "fpus": 128, "cache": 52428800, "clock": 1.98}
