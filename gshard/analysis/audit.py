@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ class Audit:
     @property
     def exceeded(self) -> tuple[str, ...]:
         """Readable messages of what is over budget; empty if nothing is, or without a budget."""
-        return () if self.budget is None else _over_budget(self.budget, self.collectives)
+        return () if self.budget is None else tuple(_over_budget(self.budget, self.collectives))
 
     def as_dict(self) -> dict[str, Any]:
         """The whole audit as dicts, tuples, strings and numbers, ready for JSON."""
@@ -198,34 +198,32 @@ def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Collec
     """
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
     for combined in read_program(text).collectives:
-        if combined.group_size > 1:
-            axes = _axes(combined, mesh)
-            for (dtype, purpose, scalar), part in _by_purpose(combined).items():
-                key = (combined.kind, axes, dtype, purpose, scalar)
-                grouped.setdefault(key, []).append(part)
+        if combined.group_size == 1:
+            continue
+        # XLA combines collectives of several purposes, such as those of a loss and gradients.
+        apart: dict[tuple[Any, ...], list[Array]] = {}
+        axes = _axes(combined, mesh)
+        for array, op_name in zip(combined.operands, combined.op_names, strict=True):
+            purpose = _purpose(combined.kind, op_name)
+            key = (combined.kind, axes, array.dtype, purpose, array.elements == 1)
+            apart.setdefault(key, []).append(array)
+        for key, arrays in apart.items():
+            one = dataclasses.replace(combined, operands=tuple(arrays))
+            grouped.setdefault(key, []).append(one)
     rows = [
         CollectiveRow(
             *key,
             count=len(members),
-            asynchronous=sum(member.asynchronous for member in members),
-            conditional=any(member.conditional for member in members),
-            times=sum_known(member.times for member in members),
-            elements=sum_known(_per_run(member, member.elements) for member in members),
-            payload_bytes=sum_known(_per_run(member, member.payload_bytes) for member in members),
-            wire_bytes=sum_known(member.wire_bytes for member in members),
+            asynchronous=sum(x.asynchronous for x in members),
+            conditional=any(x.conditional for x in members),
+            times=sum_known(x.times for x in members),
+            elements=sum_known(x.times and x.times * x.elements for x in members),
+            payload_bytes=sum_known(x.times and x.times * x.payload_bytes for x in members),
+            wire_bytes=sum_known(x.wire_bytes for x in members),
         )
         for key, members in grouped.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.scalar, -(row.wire_bytes or 0))))
-
-
-def _by_purpose(combined: Collective) -> dict[tuple[str, str, bool], Collective]:
-    """Splits what XLA combined, such as a loss and gradients, by (dtype, purpose, scalar)."""
-    parts: dict[tuple[str, str, bool], list[Array]] = {}
-    for array, op_name in zip(combined.operands, combined.op_names, strict=True):
-        key = (array.dtype, _purpose(combined.kind, op_name), array.elements == 1)
-        parts.setdefault(key, []).append(array)
-    return {key: dataclasses.replace(combined, operands=tuple(a)) for key, a in parts.items()}
 
 
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
@@ -268,10 +266,6 @@ def _purpose(kind: str, op_name: str) -> str:
     return purpose
 
 
-def _per_run(collective: Collective, amount: int) -> int | None:
-    return None if collective.times is None else collective.times * amount
-
-
 def _known(row: CollectiveRow, amount: int | None) -> int:
     if amount is None:
         raise GShardError(
@@ -282,27 +276,27 @@ def _known(row: CollectiveRow, amount: int | None) -> int:
     return amount
 
 
-def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> tuple[str, ...]:
-    """Returns a message for each kind of collective that transfers more than its budget.
+def _compared(
+    budget: Budget, rows: Iterable[CollectiveRow]
+) -> Iterator[tuple[tuple[str, str], list[Traffic], int | None]]:
+    """Yields (kind, purpose), its traffic in the budget, and the elements found; no scalars."""
+    rows = [row for row in rows if not row.scalar]
+    for key in dict.fromkeys((x.kind, x.purpose) for x in (*budget.communicated, *rows)):
+        traffic = [x for x in budget.communicated if (x.kind, x.purpose) == key]
+        yield key, traffic, sum_known(x.elements for x in rows if (x.kind, x.purpose) == key)
+
+
+def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]:
+    """Yields a message for each kind of collective that transfers more than its budget.
 
     Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
     that the compiler inserted have a budget of 0.
     """
-    found: dict[tuple[str, str], list[int | None]] = {}
-    for row in rows:
-        if not row.scalar and row.purpose not in _NO_BUDGET:
-            found.setdefault((row.kind, row.purpose), []).append(row.elements)
-    bounds: dict[tuple[str, str], int] = {}
-    for moved in budget.communicated:
-        key = (moved.kind, moved.purpose)
-        bounds[key] = bounds.get(key, 0) + moved.elements
-    said = []
-    for key, amounts in found.items():
-        bound, amount = bounds.get(key, 0), sum_known(amounts)
-        if amount is None or amount > bound:
+    for (kind, purpose), traffic, amount in _compared(budget, rows):
+        bound = sum(x.elements for x in traffic)
+        if purpose not in _NO_BUDGET and (amount is None or amount > bound):
             many = "an unknown number" if amount is None else f"{amount:,}"
-            said.append(f"{key[0]} for {key[1]}: the budget is {bound:,} elements, found {many}")
-    return tuple(said)
+            yield f"{kind} for {purpose}: the budget is {bound:,} elements, found {many}"
 
 
 def audit_text(found: Audit) -> str:
@@ -320,7 +314,7 @@ def sum_known(amounts: Iterable[int | None]) -> int | None:
     return sum(known) if len(known) == len(listed) else None
 
 
-def _collectives_table(rows: tuple[CollectiveRow, ...]) -> Table:
+def _collectives_table(rows: Iterable[CollectiveRow]) -> Table:
     table = text_table(
         "Collectives, per device and run",
         ("kind", "axes", "dtype", "for"),
@@ -336,48 +330,33 @@ def _collectives_table(rows: tuple[CollectiveRow, ...]) -> Table:
             f"{row.asynchronous:,}",
             ("<= " if row.conditional else "") + _number(row.times),
             _number(row.elements),
-            _size(row.payload_bytes),
-            _size(row.wire_bytes),
+            *("?" if n is None else bytes_of(n) for n in (row.payload_bytes, row.wire_bytes)),
         )
     return table
 
 
-def _budget_table(budget: Budget, rows: tuple[CollectiveRow, ...]) -> Table:
-    title = "Elements communicated: budget and found"
-    table = text_table(title, ("kind", "for"), ("budget", "found"))
-    rows = tuple(row for row in rows if not row.scalar)
-    budgeted: dict[tuple[str, str], list[Traffic]] = {}
-    for movement in budget.communicated:
-        budgeted.setdefault((movement.kind, movement.purpose), []).append(movement)
-    for key in dict.fromkeys([*budgeted, *((row.kind, row.purpose) for row in rows)]):
-        movements = budgeted.get(key, [])
-        mark = "<= " if any(movement.at_most for movement in movements) else ""
-        table.add_row(
-            *key,
-            f"{mark}{sum(m.elements for m in movements):,}" if movements else "-",
-            _number(sum_known(row.elements for row in rows if (row.kind, row.purpose) == key)),
-        )
+def _budget_table(budget: Budget, rows: Iterable[CollectiveRow]) -> Table:
+    table = text_table(
+        "Elements communicated: budget and found", ("kind", "for"), ("budget", "found")
+    )
+    for key, traffic, amount in _compared(budget, rows):
+        mark = "<= " if any(x.at_most for x in traffic) else ""
+        bound = f"{mark}{sum(x.elements for x in traffic):,}" if traffic else "-"
+        table.add_row(*key, bound, _number(amount))
     return table
 
 
 def _memory_table(found: Audit) -> Table:
-    table = text_table("Memory of one device", ("use",), ("bytes", "size"))
-    resident = {} if found.budget is None else found.budget.resident
-    for name, amount in resident.items():
-        table.add_row(f"budget: {name}", f"{amount:,}", _size(amount))
-    on_host = {} if found.budget is None else found.budget.host
-    for name, amount in on_host.items():
-        if amount:
-            table.add_row(f"budget: {name} on host", f"{amount:,}", _size(amount))
-    for name, amount in found.memory.items():
-        if amount or not name.startswith("host_"):
-            table.add_row(name.replace("_", " "), f"{amount:,}", _size(amount))
-    return table
+    amounts: dict[str, int] = {}
+    if found.budget is not None:
+        amounts |= {f"budget: {name}": n for name, n in found.budget.resident.items()}
+        amounts |= {f"budget: {name} on host": n for name, n in found.budget.host.items() if n}
+    for name, n in found.memory.items():
+        if n or not name.startswith("host_"):
+            amounts[name.replace("_", " ")] = n
+    rows = [(name, f"{n:,}", bytes_of(n)) for name, n in amounts.items()]
+    return text_table("Memory of one device", ("use",), ("bytes", "size"), rows)
 
 
 def _number(amount: int | None) -> str:
     return "?" if amount is None else f"{amount:,}"
-
-
-def _size(amount: int | None) -> str:
-    return "?" if amount is None else bytes_of(amount)
