@@ -15,7 +15,6 @@ from rich.table import Table
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.text import bytes_of, count_of, text_of, text_table
 from gshard._util.validation import MOST, check_integer, shown
-from gshard.analysis.config import Config
 from gshard.analysis.memory.footprint import (
     PLATFORMS,
     Footprint,
@@ -25,6 +24,7 @@ from gshard.analysis.memory.footprint import (
 )
 from gshard.analysis.setup import (
     Choices,
+    Config,
     TrainSetup,
     as_setup,
     batch_bytes,

@@ -1,4 +1,7 @@
-"""`TrainSetup`: what is to be trained, without arrays; its state, batch and step for a mesh."""
+"""What is to be trained, without arrays, and for which machine: `TrainSetup`, `Choices`, `Config`.
+
+A config is a TOML file, or `module:function`, and options of a command.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +23,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, flag, shown
-from gshard.sharding.level import check_accumulate, parse_level
+from gshard.analysis.aot.target import Target, parse_target
+from gshard.sharding.level import LEVELS, check_accumulate, parse_level, parse_levels
 from gshard.sharding.plan import Plan
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.train_step import TrainStep, make_train_step
@@ -77,26 +83,22 @@ _GIVEN_BY = dict.fromkeys(
 
 
 def _check_further(name: str, given: Any, of: Callable[..., Any]) -> None:
-    """Checks that the function `of` takes these further arguments.
-
-    Raises:
-      GShardError: it does not take one of them, or another place gives it.
-    """
+    """Checks that the function `of` takes these further arguments, and nothing else gives them."""
     if not isinstance(given, Mapping):
         raise GShardError(
             f"{name}= of gshard.TrainSetup is {shown(given)}; give further arguments of "
             f"{of.__name__} by name, such as {{}}."
         )
-    taken = inspect.signature(of).parameters
-    known = [x for x in taken if x not in _GIVEN_BY]
+    parameters = inspect.signature(of).parameters
+    known = [x for x in parameters if x not in _GIVEN_BY]
     for key in given:
-        if key in taken and key in _GIVEN_BY:
-            raise GShardError(f"{name}= of gshard.TrainSetup has no {key!r}: {_GIVEN_BY[key]}.")
         if key not in known:
-            raise GShardError(
-                f"{name}= of gshard.TrainSetup has no {key!r}.{did_you_mean(key, known)} "
-                f"It takes {', '.join(known)}."
+            why = (
+                f": {_GIVEN_BY[key]}."
+                if key in parameters
+                else f".{did_you_mean(key, known)} It takes {', '.join(known)}."
             )
+            raise GShardError(f"{name}= of gshard.TrainSetup has no {key!r}{why}")
 
 
 def sharded_setup(
@@ -115,11 +117,7 @@ def initialized_setup(
 
 
 def step_of(setup: TrainSetup, plan: Plan, choices: Choices) -> TrainStep:
-    """The train step of a setup.
-
-    Raises:
-      GShardError: it has no loss or no batch.
-    """
+    """The train step of a setup, which must have a loss and a batch."""
     if setup.loss_fn is None or setup.batch is None:
         raise GShardError(
             "this setup has no loss_fn= or no batch=, so it has no step. Give both to "
@@ -174,12 +172,13 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
     Raises:
       GShardError: there is no such module or function, or it fails.
     """
-    where, colon, attribute = name.partition(":")
-    if not (where and colon and attribute):
+    where, _, attribute = name.partition(":")
+    if not (where and attribute):
         raise GShardError(
             f"model={shown(name)} must be 'module:function', such as 'examples.models.llama:setup'."
         )
-    if not isinstance(arguments, Mapping | None) or not all(map(_is_name, arguments or ())):
+    by_name = isinstance(arguments, Mapping | None)
+    if not by_name or not all(isinstance(key, str) for key in arguments or ()):
         raise GShardError(
             f"arguments={shown(arguments)} must be values by name, such as {{'layers': 4}}."
         )
@@ -190,34 +189,28 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         module = importlib.import_module(where)
     except GShardError as error:
         raise GShardError(f"model={name!r}: {error}") from error
-    except ImportError as error:
-        raise GShardError(
-            f"model={name!r} cannot be imported: {type(error).__name__}: {error}. Modules are "
-            f"looked for in the current folder ({here}), in PYTHONPATH and in installed packages."
-        ) from error
     except Exception as error:
+        said = f"{type(error).__name__}: {error}"
         raise GShardError(
-            f"model={name!r}: its module fails on import: {type(error).__name__}: {error}"
+            f"model={name!r} cannot be imported: {said}. Modules are looked for in the current "
+            f"folder ({here}), in PYTHONPATH and in installed packages."
+            if isinstance(error, ImportError)
+            else f"model={name!r}: its module fails on import: {said}"
         ) from error
-    made_by = getattr(module, attribute, None)
-    if not callable(made_by):
+    function = getattr(module, attribute, None)
+    if not callable(function):
         functions = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise GShardError(
             f"model={name!r}: {where} has no function {attribute!r}."
             f"{did_you_mean(attribute, functions)}"
         )
     try:
-        made = made_by(**(arguments or {}))
+        return as_setup(function(**(arguments or {})))
     except GShardError as error:
         raise GShardError(f"{name}: {error}") from error
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
         raise GShardError(f"{name}({given}) fails: {type(error).__name__}: {error}") from error
-    return as_setup(made)
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, str)
 
 
 def as_setup(given: Any) -> TrainSetup:
@@ -226,11 +219,7 @@ def as_setup(given: Any) -> TrainSetup:
 
 
 def without_arrays(setup: TrainSetup) -> TrainSetup:
-    """The same setup with an abstract state: an init function is traced once, for all plans.
-
-    Raises:
-      GShardError: the init function fails, or the state is not a train state.
-    """
+    """The same setup with an abstract state: an init function is traced once, for all plans."""
     if is_init(setup.state):
         try:
             return dataclasses.replace(setup, state=abstract(setup.state))
@@ -281,3 +270,132 @@ class Choices:
             devices = " of devices of a sub-group (or True or False)"
             check_integer("reshard_after_forward", self.reshard_after_forward, 1, devices)
         flag("offload", self.offload)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model, a machine and the options of a run.
+
+    Attributes:
+      model: `module:function`, a function that returns a `gshard.TrainSetup`.
+      arguments: keyword arguments of the function.
+      levels: names of levels.
+      devices: number of devices; None if neither CONFIG nor an option has it.
+      target: the machine, or None.
+      replica: number of replicas of the sharded state.
+      choices: options of the step.
+      vary: values that `gshard advise` may choose from, by argument of the function.
+    """
+
+    model: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    levels: tuple[str, ...] = tuple(LEVELS)
+    devices: int | None = None
+    target: Target | None = None
+    replica: int = 1
+    choices: Choices = Choices()
+    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def device_count(self) -> int:
+        """The number of devices.
+
+        Raises:
+          GShardError: neither CONFIG nor an option has it.
+        """
+        if self.devices is None:
+            raise GShardError(
+                "how many devices? Give --devices N, or --target, or either in CONFIG."
+            )
+        return self.devices
+
+
+def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
+    """Reads a config.
+
+    Args:
+      source: a TOML file, or `module:function`.
+      options: values by key, with `arguments.NAME` for the model's; they override the file's.
+
+    Raises:
+      GShardError: the file cannot be read, a key does not exist, or a value is not valid.
+    """
+    values = _from_file(source)
+    for key, value in (options or {}).items():
+        section, dot, name = key.partition(".")
+        if dot and section == "arguments":
+            values["arguments"] = {**values.get("arguments", {}), name: value}
+        else:
+            values[key] = value
+    if options and "devices" in options and "target" not in options:
+        values.pop("target", None)  # the file's machine has another number of devices
+    if options and "target" in options and "devices" not in options:
+        values.pop("devices", None)
+    return _config_of(values, source)
+
+
+def _from_file(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if not path.exists() and ":" in source and path.suffix != ".toml":
+        return {"model": source}
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
+        raise GShardError(
+            f"there is no file {source!r}.{did_you_mean(source, near)} Give a TOML file, or the "
+            "model itself as module:function."
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise GShardError(f"{source} is not TOML: {error}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise GShardError(f"{source} cannot be read: {error}.") from None
+
+
+def _config_of(values: dict[str, Any], where: str) -> Config:
+    chosen = [x.name for x in dataclasses.fields(Choices)]
+    keys = ["model", "arguments", "vary", "levels", "devices", "target", "replica", *chosen]
+    for key in values:
+        if key not in keys:
+            raise GShardError(
+                f"{where}: there is no key {key!r}.{did_you_mean(key, keys)} Keys are "
+                f"{', '.join(keys)}; arguments of the model's function go into [arguments]."
+            )
+    if not isinstance(values.get("model"), str):
+        raise GShardError(
+            f"{where} names no model. Add model = 'module:function', a function that returns a "
+            "gshard.TrainSetup."
+        )
+    arguments, vary = values.get("arguments", {}), values.get("vary", {})
+    for key, type_, what in (
+        ("arguments", dict, "a table"),
+        ("vary", dict, "a table"),
+        ("target", str, "a text"),
+        ("accumulate", str, "a text"),
+        ("offload", bool, "true or false"),
+    ):
+        if key in values and type(values[key]) is not type_:
+            raise GShardError(f"{where}: {key}={shown(values[key])} must be {what}.")
+    for name, tried in vary.items():
+        if not isinstance(tried, list) or not tried:
+            raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
+    devices, target = values.get("devices"), None
+    if devices is not None:
+        devices = check_integer("devices", devices, 1, most=MOST)
+    if "target" in values:
+        target = parse_target(values["target"])
+        if devices not in (None, target.devices):
+            raise GShardError(
+                f"{where}: devices={devices}, and target {target.text} has {target.devices}. Give "
+                "one of both."
+            )
+        devices = target.devices
+    return Config(
+        values["model"],
+        arguments,
+        parse_levels(values.get("levels", tuple(LEVELS))),
+        devices,
+        target,
+        check_integer("replica", values.get("replica", 1), 1, most=MOST),
+        Choices(**{key: values[key] for key in chosen if key in values}),
+        vary,
+    )

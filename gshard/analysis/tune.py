@@ -13,12 +13,12 @@ from rich.table import Table
 from gshard._util.errors import GShardError
 from gshard._util.text import bytes_of, seconds_of, text_of, text_table
 from gshard.analysis.aot.target import Target
-from gshard.analysis.config import Config
 from gshard.analysis.cost_model import COMPUTE_SHARE, MEMORY_SHARE, Cost, cost
 from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.memory.footprint import Footprint
 from gshard.analysis.setup import (
     Choices,
+    Config,
     TrainSetup,
     batch_bytes,
     load_setup,

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gshard.analysis.config import Config
 from gshard.analysis.html.page import open_page, page
+from gshard.analysis.setup import Config
 from gshard.analysis.tune import Verdict, advice_rows, advice_text, advise, best_of_each
 from gshard.cli.common import (
     NO,

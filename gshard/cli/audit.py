@@ -7,8 +7,7 @@ import sys
 from typing import Any
 
 from gshard.analysis.audit import Audit, audit
-from gshard.analysis.config import Config
-from gshard.analysis.setup import batch_of, load_setup, sharded_setup, step_of
+from gshard.analysis.setup import Config, batch_of, load_setup, sharded_setup, step_of
 from gshard.cli.common import NO, YES, config_parser, in_words, mesh_here, named_config, status
 
 _EXAMPLE = """examples:

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
-from gshard.analysis.config import Config, read_config
 from gshard.analysis.forecast import Forecast, forecast_config
+from gshard.analysis.setup import Config, read_config
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.

@@ -10,10 +10,9 @@ import jax
 from jax.sharding import Mesh
 
 from gshard._util.text import bytes_of
-from gshard.analysis.config import Config
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
-from gshard.analysis.setup import initialized_setup, load_setup, sharded_setup
+from gshard.analysis.setup import Config, initialized_setup, load_setup, sharded_setup
 from gshard.cli.common import (
     YES,
     config_parser,

@@ -16,10 +16,9 @@ from gshard._util.errors import GShardError, some
 from gshard._util.text import text_of, text_table
 from gshard.analysis.aot.compiled import check_json, compile_for, compiled_report
 from gshard.analysis.aot.target import Target
-from gshard.analysis.config import Config
 from gshard.analysis.forecast import Forecast, forecast
 from gshard.analysis.html.page import open_page, page
-from gshard.analysis.setup import TrainSetup
+from gshard.analysis.setup import Config, TrainSetup
 from gshard.cli.common import (
     NO,
     NO_ANSWER,

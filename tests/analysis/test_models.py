@@ -17,8 +17,7 @@ from jax.sharding import AbstractMesh, AxisType
 import gshard
 from examples.models import gpt2, llama, moe
 from examples.models.by_slices import attend
-from gshard.analysis.config import read_config
-from gshard.analysis.setup import load_setup
+from gshard.analysis.setup import load_setup, read_config
 from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
 from tests.reference import assert_same_leaves, assert_same_values, flat

@@ -10,10 +10,9 @@ import pytest
 
 import gshard
 from gshard.analysis.aot.target import parse_target
-from gshard.analysis.config import Config, read_config
 from gshard.analysis.cost_model import COMPUTE_SHARE, Cost, bandwidths, cost
 from gshard.analysis.forecast import abstract_mesh
-from gshard.analysis.setup import Choices
+from gshard.analysis.setup import Choices, Config, read_config
 from gshard.analysis.tune import (
     Option,
     Verdict,
