@@ -25,7 +25,7 @@ from gshard.analysis.forecast import Forecast, LevelForecast, forecast
 from gshard.analysis.setup import TrainSetup
 from gshard.checkpoint.checkpointer import Checkpointer, Restored
 from gshard.checkpoint.checksums import Damage, DamagedCheckpointError
-from gshard.checkpoint.orbax_import import import_orbax
+from gshard.checkpoint.orbax import import_orbax
 from gshard.checkpoint.safetensors.load import load_safetensors
 from gshard.checkpoint.safetensors.save import save_safetensors
 from gshard.checkpoint.save import SaveFailedError

@@ -17,9 +17,17 @@ from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
 from gshard.checkpoint.checksums import Damage, find_undamaged, steps_everywhere, verify_step
-from gshard.checkpoint.directory import RetentionPolicy, as_directory, existing_step, steps_in
-from gshard.checkpoint.metadata import StepInfo, as_metadata, packed_data_state, read_data_state
-from gshard.checkpoint.orbax_io import read
+from gshard.checkpoint.directory import (
+    RetentionPolicy,
+    StepInfo,
+    as_directory,
+    as_metadata,
+    existing_step,
+    packed_data_state,
+    read_data_state,
+    steps_in,
+)
+from gshard.checkpoint.orbax import read
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE

@@ -21,8 +21,7 @@ import jax
 
 from gshard._util.durable import fsync, write_file
 from gshard._util.errors import GShardError, some, warn
-from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, steps_in
-from gshard.checkpoint.metadata import StepInfo
+from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, StepInfo, steps_in
 from gshard.distributed.agree import tell_processes
 
 PROCESS_MANIFESTS = "manifests"
@@ -35,6 +34,10 @@ Segment = tuple[int, int, str | None]
 """Number of bytes, their CRC-32, and the path of an array."""
 Progress = Callable[[int], object]
 """Called with the number of bytes of every block that was read."""
+
+
+def _ignore(count: int) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -84,16 +87,8 @@ class DamagedCheckpointError(GShardError):
 def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[int, set[int]]:
     """The step to read, the same on every process, and the steps that were found damaged.
 
-    If another job deletes a step during this call, the next one is tried.
-
-    Args:
-      directory: the directory of the run.
-      asked: a step; None for the newest one that is undamaged.
-      verify: whether to compare the files with their checksums.
-
-    Raises:
-      DamagedCheckpointError: the requested step is damaged, or all are.
-      GShardError: there is no step.
+    With `asked=None` that is the newest undamaged step. If another job deletes a step during this
+    call, the next one is tried. Without `verify` no file is compared with its checksums.
     """
     bad: dict[int, list[Damage]] = {}
     while True:
@@ -127,7 +122,7 @@ def steps_everywhere(directory: Path) -> list[int]:
 
 
 def verify_step(
-    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = lambda count: None
+    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = _ignore
 ) -> list[Damage]:
     """The damages of a step, or a folder whose name is not the number of the step in it."""
     found = find_damages(step, share, progress)
@@ -155,10 +150,8 @@ def _list_damages(directory: Path, damages: Mapping[int, list[Damage]]) -> str:
 
 
 def _orbax_hint(directory: Path) -> str:
-    theirs = [x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA")]
-    if not theirs:
-        return ""
-    return f" Orbax itself wrote {some(theirs)}: read it with gshard.import_orbax."
+    theirs = some(x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA"))
+    return f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
 
 
 # ---- writing manifests ---------------------------------------------------------------------------
@@ -172,14 +165,7 @@ def process_manifest(process: int) -> str:
 def write_process_manifest(
     step: Path, process: int, files: Iterable[str], ranges: Mapping[str, Sequence[Range]]
 ) -> None:
-    """Lists the files of one process, and syncs them to the disk.
-
-    Args:
-      step: the folder of the step.
-      process: the rank of the process.
-      files: the paths of its files, within the step.
-      ranges: for each file, the bytes of each array.
-    """
+    """Lists the files of one process, with the bytes of each array in them, and syncs them."""
     listed = {name: _segments(step / name, ranges.get(name, ())) for name in sorted(files)}
     for name in listed:
         fsync(step / name)
@@ -210,15 +196,12 @@ def write_manifests(folder: Path) -> None:
 
 
 def find_damages(
-    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = lambda count: None
+    step: Path, share: tuple[int, int] = (0, 1), progress: Progress = _ignore
 ) -> list[Damage]:
     """The files of a step that differ from what was written.
 
-    Args:
-      step: the folder of the step.
-      share: `(i, n)` reads every n-th file from the i-th on. Missing and additional files are
-        found in every share.
-      progress: called for each block that was read.
+    With the share `(i, n)` it reads every n-th file from the i-th on, but finds all missing and
+    additional files. `progress` is called for each block that was read.
     """
     try:
         listed = _read_manifest(step, MANIFEST, None)
@@ -229,7 +212,7 @@ def find_damages(
             listed |= _read_manifest(step, name, listed[name])
         present = _files(step) - {MANIFEST}
     except _DamagedError as error:
-        return [error.damage]
+        return [error.args[0]]
     found = [
         Damage(name, "is missing", _arrays_in(listed[name]))
         for name in sorted(listed.keys() - present)
@@ -248,33 +231,21 @@ def size_of(step: Path) -> int:
 
 
 class _DamagedError(Exception):
-    def __init__(self, damage: Damage):
-        self.damage = damage
+    """Raised with the `Damage` because of which the other files are not known."""
 
 
 def _read_manifest(
     step: Path, name: str, segments: Sequence[Segment] | None
 ) -> dict[str, list[Segment]]:
     """The files that a manifest lists; it is compared with its own segments first, if given."""
-    if segments is not None:
-        if found := _damages_of_file(step, name, segments, lambda count: None):
-            raise _DamagedError(found[0])
-    path = step / name
+    if found := _damages_of_file(step, name, segments):
+        raise _DamagedError(found[0])
     try:
-        if not _is_regular(path) and os.path.lexists(path):
-            raise _DamagedError(Damage(name, "is no regular file"))
-        return _unsealed(path.read_bytes())
-    except FileNotFoundError:
-        raise _DamagedError(Damage(name, "is missing")) from None
+        return _unsealed((step / name).read_bytes())
     except OSError as error:
         raise _DamagedError(Damage(name, f"cannot be read ({error.strerror})")) from error
     except (ValueError, TypeError, KeyError):
         raise _DamagedError(Damage(name, "differs from what was written")) from None
-
-
-def _is_regular(path: Path) -> bool:
-    """Whether it contains its bytes itself: a link does not, and reading a pipe would block."""
-    return path.is_file() and not path.is_symlink()
 
 
 def _sealed(listed: Mapping[str, Sequence[Segment]]) -> bytes:
@@ -328,7 +299,7 @@ def _segments(path: Path, ranges: Sequence[Range]) -> list[Segment]:
     return found
 
 
-def _checksum(file: BinaryIO, length: int, progress: Progress = lambda count: None) -> int:
+def _checksum(file: BinaryIO, length: int, progress: Progress = _ignore) -> int:
     """CRC-32 of the next bytes of a file."""
     total = 0
     while length > 0:
@@ -342,22 +313,24 @@ def _checksum(file: BinaryIO, length: int, progress: Progress = lambda count: No
 
 
 def _damages_of_file(
-    step: Path, name: str, segments: Sequence[Segment], progress: Progress
+    step: Path, name: str, segments: Sequence[Segment] | None, progress: Progress = _ignore
 ) -> list[Damage]:
-    path = step / name
-    if not os.path.lexists(path):
-        return [Damage(name, "is missing", _arrays_in(segments))]
-    if not _is_regular(path):
-        return [Damage(name, "is no regular file")]
-    expected = sum(length for length, _, _ in segments)
+    """The damages of a file; without its segments, only of its kind."""
+    path, arrays = step / name, _arrays_in(segments or ())
     try:
+        if not os.path.lexists(path):
+            return [Damage(name, "is missing", arrays)]
+        if not path.is_file() or path.is_symlink():  # reading a pipe would block
+            return [Damage(name, "is no regular file")]
+        if segments is None:
+            return []
+        expected = sum(length for length, _, _ in segments)
         if (size := path.stat().st_size) != expected:
-            what = f"has {size:,} bytes instead of {expected:,}"
-            return [Damage(name, what, _arrays_in(segments))]
+            return [Damage(name, f"has {size:,} bytes instead of {expected:,}", arrays)]
         with path.open("rb") as file:
             bad = [x for x in segments if _checksum(file, x[0], progress) != x[1]]
     except OSError as error:
-        return [Damage(name, f"cannot be read ({error.strerror})", _arrays_in(segments))]
+        return [Damage(name, f"cannot be read ({error.strerror})", arrays)]
     return [Damage(name, "differs from what was written", _arrays_in(bad))] if bad else []
 
 

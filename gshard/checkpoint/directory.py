@@ -1,4 +1,4 @@
-"""The directory of a run: which steps it contains, and how a step is added and removed.
+"""The directory of a run: its steps, what each says about itself, and which of them are kept.
 
 A step is a folder named by its number. It is written under another name and renamed when it is
 complete, and renamed before it is deleted, so a folder with a number is always a complete step.
@@ -6,9 +6,13 @@ complete, and renamed before it is deleted, so a folder with a number is always 
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import datetime
 import fcntl
+import json
 import os
+import platform
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -16,28 +20,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gshard._util.durable import remove_folder, rename
-from gshard._util.errors import CallOrderError, GShardError
+import jax
+import numpy as np
+
+from gshard._util.durable import remove_folder, rename, write_file
+from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, shown
+from gshard._util.version import __version__
+from gshard.checkpoint.arrays import ArrayInfo
+from gshard.sharding.plan import Plan
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
 _LOCK = ".gshard_lock"
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
+DATA = "data_state"
+FORMAT = 1
 
 
 def as_directory(path: Any) -> Path:
-    """The absolute path of a directory that exists or can be made.
-
-    Raises:
-      GShardError: it is not a path, or a file is in the way.
-    """
+    """The absolute path of a directory that exists or can be made."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"directory={shown(path)} must be the path of a directory.")
     try:
         folder = Path(path).expanduser().absolute()
-        in_the_way = folder.exists() and not folder.is_dir()
+        is_file = folder.exists() and not folder.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise GShardError(f"directory={shown(path)} cannot be used: {error}.") from error
     if "://" in str(path):
@@ -45,7 +53,7 @@ def as_directory(path: Any) -> Path:
             f"directory={str(path)!r} is an address. gshard writes to file systems: mount the "
             "bucket, and give the path."
         )
-    if in_the_way:
+    if is_file:
         raise GShardError(f"directory={str(path)!r} is a file. Choose another path.")
     return folder
 
@@ -57,9 +65,6 @@ def steps_in(directory: Path) -> list[int]:
     """The steps of a directory, ascending; empty if the directory does not exist.
 
     A folder named by a number is a step if gshard wrote into it.
-
-    Raises:
-      GShardError: the directory cannot be read.
     """
     try:
         found = [x.name for x in os.scandir(directory) if x.is_dir(follow_symlinks=False)]
@@ -73,11 +78,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def existing_step(directory: Path, step: Any, steps: Sequence[int]) -> int:
-    """A user's step as the number of one of `steps`.
-
-    Raises:
-      GShardError: there is no such step; the nearest are named.
-    """
+    """A user's step as the number of one of `steps`; the error names the nearest ones."""
     number = check_integer("step", step, 0)
     if number not in steps:
         near = sorted(sorted(steps, key=lambda x: abs(x - number))[:3])
@@ -87,24 +88,8 @@ def existing_step(directory: Path, step: Any, steps: Sequence[int]) -> int:
 
 
 def temporary_folder(directory: Path, step: int, failed: int) -> Path:
-    """The folder in which a step is written.
-
-    Args:
-      directory: the directory of the run.
-      step: the step's number.
-      failed: how many saves failed before; threads that still write for them use other folders.
-    """
+    """The folder in which a step is written, other than those of saves that failed before."""
     return directory / f"{step}{f'.{failed}' if failed else ''}{SAVING}"
-
-
-def step_of(folder: Path) -> int:
-    """The number of the step that is written in a temporary folder."""
-    return int(folder.name.partition(".")[0])
-
-
-def commit(folder: Path) -> None:
-    """Renames a complete temporary folder to its step."""
-    rename(folder, folder.with_name(str(step_of(folder))))
 
 
 def delete(directory: Path, step: int) -> None:
@@ -127,15 +112,155 @@ def remove_debris(directory: Path) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
+# ---- what a step says about itself ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What `gshard.json` says about a step.
+
+    Attributes:
+      step: the step's number.
+      arrays: shape and dtype of each array, by path.
+      made_by: level, mesh and versions, for people only.
+      metadata: what the user passed to `save`.
+      processes: how many processes wrote the step.
+    """
+
+    step: int
+    arrays: Mapping[str, ArrayInfo]
+    made_by: Mapping[str, Any]
+    metadata: Mapping[str, Any]
+    processes: int
+
+    @classmethod
+    def of(
+        cls, step: int, arrays: Mapping[str, ArrayInfo], plan: Plan, metadata: Mapping[str, Any]
+    ) -> StepInfo:
+        """The description of a step that is about to be written."""
+        made_by = {
+            "level": plan.level.name,
+            "mesh": dict(plan.mesh.shape),
+            "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "gshard": __version__,
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+        }
+        return cls(step, arrays, made_by, metadata, jax.process_count())
+
+    def write(self, folder: Path) -> None:
+        """Writes it into the folder of its step."""
+        table = {
+            "format": FORMAT,
+            "step": self.step,
+            "processes": self.processes,
+            "made_by": self.made_by,
+            "metadata": self.metadata,
+            "arrays": {path: [list(x.shape), x.dtype] for path, x in self.arrays.items()},
+        }
+        write_file(folder / DESCRIPTION, json.dumps(table, indent=1).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> StepInfo:
+        """Reads the description of a step; refuses a missing or damaged one, or a later format."""
+        path = folder / DESCRIPTION
+        try:
+            table = json.loads(path.read_bytes())
+            if table["format"] > FORMAT:
+                raise GShardError(
+                    f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
+                    f"(format {table['format']}, this one reads {FORMAT}). Update gshard."
+                )
+            arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
+            return cls(
+                table["step"], arrays, table["made_by"], table["metadata"], table["processes"]
+            )
+        except GShardError:
+            raise
+        except FileNotFoundError:
+            raise GShardError(f"{path} is missing.") from None
+        except OSError as error:
+            raise GShardError(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GShardError(f"{path} is damaged.") from error
+
+
+def as_metadata(metadata: Any) -> dict[str, Any]:
+    """The user's metadata as JSON values; scalar arrays become numbers."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise GShardError(f"metadata={shown(metadata)} must be a dictionary.")
+    return _json_values("metadata", dict(metadata))
+
+
+def data_state_name(process: int) -> str:
+    """The file of one process's data state, within a step."""
+    return f"{DATA}/process_{process}.json"
+
+
+def packed_data_state(data_state: Any) -> bytes:
+    """A data state, JSON values or bytes, as the content of its file."""
+    if isinstance(data_state, bytes):
+        return json.dumps({"base64": base64.b64encode(data_state).decode()}).encode()
+    return json.dumps({"json": _json_values("data_state", data_state)}).encode()
+
+
+def read_data_state(folder: Path, processes: int) -> Any:
+    """This process's data state; after a change of their number, the one that all processes had."""
+    files = [folder / data_state_name(i) for i in range(processes)]
+    found = [path.read_bytes() if path.exists() else None for path in files]
+    now = jax.process_count()
+    if processes != now and any(data != found[0] for data in found):
+        warn(
+            f"{folder / DATA} holds another data state for each of the {processes} processes that "
+            f"wrote it, and there are {now} now: none is restored. A gshard.DataLoader has one "
+            "that holds for any number of processes."
+        )
+        return None
+    own = found[jax.process_index() if processes == now else 0] if found else None
+    if own is None:
+        return None
+    try:
+        table = json.loads(own)
+        return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise GShardError(f"{folder / DATA} is damaged.") from error
+
+
+def _json_values(name: str, value: Any) -> Any:
+    """A value as it would be read from JSON."""
+
+    def number(x: Any) -> Any:
+        if isinstance(x, (np.generic, np.ndarray, jax.Array)) and np.size(x) == 1:
+            return np.asarray(x).item()
+        raise GShardError(
+            f"{name} holds {shown(x)}, which is not JSON: use numbers, strings, booleans, lists "
+            "and dictionaries of these."
+        )
+
+    def check_keys(x: Any) -> None:
+        if isinstance(x, Mapping):
+            if wrong := [key for key in x if not isinstance(key, str)]:
+                raise GShardError(f"{name} has the key {shown(wrong[0])}, which is not a string.")
+        for item in x.values() if isinstance(x, Mapping) else x:
+            if isinstance(item, (Mapping, list, tuple)):
+                check_keys(item)
+
+    try:
+        check_keys([value])
+        return json.loads(json.dumps(value, default=number))
+    except GShardError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GShardError(f"{name} is not JSON: {error}.") from error
+
+
 # ---- the lock of the writer ----------------------------------------------------------------------
 
 
 def lock(directory: Path) -> int:
-    """Makes this process the only writer, until it closes the returned descriptor or ends.
-
-    Raises:
-      CallOrderError: another process writes there.
-    """
+    """Makes this process the only writer, until it closes the returned descriptor or ends."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,12 +300,8 @@ def is_locked_by(descriptor: int, directory: Path) -> bool:
 class RetentionPolicy:
     """Which steps are kept: the newest, and each that any rule selects. Without rules, all.
 
-    Attributes:
-      last: how many of the newest steps.
-      every: steps whose number is a multiple of it.
-      best: how many steps with the best `metric`, of those that have it and where it is not NaN.
-      metric: a key of `metadata`.
-      mode: which metric is best.
+    The fields are the arguments of `Checkpointer`. Steps without the metric, or with NaN, are not
+    among the best.
     """
 
     last: int | None = None
@@ -209,11 +330,11 @@ class RetentionPolicy:
         if self.keeps_all:
             return []
         steps = sorted(metadata)
-        kept = set(steps[-max(self.last or 1, 1) :])
+        kept = set(steps[-(self.last or 1) :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
-        known = {step: self._value(metadata[step]) for step in steps}
+        known: dict[int, Any] = {step: metadata[step].get(self.metric) for step in steps}
         sign = 1 if self.mode == "min" else -1
-        ranked = sorted((sign * x, -step) for step, x in known.items() if x is not None)
+        ranked = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
         kept |= {-step for _, step in ranked[: self.best or 0]}
         return [step for step in steps if step not in kept]
 
@@ -225,10 +346,6 @@ class RetentionPolicy:
                 f"has {shown(metadata.get(self.metric))} there. Pass metadata={{{self.metric!r}: "
                 "...}, or pass metric= to the Checkpointer."
             )
-
-    def _value(self, metadata: Mapping[str, Any]) -> float | None:
-        value = metadata.get(self.metric)
-        return None if not _is_number(value) or value != value else value
 
 
 def _is_number(value: Any) -> bool:

@@ -16,11 +16,11 @@ from gshard.checkpoint.checksums import Damage, size_of, verify_step
 from gshard.checkpoint.directory import (
     DESCRIPTION,
     MANIFEST,
+    StepInfo,
     as_directory,
     existing_step,
     steps_in,
 )
-from gshard.checkpoint.metadata import StepInfo
 from gshard.cli.common import NO, NO_ANSWER, YES, print_answer
 
 _EXAMPLE = """example:

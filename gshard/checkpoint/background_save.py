@@ -1,0 +1,145 @@
+"""`BackgroundSave`: the thread in which a process writes its files of a step.
+
+Each process writes its shards and lists its files. When all have done so, the first process writes
+the combined manifest and renames the folder to the step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from errno import ENOENT
+from pathlib import Path
+
+from gshard._util.durable import rename
+from gshard.checkpoint import orbax
+from gshard.checkpoint.checksums import (
+    process_manifest,
+    write_combined_manifest,
+    write_process_manifest,
+)
+from gshard.checkpoint.directory import data_state_name
+
+_POLL = 0.02  # seconds between looks for the manifests of other processes
+_EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
+_program_over = threading.Event()
+_running: set[BackgroundSave] = set()
+
+
+@dataclass(eq=False)
+class BackgroundSave:
+    """The thread that writes a step.
+
+    Attributes:
+      folder: the temporary folder, which exists.
+      step: the step's number.
+      process: the rank of this process.
+      processes: how many processes write.
+      finish: waits until this process's shards are written.
+      arrays: the paths of the arrays.
+      then: the first process calls it after the commit.
+      afterwards: the error that `then` raised; the step itself is there.
+    """
+
+    folder: Path
+    step: int
+    process: int
+    processes: int
+    finish: Callable[[], None]
+    arrays: Collection[str]
+    then: Callable[[], None]
+    afterwards: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._given_up = threading.Event()
+        # Not `Thread.join`: in Python 3.11 a Ctrl-C in it lets the next one return at once.
+        self._files: Future[None] = Future()
+        self._commit: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="gshard-save")
+
+    def start(self) -> None:
+        """Starts the thread; not in `__init__`, so that Ctrl-C cannot lose a started one."""
+        _running.add(self)
+        self._thread.start()
+
+    def wait_for_files(self) -> None:
+        """Waits until this process has written its files, or raises why it could not."""
+        if self._thread.ident is None:
+            raise InterruptedError("it was interrupted before it began")
+        self._files.result()
+
+    def wait_for_commit(self) -> None:
+        """Waits for the commit, after every process has written its files, or raises the error."""
+        self._commit.result()
+
+    def give_up(self) -> None:
+        """Ends the thread without a commit, because another process failed."""
+        self._given_up.set()
+        if self._thread.ident is not None:
+            self.join()
+
+    def join(self) -> None:
+        """Waits until the thread ends, successful or not."""
+        self._commit.exception()
+
+    def _run(self) -> None:
+        try:
+            self._write_files()
+            self._files.set_result(None)
+            if self.process == 0 and self._all_files_written():
+                orbax.merge(self.folder)
+                write_combined_manifest(self.folder, self.processes)
+                rename(self.folder, self.folder.with_name(str(self.step)))
+                try:
+                    self.then()
+                except Exception as error:
+                    self.afterwards = error
+            self._commit.set_result(None)
+        except Exception as error:  # raised where somebody waits
+            if not self._files.done():
+                self._files.set_exception(error)
+            self._commit.set_exception(error)
+            if _program_over.is_set():  # nobody will wait
+                print(f"gshard: step {self.step} was not saved: {error}", file=sys.stderr)
+        finally:
+            _running.discard(self)
+
+    def _write_files(self) -> None:
+        self.finish()
+        files = orbax.files_of(self.folder, self.process)
+        # A process that has only copies of what others write has no files.
+        ranges = orbax.ranges_of(self.folder, self.process, self.arrays) if files else {}
+        if (self.folder / data_state_name(self.process)).exists():
+            files.append(data_state_name(self.process))
+        write_process_manifest(self.folder, self.process, files, ranges)
+
+    def _all_files_written(self) -> bool:
+        """Waits for the manifests of all processes; False if another process failed."""
+        missing = [self.folder / process_manifest(rank) for rank in range(self.processes)]
+        own, end = missing[self.process], None
+        while missing := [path for path in missing if not path.exists()]:
+            if self._given_up.wait(_POLL):
+                break
+            if not own.exists():  # somebody has deleted the folder
+                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(own))
+            if end is None and _program_over.is_set():
+                end = time.monotonic() + _EXIT_TIMEOUT
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError(f"{missing[0]} was not written by its process")
+        return not self._given_up.is_set()
+
+
+def _wait_at_exit() -> None:
+    _program_over.set()
+    for saving in list(_running):
+        saving.join()
+
+
+# A program that ends waits for its last save. Python waits for all threads, but stops executors
+# before, and Orbax writes with these; nothing public comes earlier.
+threading._register_atexit(_wait_at_exit)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,289 @@
+"""Arrays on disk, by Orbax: each process writes its shards, and reads what its devices need.
+
+It also reads checkpoints of a Flax `TrainState` that Orbax wrote without gshard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from gshard._util.errors import GShardError, some
+from gshard._util.pytree import flatten
+from gshard._util.validation import flag, shown
+from gshard.checkpoint.arrays import (
+    ArrayInfo,
+    layouts_of,
+    read_components,
+    state_and_plan,
+    with_components,
+)
+from gshard.checkpoint.checksums import Range
+from gshard.checkpoint.directory import MANIFEST
+from gshard.train_state.components import ShardedOptState
+
+ARRAYS = "arrays"  # Orbax's folder within a step
+_TREE = "_METADATA"  # Orbax writes it into the folder of every tree
+_VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
+
+
+# ---- the arrays of a step ------------------------------------------------------------------------
+
+
+def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
+    """Copies this process's shards to the host, and begins to write them into an existing folder.
+
+    After this returns, the arrays may be donated or deleted. The function that is returned waits
+    until this process's shards are written.
+    """
+    import orbax.checkpoint as ocp  # takes most of a second
+
+    arguments = ocp.args.PyTreeSave(dict(arrays))
+    futures = _run(_handler().async_save(_epath(step / ARRAYS), args=arguments)) or []
+
+    def finish() -> None:
+        for future in futures:
+            future.result()
+
+    return finish
+
+
+def merge(step: Path) -> None:
+    """Combines what all processes have written; called by the first."""
+    _handler().finalize(_epath(step / ARRAYS))
+
+
+def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads arrays by path with the shapes, dtypes and shardings of `wanted`.
+
+    A larger shape than the stored one is padded with zeros, a smaller one is cut.
+    """
+    import orbax.checkpoint as ocp
+
+    how = {path: _how_to_read(x) for path, x in wanted.items()}
+    arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
+    try:
+        return _handler().restore(_epath(step / ARRAYS), args=arguments)
+    except Exception as error:
+        raise GShardError(f"{_unreadable(error)} `gshard verify` names the files.") from error
+
+
+def differing_arrays(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+    """Paths of the arrays whose bits differ from the stored ones; one is read at a time."""
+    found = []
+    for path, x in arrays.items():
+        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        stored = read(step, {path: wanted})[path].addressable_shards
+        pairs = zip(x.addressable_shards, stored, strict=True)
+        if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
+            found.append(path)
+    return found
+
+
+def files_of(step: Path, process: int) -> list[str]:
+    """The paths of the files that one process wrote, within the step."""
+    found = (step / ARRAYS / _own_folder(process)).rglob("*")
+    return [path.relative_to(step).as_posix() for path in found if path.is_file()]
+
+
+def ranges_of(step: Path, process: int, arrays: Collection[str]) -> dict[str, list[Range]]:
+    """The bytes of each array in each file of a process that wrote files.
+
+    Orbax's format is OCDBT: a tree of keys, such as `params/w/c/0/1` for a block of an array, with
+    the file, the offset and the length of each value.
+    """
+    import tensorstore as ts
+
+    folder = f"{ARRAYS}/{_own_folder(process)}"
+    store = ts.KvStore.open({"driver": "file", "path": f"{step / folder}/"}).result()
+    found: dict[str, list[Range]] = {}
+
+    def visit(location: str, prefix: bytes) -> None:
+        for entry in ts.ocdbt.dump(store, location).result()["entries"]:
+            key = prefix + entry["key"]
+            if "location" in entry:
+                visit(entry["location"], key[: len(prefix) + entry["subtree_common_prefix_length"]])
+            elif value := _VALUE.fullmatch(entry.get("indirect_value", "")):
+                array = _array_of(key.decode(), arrays)
+                if array is not None:
+                    ranges = found.setdefault(f"{folder}/{value[1]}", [])
+                    ranges.append((int(value[2]), int(value[3]), array))
+
+    newest = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
+    if "location" in newest:
+        visit(newest["location"], b"")
+    return found
+
+
+def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
+    import orbax.checkpoint as ocp
+
+    return ocp.ArrayRestoreArgs(
+        restore_type=jax.Array,
+        sharding=wanted.sharding,
+        global_shape=wanted.shape,
+        dtype=wanted.dtype,
+        strict=False,  # it may have other padding
+    )
+
+
+def _unreadable(error: Exception) -> str:
+    """The message of TensorStore or Orbax about unreadable arrays, without its settings."""
+    text = " ".join(str(error).partition("[tensorstore_spec")[0].split())
+    return f"cannot be read: {text[:300]}{'...' if len(text) > 300 else ''}."
+
+
+def _bits(x: jax.Array) -> bytes:
+    return np.asarray(x).tobytes()
+
+
+def _own_folder(process: int) -> str:
+    return f"ocdbt.process_{process}"
+
+
+def _array_of(key: str, arrays: Collection[str]) -> str | None:
+    """The array whose block a key names. The path of an array may itself look like a block."""
+    while key not in arrays and key:
+        key = key.rpartition("/")[0]
+    return key or None
+
+
+def _handler() -> Any:
+    import orbax.checkpoint as ocp
+
+    # Weights hardly compress; without it, writing is as fast as the disk.
+    return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+
+
+def _epath(folder: Path) -> Any:
+    from etils import epath  # Orbax's own paths
+
+    return epath.Path(os.fspath(folder))
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine in a thread, because the thread of a notebook has an event loop already."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+# ---- checkpoints of plain Orbax ------------------------------------------------------------------
+
+
+def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False) -> Any:
+    """Reads a `TrainState` that plain Orbax saved, onto any mesh and at any level.
+
+    It reads parameters, optimizer state, step and further fields; each process reads what its
+    devices need. Such a checkpoint has no checksums, so damage may go unnoticed.
+
+    Args:
+      path: the folder of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or
+        of a step of a `CheckpointManager`.
+      like: what `shard_train_state` returned for a Linen `TrainState`: the state, or
+        `(abstract state, plan)`.
+      cast: True converts arrays of another dtype.
+
+    Returns:
+      A train state like `like`, with the arrays of the checkpoint.
+
+    Raises:
+      GShardError: there is no such tree, or it is of another model or optimizer; each array that
+        differs is named by its path.
+
+    Example:
+      >>> import os, orbax.checkpoint as ocp
+      >>> from flax.training.train_state import TrainState
+      >>> state = TrainState.create(apply_fn=None, params=params, tx=tx)
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     checkpointer.save(os.path.abspath("old"), state)
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state(state, mesh, "p_g_os", min_shard_size=0)
+      >>> state = gshard.import_orbax("old", like=state)
+    """
+    import orbax.checkpoint as ocp
+
+    state, plan = state_and_plan(like, "import_orbax(path, like)")
+    flag("cast", cast)
+    folder = _tree_in(path)
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        tree: Any = handler.metadata(_epath(folder)).tree
+    except Exception as error:
+        raise GShardError(f"import_orbax: {folder} {_unreadable(error)}") from error
+    paths, described, structure = flatten(tree)
+    names = [_own_name(name) for name in paths]
+    layouts = layouts_of(plan)
+    stored: dict[str, ArrayInfo] = {}
+    for name, x in zip(names, described, strict=True):
+        if not hasattr(x, "shape") or x.dtype is None:
+            continue
+        shape, dtype = tuple(x.shape), str(np.dtype(x.dtype))
+        # Python's own numbers were saved as 64 bits of their kind.
+        if shape == () and name in layouts and dtype in ("int64", "float64"):
+            own = str(layouts[name].dtype)
+            dtype = own if dtype.rstrip("64") in own else dtype
+        stored[name] = ArrayInfo(shape, dtype)
+
+    def read_tree(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        items = [wanted.get(name, ocp.PLACEHOLDER) for name in names]
+        how = [_how_to_read(wanted[n]) if n in wanted else ocp.RestoreArgs() for n in names]
+        arguments = ocp.args.PyTreeRestore(
+            item=jax.tree.unflatten(structure, items),
+            restore_args=jax.tree.unflatten(structure, how),
+        )
+        try:
+            found = handler.restore(_epath(folder), args=arguments)
+        except Exception as error:
+            raise GShardError(_unreadable(error)) from error
+        leaves = structure.flatten_up_to(found)
+        return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
+
+    paths, leaves, _ = flatten({"opt_state": ShardedOptState(None, {})})
+    fresh = dict(zip(paths, leaves, strict=True))
+    try:
+        components = read_components(read_tree, stored, plan, cast, fresh)
+    except GShardError as error:
+        raise GShardError(f"import_orbax: {folder}: {error}") from error
+    return with_components(components, state, plan)
+
+
+def _own_name(path: str) -> str:
+    """Gshard's path of an array of a `TrainState`."""
+    field, _, rest = path.partition("/")
+    if field == "opt_state":
+        return f"opt_state/inner/{rest}"
+    return path if field in ("params", "step") else f"non_trainable/{path}"
+
+
+def _tree_in(path: Any) -> Path:
+    """The folder of the tree at or below a user's path."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise GShardError(f"import_orbax: path={shown(path)} must be the path of a folder.")
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise GShardError(f"import_orbax: {folder} {what}.")
+    step = folder.parent if folder.name == ARRAYS else folder
+    if (step / MANIFEST).exists():
+        raise GShardError(
+            f"import_orbax: {step} is a step of gshard.Checkpointer. Read it with "
+            f"gshard.Checkpointer({str(step.parent)!r}).restore(step={step.name}, like=...)."
+        )
+    if (folder / _TREE).exists():
+        return folder
+    inside = [x for x in sorted(folder.iterdir()) if (x / _TREE).exists()]
+    if len(inside) == 1 and not inside[0].name.isdigit():
+        return inside[0]
+    names = [x.name for x in inside or sorted(folder.iterdir()) if x.is_dir()]
+    raise GShardError(
+        f"import_orbax: {folder} holds no single tree of arrays, but {some(names) or 'nothing'}. "
+        "Pass the folder of one, with its step."
+    )
