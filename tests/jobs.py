@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gshard.distributed.rendezvous import Kept, PortTakenError
+from gshard.distributed.rendezvous import PortTakenError, ReservedPort
 from tests.processes import clean_environment
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def assert_port_is_free(port: int, within: float = 2.0) -> None:
     end = time.monotonic() + within
     while True:
         try:
-            return Kept("127.0.0.1", port).release()
+            return ReservedPort("127.0.0.1", port).release()
         except PortTakenError:
             assert time.monotonic() < end, f"port {port} is held"
             time.sleep(0.05)

@@ -22,7 +22,7 @@ import jax
 from gshard._util.durable import fsync, write_file
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, StepInfo, steps_in
-from gshard.distributed.agree import tell_processes
+from gshard.distributed.agree import all_gather_text
 
 PROCESS_MANIFESTS = "manifests"
 _BLOCK = 2**22  # bytes that are read at once
@@ -118,7 +118,7 @@ def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[in
 
 def steps_everywhere(directory: Path) -> list[int]:
     """The steps of a directory as the first process sees them."""
-    return json.loads(tell_processes(json.dumps(steps_in(directory)))[0])
+    return json.loads(all_gather_text(json.dumps(steps_in(directory)))[0])
 
 
 def verify_step(
@@ -134,7 +134,7 @@ def verify_step(
 def _damages_found_together(step: Path) -> list[Damage]:
     """The damages of a step; each process reads its share of the files."""
     own = verify_step(step, (jax.process_index(), jax.process_count()))
-    said = tell_processes(json.dumps([[x.file, x.what, x.arrays] for x in own]))
+    said = all_gather_text(json.dumps([[x.file, x.what, x.arrays] for x in own]))
     found = [Damage(f, w, tuple(x)) for text in said.values() for f, w, x in json.loads(text)]
     return list(dict.fromkeys(found))
 

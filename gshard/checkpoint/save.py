@@ -20,7 +20,7 @@ from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.checksums import PROCESS_MANIFESTS
 from gshard.checkpoint.directory import DATA, RetentionPolicy, StepInfo, data_state_name
-from gshard.distributed.agree import FailedError, run_on_all, tell_processes
+from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
 
 # A skipped step changes these arrays but not the step's number.
 _COUNTS = ("opt_state/guard/", "opt_state/scaler/")
@@ -334,4 +334,4 @@ class StepWriter:
 
 def _all_of(paths: Collection[str]) -> set[str]:
     """The paths of all processes."""
-    return set().union(*map(json.loads, tell_processes(json.dumps([*paths])).values()))
+    return set().union(*map(json.loads, all_gather_text(json.dumps([*paths])).values()))

@@ -21,7 +21,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
-from gshard.distributed.agree import refuse_given_up, tell, tell_all
+from gshard.distributed.agree import exchange_texts, refuse_given_up
 from gshard.sharding.plan import Plan
 
 DATA_COMPARISONS = 8  # calls whose data is compared if all entries of the first batches are equal
@@ -67,7 +67,7 @@ def compare_batches(
     else:
         change = f"this process's number of examples changed from {before} to {now}"
     own = summarize_batch(batch, fault)
-    texts = _check_same_call(tell(f"batch\n{own}", plan, change, fault), "batch")
+    texts = _check_same_call(exchange_texts(f"batch\n{own}", plan, change, fault), "batch")
     if fault is not None:
         raise fault
     found = {rank: BatchSummary.read(text) for rank, text in texts.items()}
@@ -75,10 +75,10 @@ def compare_batches(
         if not x.valid:
             raise GShardError(f"process {rank} cannot place its batch: {x.text}")
     if len({x.form for x in found.values()}) > 1:
+        given = _differing(exchange_texts(own.text, plan, change, full=True))
         raise GShardError(
-            "the processes gave batches of different arrays; "
-            f"{_differing(tell_all(own.text, plan, change))}. Every process must give the same "
-            "tree, with the same dtypes, shapes and scalars, and its own examples."
+            f"the processes gave batches of different arrays; {given}. Every process must give the "
+            "same tree, with the same dtypes, shapes and scalars, and its own examples."
         )
     _compare_counts(found, positions)
     _compare_data(found, positions, comparisons > 0)
@@ -91,14 +91,14 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
     change = "a for over a DataLoader begins on this process"
     description = "\n".join(example)
     own = json.dumps({**state, "example": zlib.crc32(description.encode())})
-    texts = _check_same_call(tell(f"loader\n{own}", plan, change), "loader")
+    texts = _check_same_call(exchange_texts(f"loader\n{own}", plan, change), "loader")
     found = {rank: json.loads(text) for rank, text in texts.items()}
     differing = [n for n in [*state, "example"] if len({x[n] for x in found.values()}) > 1]
     if "example" in differing:
+        given = _differing(exchange_texts(description, plan, change, full=True))
         raise GShardError(
-            "the examples of the processes' DataLoaders differ: "
-            f"{_differing(tell_all(description, plan, change))}. Give every process the same "
-            "source and transform."
+            f"the examples of the processes' DataLoaders differ: {given}. Give every process the "
+            "same source and transform."
         )
     if differing:
         given = "; ".join(

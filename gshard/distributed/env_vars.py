@@ -1,13 +1,19 @@
-"""Environment variables by which `spawn` and `gshard launch` give a process its rank and job."""
+"""Environment variables that give a process its position in a job, and its devices.
+
+`spawn` and `gshard launch` set them; the GPUs of a machine are counted without starting JAX.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import shown
+from gshard._util.validation import check_integer, shown
 
 COORDINATOR = "GSHARD_COORDINATOR"
 NUM_PROCESSES = "GSHARD_NUM_PROCESSES"
@@ -18,6 +24,10 @@ START_TIMEOUT = "GSHARD_START_TIMEOUT"
 AGREEMENT_TIMEOUT = "GSHARD_AGREEMENT_TIMEOUT"
 RESTARTS = "GSHARD_RESTARTS"
 PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
+
+# The first that is set says which GPUs this process sees, and is set for those that it starts.
+_VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+_FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
 class JobPosition(NamedTuple):
@@ -38,18 +48,20 @@ def read_position(environment: Mapping[str, str] = os.environ) -> JobPosition:
 
 
 def read_integer(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Reads an integer from an environment variable; None if it is not set.
-
-    Raises:
-      GShardError: its value is not an integer.
-    """
+    """Reads an integer from an environment variable; None if it is not set."""
     text = environment.get(name)
     if not text:
         return None
     try:
         return int(text)
     except ValueError:
-        raise GShardError(f"the variable {name}={shown(text)} must be a whole number.") from None
+        raise GShardError(f"the variable {name}={shown(text)} must be an integer.") from None
+
+
+def read_seconds(name: str, default: int) -> int:
+    """Reads a positive number of seconds from an environment variable."""
+    given = read_integer(name)
+    return default if given is None else check_integer(name, given, 1, " of seconds")
 
 
 def process_variables(
@@ -74,3 +86,82 @@ def process_variables(
         RESTARTS: str(restarts),
         PORT_IS_KEPT: "1" if port_is_kept else "",
     }
+
+
+class TooFewDevicesError(GShardError, RuntimeError):
+    """Fewer devices than processes that need one each."""
+
+
+def visible_gpus() -> list[str]:
+    """Returns the names of the GPUs that this process sees, from its variables or the driver."""
+    for name in _VISIBLE:
+        if (given := os.environ.get(name)) is not None:
+            return [d.strip() for d in given.split(",") if d.strip() not in ("", "-1")]
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu" or not (program := shutil.which("nvidia-smi")):
+        return []
+    found = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
+    lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(i) for i in range(len(lines))]
+
+
+def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
+    """Returns the GPUs that a user names, or None if none are named.
+
+    Raises:
+      GShardError: one is named twice, or is not among those that this process sees.
+    """
+    if devices is None:
+        return None
+    names = devices.split(",") if isinstance(devices, str) else devices
+    given = f"{argument}={shown(devices)}"
+    if not isinstance(names, (list, tuple, range)):
+        raise GShardError(f"{given} must list devices, such as '0,1'.")
+    found, visible = [str(name).strip() for name in names], visible_gpus()
+    for name in found:
+        if name not in visible:
+            have = f"This process sees {', '.join(visible) or 'no GPU'}."
+            raise GShardError(
+                f"{given}: {name or 'an empty name'} is no visible device. {have} For virtual CPU "
+                "devices say how many each process has instead."
+            )
+    if not found or len(set(found)) < len(found):
+        raise GShardError(f"{given}: name at least one device, each once.")
+    return found
+
+
+def device_shares(
+    processes: int, devices: list[str] | None, virtual_devices: int | None, prefix: str = ""
+) -> list[dict[str, str]]:
+    """Returns the variables that give each of several processes of one machine its own devices.
+
+    Args:
+      processes: number of processes.
+      devices: GPUs to split between the processes, from `chosen_gpus`; None for all visible ones.
+      virtual_devices: virtual CPU devices of each process, instead of GPUs.
+      prefix: prefix of the two arguments in messages, such as `--`.
+
+    Raises:
+      GShardError: the GPUs cannot be split evenly, or the number of virtual devices is wrong.
+      TooFewDevicesError: this machine has GPUs, but fewer than there are processes.
+    """
+    if virtual_devices is not None:
+        count = check_integer(f"{prefix}virtual_devices", virtual_devices, 1)
+        flags = _FORCED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
+        cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}
+        return [cpu] * processes
+    gpus = visible_gpus() if devices is None else devices
+    if devices is None and not gpus:
+        return [{} for _ in range(processes)]
+    if devices is None and len(gpus) < processes:
+        raise TooFewDevicesError(
+            f"{processes} processes need a GPU each, and this one sees {len(gpus)}: "
+            f"{', '.join(gpus)}. Start fewer processes, or give them virtual CPU devices."
+        )
+    each, rest = divmod(len(gpus), processes)
+    if rest or not each:
+        raise GShardError(
+            f"{prefix}devices={','.join(gpus)} names {len(gpus)} devices, which cannot be split "
+            f"evenly between {processes} processes. Name a multiple of {processes}."
+        )
+    variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
+    return [{variable: ",".join(gpus[i * each : (i + 1) * each])} for i in range(processes)]

@@ -7,6 +7,7 @@ answer, and the port is free again when JAX starts. Nothing but these lines is e
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import json
@@ -14,20 +15,26 @@ import selectors
 import socket
 import sys
 import time
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
 from gshard._util.errors import CallOrderError, GShardError, some
 from gshard._util.validation import shown
 
-_LONGEST = 1024  # bytes of a line; whoever sends more is a stranger
-_RETRY, _PATIENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
+LOOPBACK = "127.0.0.1"
+_LONGEST = 1024  # bytes of a line; a longer one comes from another program
+_RETRY, _SILENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
 
 
 class NotArrivedError(CallOrderError):
     """Some processes of the job did not come in time."""
 
 
-def meet(at: Address, processes: int, rank: int, timeout: float, port_is_kept: bool) -> None:
+class PortTakenError(GShardError, OSError):
+    """Another program listens where process 0 should."""
+
+
+def meet(at: Address, processes: int, rank: int, timeout: float, port_is_reserved: bool) -> None:
     """Waits on every process until all have arrived.
 
     Raises:
@@ -36,214 +43,209 @@ def meet(at: Address, processes: int, rank: int, timeout: float, port_is_kept: b
       GShardError: two processes have the same rank, processes disagree on their number, or the port
         is taken.
     """
-    deadline = time.monotonic() + timeout
+    reminder = _Reminder(timeout)
     if rank == 0:
-        _Roll(at, processes, timeout, port_is_kept).call(deadline)
+        _RollCall(at, processes, reminder, port_is_reserved).run()
     else:
-        _answer(at, processes, rank, timeout, deadline)
+        _report(at, processes, rank, reminder)
+
+
+class _Reminder:
+    """A deadline; prints every ten seconds what this process waits for until then."""
+
+    def __init__(self, timeout: float):
+        self.timeout, self._next = timeout, _REMIND
+        self._end = time.monotonic() + timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self._end - time.monotonic()
+
+    def remind(self, what: str) -> None:
+        if self.timeout - self.left >= self._next:
+            self._next += _REMIND
+            print(f"gshard: {what} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
 
 
 # ---- process 0 -----------------------------------------------------------------------------------
 
 
-class _Roll:
-    """The list of arrived processes, on process 0."""
+@dataclass(eq=False)
+class _Peer:
+    """A connection; its rank is known once it has sent a valid line."""
 
-    def __init__(self, at: Address, processes: int, timeout: float, port_is_kept: bool):
-        self._processes, self._timeout, self._at = processes, timeout, at
-        self._listener = listening(at, kept=port_is_kept)
+    connection: socket.socket
+    since: float
+    received: bytes = b""
+    rank: int | None = None
+
+
+class _RollCall:
+    """Process 0 collects the other processes, and answers all of them at once."""
+
+    def __init__(self, at: Address, processes: int, reminder: _Reminder, port_is_reserved: bool):
+        self._at, self._processes, self._reminder = at, processes, reminder
+        self._listener = listen(at, reserved=port_is_reserved)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._said: dict[socket.socket, bytes] = {}
-        self._since: dict[socket.socket, float] = {}
-        self._here: dict[int, socket.socket] = {}
+        self._peers: list[_Peer] = []
 
-    def call(self, deadline: float) -> None:
-        wait = _Reminder(self._timeout)
+    def run(self) -> None:
         try:
-            while len(self._here) < self._processes - 1:
-                left = deadline - time.monotonic()
+            while len(self._arrived()) < self._processes - 1:
+                left = self._reminder.left
                 if left <= 0:
-                    self._refuse(NotArrivedError(self._who_is_missing()))
-                for key, _ in self._selector.select(min(left, _RETRY)):
-                    self._hear(key.fileobj)
-                self._forget_the_silent()
-                wait.remind(f"process 0 waits at {self._at}: {self._state()}")
-            self._tell({"go": True})
-            self._until_closed()
+                    self._fail(
+                        NotArrivedError(
+                            f"not all of {self._processes} processes reached {self._at} within "
+                            f"{self._reminder.timeout:g} s; {self._state()}. Look at the logs of "
+                            "those that are missing, and check that their machines can reach this "
+                            "address."
+                        )
+                    )
+                self._receive(min(left, _RETRY))
+                for peer in list(self._peers):  # the silent must not keep others out
+                    if peer.rank is None and time.monotonic() - peer.since > _SILENCE:
+                        self._drop(peer)
+                self._reminder.remind(f"process 0 waits at {self._at}: {self._state()}")
+            self._answer({"go": True}, self._arrived())
         finally:
-            for connection in (self._listener, *self._said):
+            for connection in (self._listener, *(peer.connection for peer in self._peers)):
                 connection.close()
             self._selector.close()
 
-    def _hear(self, connection) -> None:
-        if connection is self._listener:
-            try:
+    def _arrived(self) -> list[_Peer]:
+        return [peer for peer in self._peers if peer.rank is not None]
+
+    def _state(self) -> str:
+        here = {0, *(peer.rank for peer in self._arrived())}
+        missing = [rank for rank in range(self._processes) if rank not in here]
+        return f"arrived: {some(sorted(here), 16)}; missing: {some(missing, 16)}"
+
+    def _receive(self, seconds: float) -> None:
+        for key, _ in self._selector.select(seconds):
+            if key.data is not None:
+                self._read(key.data)
+                continue
+            with contextlib.suppress(OSError):  # it has left again
                 connection, _ = self._listener.accept()
-            except OSError:  # it has left again
-                return
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ)
-            self._said[connection], self._since[connection] = b"", time.monotonic()
-            return
+                connection.setblocking(False)
+                self._peers.append(_Peer(connection, time.monotonic()))
+                self._selector.register(connection, selectors.EVENT_READ, self._peers[-1])
+
+    def _read(self, peer: _Peer) -> None:
+        more = b""
+        with contextlib.suppress(OSError):
+            more = peer.connection.recv(_LONGEST)
+        if not more:
+            self._drop(peer)
+        elif peer.rank is None:  # else it has nothing more to say
+            peer.received += more
+            line, end, _ = peer.received.partition(b"\n")
+            if len(line) > _LONGEST:
+                self._drop(peer)
+            elif end:
+                self._admit(peer, line)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        self._peers.remove(peer)
+        peer.connection.close()
+
+    def _admit(self, peer: _Peer, line: bytes) -> None:
         try:
-            more = connection.recv(_LONGEST)
-        except OSError:
-            more = b""
-        if connection in self._here.values():  # it has nothing more to say
-            if not more:
-                self._forget(connection)
-            return
-        self._said[connection] += more
-        line, end, _ = self._said[connection].partition(b"\n")
-        if not more or len(line) > _LONGEST:
-            self._forget(connection)
-        elif end:
-            self._note(connection, line)
-
-    def _forget(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._said[connection], self._since[connection]
-        self._here = {r: c for r, c in self._here.items() if c is not connection}
-        connection.close()
-
-    def _forget_the_silent(self) -> None:
-        """Drops connections that send nothing, so that they do not keep others out."""
-        known, now = set(self._here.values()), time.monotonic()
-        late = [c for c, since in self._since.items() if now - since > _PATIENCE]
-        for connection in late:
-            if connection not in known:
-                self._forget(connection)
-
-    def _note(self, connection: socket.socket, line: bytes) -> None:
-        try:
-            said = json.loads(line)
-            rank, processes = said["gshard_rank"], said["of"]
+            message = json.loads(line)
+            rank, processes = message["gshard_rank"], message["of"]
         except (ValueError, TypeError, KeyError, RecursionError):
             rank = processes = None
         if type(rank) is not int or type(processes) is not int or not 0 < rank < processes:
-            self._forget(connection)  # a stranger
+            self._drop(peer)  # another program
             return
         if processes != self._processes:
-            self._here[rank] = connection
-            self._refuse(
-                GShardError(
-                    f"process {rank} was told that the job has {processes} processes, and process "
-                    f"0 that it has {self._processes}. Start all of them with the same number."
-                )
+            error = (
+                f"process {rank} was started for a job of {processes} processes, and process 0 for "
+                f"one of {self._processes}. Start all of them with the same number."
             )
-        if self._here.get(rank, connection) is not connection:
-            self._refuse(
-                GShardError(
-                    f"two processes say that they are rank {rank} of {processes}. Give every "
-                    "process a rank of its own."
-                ),
-                also=connection,
+            self._fail(GShardError(error), peer)
+        if any(rank == other.rank for other in self._peers):
+            error = (
+                f"two processes say that they are rank {rank} of {processes}. Give every process a "
+                "rank of its own."
             )
-        self._here[rank] = connection
+            self._fail(GShardError(error), peer)
+        peer.rank = rank
 
-    def _state(self) -> str:
-        here = sorted({0, *self._here})
-        missing = sorted(set(range(self._processes)) - set(here))
-        return f"arrived: {some(here, 16)}; missing: {some(missing, 16)}"
-
-    def _who_is_missing(self) -> str:
-        return (
-            f"not all of {self._processes} processes came to {self._at} within "
-            f"{self._timeout:g} s; {self._state()}. Look at the logs of those that are missing, "
-            "and check that their machines reach this address."
-        )
-
-    def _refuse(self, error: GShardError, also: socket.socket | None = None) -> None:
-        self._tell({"error": str(error), "late": isinstance(error, NotArrivedError)}, also)
-        self._until_closed()
+    def _fail(self, error: GShardError, *also: _Peer) -> NoReturn:
+        late = isinstance(error, NotArrivedError)
+        self._answer({"error": str(error), "late": late}, [*self._arrived(), *also])
         raise error
 
-    def _tell(self, answer: dict, also: socket.socket | None = None) -> None:
-        line = json.dumps(answer).encode() + b"\n"
-        for connection in {*self._here.values(), *([also] if also else ())}:
-            try:
-                connection.sendall(line)
-            except OSError:
-                pass  # it has left: JAX's own roll call or heartbeat will say so
-
-    def _until_closed(self) -> None:
-        """Waits for the others to close first: the side that does keeps its port busy a minute."""
+    def _answer(self, answer: dict, peers: list[_Peer]) -> None:
+        """Answers, and waits for the others to close: who closes first blocks its port a minute."""
+        for peer in peers:
+            with contextlib.suppress(OSError):  # it has left: JAX's own heartbeat will say so
+                peer.connection.sendall(json.dumps(answer).encode() + b"\n")
+        self._selector.unregister(self._listener)
         end = time.monotonic() + 1
-        while self._here and time.monotonic() < end:
-            for key, _ in self._selector.select(0.05):
-                if key.fileobj is not self._listener:
-                    self._hear(key.fileobj)
+        while self._arrived() and time.monotonic() < end:
+            self._receive(0.05)
 
 
 # ---- the others ----------------------------------------------------------------------------------
 
 
-def _answer(at: Address, processes: int, rank: int, timeout: float, deadline: float) -> None:
-    wait, reason = _Reminder(timeout), "nobody answered"
-    while (left := deadline - time.monotonic()) > 0:
-        wait.remind(f"process {rank} of {processes} waits for process 0 at {at}: {reason}")
+def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> None:
+    line = json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
+    reason = "nobody answered"
+    while (left := reminder.left) > 0:
+        reminder.remind(f"process {rank} of {processes} waits for process 0 at {at}: {reason}")
+        answer = None
         try:
-            with socket.create_connection(at, min(left, _PATIENCE)) as connection:
-                connection.sendall(
-                    json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
-                )
-                answer = _line(connection, deadline, wait, f"process {rank} is at {at} and waits")
-            if answer is None:
-                reason = "it closed the connection, so something else than gshard listens there"
+            with socket.create_connection(at, min(left, _SILENCE)) as connection:
+                connection.sendall(line)
+                answer = _read_answer(connection, reminder, f"process {rank} is at {at} and waits")
+            reason = "it closed the connection, so something else than gshard listens there"
         except OSError as error:
-            answer, reason = None, error.strerror or str(error)
+            reason = error.strerror or str(error)
         if answer is None:
-            time.sleep(min(_RETRY, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(_RETRY, max(0.0, reminder.left)))
         elif "error" in answer:
             raise (NotArrivedError if answer.get("late") else GShardError)(answer["error"])
         else:
             return
     raise NotArrivedError(
-        f"process {rank} of {processes} did not reach process 0 at {at} within {timeout:g} s: "
-        f"{reason}. Check that process 0 has started (its log says why, if not), that the address "
-        "is that of its machine, and that the port is open between the machines."
+        f"process {rank} of {processes} did not reach process 0 at {at} within "
+        f"{reminder.timeout:g} s: {reason}. Check that process 0 has started (its log says why, if "
+        "not), that the address is that of its machine, and that the port is open between the "
+        "machines."
     )
 
 
-def _line(connection: socket.socket, deadline: float, wait: _Reminder, state: str) -> dict | None:
+def _read_answer(connection: socket.socket, reminder: _Reminder, state: str) -> dict | None:
     """Returns process 0's answer; None if it left before, or is another program."""
-    said, connection_end = b"", deadline + _PATIENCE  # process 0's own deadline comes first
-    while b"\n" not in said:
-        connection.settimeout(1.0)
+    received = b""
+    connection.settimeout(1.0)
+    while b"\n" not in received:
         try:
             more = connection.recv(_LONGEST * 8)
         except TimeoutError:
-            if time.monotonic() > connection_end:
+            if reminder.left < -_SILENCE:  # process 0's own deadline comes first
                 return None
-            wait.remind(f"{state} for the others")
+            reminder.remind(f"{state} for the others")
             continue
-        if not more or len(said) > 64 * _LONGEST:
+        if not more or len(received) > 64 * _LONGEST:
             return None
-        said += more
+        received += more
     try:
-        answer = json.loads(said)
+        answer = json.loads(received)
     except ValueError:
         return None
     return answer if isinstance(answer, dict) and {"go", "error"} & set(answer) else None
 
 
-class _Reminder:
-    """Prints every ten seconds what this process waits for."""
-
-    def __init__(self, timeout: float):
-        self._began, self._timeout, self._next = time.monotonic(), timeout, _REMIND
-
-    def remind(self, what: str) -> None:
-        waited = time.monotonic() - self._began
-        if waited >= self._next:
-            self._next += _REMIND
-            left = max(0, self._timeout - waited)
-            print(f"gshard: {what} ({left:.0f} s left)", file=sys.stderr, flush=True)
-
-
-LOOPBACK = "127.0.0.1"
+# ---- addresses and ports -------------------------------------------------------------------------
 
 
 class Address(NamedTuple):
@@ -257,11 +259,7 @@ class Address(NamedTuple):
 
 
 def address(value: object, where: str) -> Address:
-    """Reads an address, `host:port` or `[IPv6]:port`.
-
-    Raises:
-      GShardError: the value is anything else; `where` names the argument or variable.
-    """
+    """Reads `host:port` or `[IPv6]:port`; `where` names the argument or variable for errors."""
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
     if not colon or not host or not port.isascii() or not port.isdigit():
@@ -276,15 +274,13 @@ def address(value: object, where: str) -> Address:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
 
 
-def found_at(host: str) -> str:
+def resolved(host: str) -> str:
     """Returns the address that this machine has for a host, or the host itself if it has none."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -292,37 +288,32 @@ def found_at(host: str) -> str:
         return host
 
 
-class PortTakenError(GShardError, OSError):
-    """Another program listens where process 0 should."""
-
-
-def listening(at: Address, *, kept: bool = False, backlog: int = 1024) -> socket.socket:
-    """A socket that listens at an address of this machine, and nowhere else.
+def listen(at: Address, *, reserved: bool = False) -> socket.socket:
+    """Returns a socket that listens at an address of this machine, and nowhere else.
 
     Args:
       at: the address.
-      kept: a `Kept` of another process of this user holds the port for this one.
-      backlog: connections that may wait; one for each process.
+      reserved: a `ReservedPort` of another process of this user holds the port for this one.
 
     Raises:
       PortTakenError: another program listens there.
       GShardError: it is no address of this machine.
     """
-    listener = _bound(at, shared=kept)
-    listener.listen(backlog)
+    listener = _bind(at, shared=reserved)
+    listener.listen(1024)  # connections that may wait; one for each process
     return listener
 
 
-class Kept:
+class ReservedPort:
     """A port that nobody else gets until a process of this job listens at it.
 
     The socket is bound and never listens: `bind` of others fails, also for port 0, while a socket
-    that says SO_REUSEPORT, as gRPC's does, may listen beside it. So there is no moment between
-    finding a free port and using it.
+    with SO_REUSEPORT, as gRPC's, may listen at the same port. So there is no moment between finding
+    a free port and using it.
     """
 
     def __init__(self, host: str = LOOPBACK, port: int = 0):
-        self._socket = _bound(Address(host, port), shared=False)
+        self._socket = _bind(Address(host, port), shared=False)
         # Only now: a bind that shares would not see that another coordinator listens there.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self.address = Address(host, self._socket.getsockname()[1])
@@ -332,29 +323,29 @@ class Kept:
         self._socket.close()
 
 
-def _bound(at: Address, shared: bool) -> socket.socket:
+def _bind(at: Address, shared: bool) -> socket.socket:
     try:
-        *kind, _, place = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
+        *kind, _, target = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise GShardError(f"{at.host!r} is no address that this machine knows: {error}.") from error
-    # What gRPC leaves of a coordinator that was killed keeps the port for a minute, though nobody
-    # listens: only who shares gets it then.
+    # A killed coordinator's gRPC connections keep the port for a minute, though nobody listens:
+    # only a socket that shares can be bound then.
     for share in (True,) if shared else (False, True):
-        if share and _answers(kind, place):
+        if share and _answers(kind, target):
             break
         bound = socket.socket(*kind)
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if share:
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            bound.bind(place)
+            bound.bind(target)
             return bound
         except OSError as error:
             bound.close()
             if error.errno != errno.EADDRINUSE:
                 raise GShardError(
-                    f"process 0 cannot listen at {at}: {error.strerror}. It listens at the address "
-                    "that all processes are told, which must be one of its own machine."
+                    f"process 0 cannot listen at {at}: {error.strerror}. The address that all "
+                    "processes are given must be one of its own machine."
                 ) from error
     raise PortTakenError(
         f"port {at.port} of {at.host} is taken: another program, perhaps a job that still runs, "
@@ -362,10 +353,8 @@ def _bound(at: Address, shared: bool) -> socket.socket:
     )
 
 
-def _answers(kind: list[int], place: tuple) -> bool:
+def _answers(kind: list[int], target: tuple) -> bool:
     """Whether somebody listens there."""
-    if not place[1]:
-        return False
     with socket.socket(*kind) as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex(place) == 0
+        return bool(target[1]) and probe.connect_ex(target) == 0

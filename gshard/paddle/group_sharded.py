@@ -16,11 +16,10 @@ from gshard._util.pytree import flatten
 from gshard._util.validation import check_integer, flag, shown
 from gshard.paddle.grad_scaler import Scaler
 from gshard.sharding.level import Level, parse_level
-from gshard.sharding.make_plan import advising
 from gshard.sharding.mesh import data_group
 from gshard.sharding.rules import LeafInfo
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.shard_train_state import shard_train_state
+from gshard.train.shard_train_state import ShardingOptions, shard_and_advise
 from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
@@ -107,17 +106,12 @@ def group_sharded_parallel(
     if useless:
         warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
     divides = chosen.shards_params
-    size: dict[str, Any] = {"min_shard_size": segment_size} if divides else {}
-    with advising(_advice(chosen)):
-        (model, optimizer), plan = shard_train_state(
-            pair,
-            mesh,
-            chosen,
-            rules=rules if divides else None,
-            offload=offload,
-            replica_axes=replica_axes,
-            **size,
-        )
+    options = ShardingOptions(
+        rules=rules if divides else None, offload=offload, replica_axes=replica_axes
+    )
+    if divides:
+        options["min_shard_size"] = segment_size
+    (model, optimizer), plan = shard_and_advise(pair, mesh, chosen, options, _advice(chosen))
     if scaler is None and _float16(module):
         warn(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "

@@ -16,7 +16,7 @@ import numpy as np
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
-from gshard.sharding.level import check_accumulate
+from gshard.sharding.level import Accumulate, check_accumulate
 from gshard.sharding.plan import Plan
 
 
@@ -86,7 +86,7 @@ def budget(
     plan: Plan,
     *,
     micro_batches: int = 1,
-    accumulate: str = "level",
+    accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
@@ -112,40 +112,38 @@ def budget(
       >>> gshard.budget(plan).resident["params"]
       1040
     """
-    if not hasattr(plan, "grads"):
+    if not isinstance(plan, Plan):
         raise GShardError(
             f"budget(plan) was called with {shown(plan)}. Pass the plan that "
             "gshard.shard_train_state returned."
         )
-    accumulate = accumulation(plan, micro_batches, accumulate)
+    how = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
     # One device's view: it has only its shard over the model-parallel axes.
     stored, reduced, non_trainable = (
         [layout.local() for layout in jax.tree.leaves(tree)]
         for tree in (plan.params, plan.grads, plan.non_trainable)
     )
-    carried = [r.replicated() if accumulate == "local" else r for r in reduced]
-    totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
+    layouts = {
+        "params": stored,
+        "gradients": [r.replicated() if how == "local" else r for r in reduced],
+        "optimizer": jax.tree.leaves(plan.layouts.opt_state),
+        "non_trainable": non_trainable,
+    }
     communicated = [
         traffic
         for s, r in zip(stored, reduced, strict=True)
-        for traffic in _traffic(s, r, micro_batches, accumulate, reshard)
+        for traffic in _traffic(s, r, micro_batches, how, reshard)
+    ] + [
+        ("all-gather", "non_trainable", True, micro_batches, _gathers(layout, reshard))
+        for layout in non_trainable
+        if layout.dim is not None
     ]
-    for layout in non_trainable:  # gathered for the forward pass, again for the backward pass
-        if layout.dim is not None:
-            amounts = _times(micro_batches, *_gathers(layout, reshard))
-            communicated.append(("all-gather", "non_trainable", *amounts, True))
-    for kind, purpose, elements, sent, at_most in communicated:
-        key = (kind, purpose, at_most)
-        before = totals.get(key, (0, 0))
-        totals[key] = (before[0] + elements, before[1] + sent)
-    optimizer = jax.tree.leaves(plan.layouts.opt_state)
-    layouts = {
-        "params": stored,
-        "gradients": carried,
-        "optimizer": optimizer,
-        "non_trainable": non_trainable,
-    }
+    totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
+    for kind, purpose, at_most, times, (elements, sent) in communicated:
+        before = totals.get((kind, purpose, at_most), (0, 0))
+        after = before[0] + times * elements, before[1] + times * sent
+        totals[kind, purpose, at_most] = after
     return Budget(
         plan.level.name,
         plan.group.size,
@@ -161,31 +159,28 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
 
 def _traffic(
     stored: Layout, reduced: Layout, micro_batches: int, accumulate: str, reshard: bool | int
-) -> Iterator[tuple[str, str, int, int, bool]]:
-    """Yields (kind, purpose, elements, bytes sent, at_most) of one leaf in one step."""
+) -> Iterator[tuple[str, str, bool, int, tuple[int, int]]]:
+    """Yields kind, purpose, `at_most`, times per step and amounts of one leaf's collectives."""
     sums = micro_batches if accumulate == "sync" else 1
+    group = reduced.group
     if reduced.dim is None:
-        if reduced.group.devices > 1:
-            yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, reduced.size)), False
+        if group.devices > 1:
+            amounts = _all_reduce(reduced, reduced.size, group.devices)
+            yield "all-reduce", "reduce", False, sums, amounts
         return
     scatters = 1 if accumulate == "local" else micro_batches
-    yield "reduce-scatter", "scatter", *_times(scatters, *_hops(reduced, reduced)), False
-    if reduced.group.replicas > 1:
-        shard = reduced.stored_size // reduced.group.size
-        yield "all-reduce", "reduce", *_times(sums, *_all_reduce(reduced, shard, True)), False
+    yield "reduce-scatter", "scatter", False, scatters, _hops(reduced, reduced)
+    if group.replicas > 1:
+        amounts = _all_reduce(reduced, reduced.stored_size // group.size, group.replicas)
+        yield "all-reduce", "reduce", False, sums, amounts
     if stored.dim is None:
-        yield "all-gather", "update", *_hops(reduced, stored), False
-    else:  # gathered for the forward pass and again for the backward pass
-        yield "all-gather", "gather", *_times(micro_batches, *_gathers(stored, reshard)), True
+        yield "all-gather", "update", False, 1, _hops(reduced, stored)
+    else:
+        yield "all-gather", "gather", True, micro_batches, _gathers(stored, reshard)
 
 
-def _times(n: int, elements: int, sent: int) -> tuple[int, int]:
-    return n * elements, n * sent
-
-
-def _all_reduce(layout: Layout, elements: int, over_replicas: bool = False) -> tuple[int, int]:
-    """Returns elements and bytes sent of a sum over all devices, or over replicas of a shard."""
-    n = layout.group.replicas if over_replicas else layout.group.devices
+def _all_reduce(layout: Layout, elements: int, n: int) -> tuple[int, int]:
+    """Returns elements and bytes sent of a sum over `n` devices."""
     return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
 
 
@@ -204,7 +199,8 @@ def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
 def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
     """Returns elements and bytes sent of one leaf's gathers for forward and backward pass."""
     if isinstance(reshard, bool):
-        return _times(2 if reshard else 1, *_hops(layout, layout))
+        elements, sent = _hops(layout, layout)
+        return (2 * elements, 2 * sent) if reshard else (elements, sent)
     size, elements, sent = layout.stored_size // layout.group.size, 0, 0
     across, within = layout.group.sub_group(reshard)
     for times, hops in ((1, across), (2, within)):
@@ -216,13 +212,7 @@ def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
 
 
 def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
-    """Checks `reshard_after_forward`: True, False, or the size of a sub-group.
-
-    A sub-group of n devices keeps each parameter sharded over its devices after the forward pass.
-
-    Raises:
-      GShardError: it is something else, or the group cannot be split into such sub-groups.
-    """
+    """Checks `reshard_after_forward`: True, False, or the size of a sub-group that can exist."""
     if isinstance(reshard_after_forward, (bool, np.bool_)):
         return bool(reshard_after_forward)
     try:
@@ -243,9 +233,6 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     The gradient of a single micro-batch is scattered as soon as it is available at every level that
     shards the optimizer state, unless the user asked for `local`. With `sync=False` later calls may
     add more micro-batches.
-
-    Raises:
-      GShardError: `accumulate` is unknown, or contradicts `sync=False`.
     """
     check_integer("micro_batches", micro_batches, 1)
     check_accumulate(accumulate)
@@ -262,15 +249,11 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
 
 def largest_layer(plan: Plan) -> int:
     """Returns the bytes of the largest gathered layer, of a scanned stack or a single array."""
-    stacks: dict[str, int] = {}
-    alone = 0
-    for leaf in map(lambda x: x.local(), jax.tree.leaves(plan.params)):
-        if leaf.dim is None:
-            continue
-        size = leaf.stored_size * leaf.dtype.itemsize
-        if leaf.scan_dim is None:
-            alone = max(alone, size)
-        else:
-            stack = f"{leaf.path.split('/')[0]} {leaf.shape[leaf.scan_dim]}"
-            stacks[stack] = stacks.get(stack, 0) + size // leaf.shape[leaf.scan_dim]
-    return max([alone, *stacks.values()])
+    layers: dict[str, int] = {}  # arrays of one stack are gathered together
+    for leaf in (x.local() for x in jax.tree.leaves(plan.params) if x.dim is not None):
+        name, count = leaf.path, 1
+        if leaf.scan_dim is not None:
+            count = leaf.shape[leaf.scan_dim]
+            name = f"{leaf.path.split('/')[0]} {count}"
+        layers[name] = layers.get(name, 0) + leaf.stored_size * leaf.dtype.itemsize // count
+    return max(layers.values(), default=0)

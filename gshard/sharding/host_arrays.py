@@ -41,34 +41,25 @@ def full_params(state: Any) -> Any:
     """
     plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
-    others = {name: tree for name, tree in parts.non_trainable.items() if name in PARAMETERS}
-    full = Components(
-        to_host(*plan.master_params(parts.params, parts.opt_state)),
-        None,
-        None,
-        {name: to_host(tree, layouts.non_trainable[name]) for name, tree in others.items()},
-    )
-    return plan.kind.params_of(full, plan.template)
+    params = to_host(*plan.master_params(parts.params, parts.opt_state))
+    others = {
+        name: to_host(tree, layouts.non_trainable[name])
+        for name, tree in parts.non_trainable.items()
+        if name in PARAMETERS
+    }
+    return plan.kind.params_of(Components(params, None, None, others), plan.template)
 
 
 def plan_of(state: Any, call: str) -> Any:
-    """Returns the plan of a sharded state.
-
-    Args:
-      state: the train state.
-      call: the user's call, for messages.
-
-    Raises:
-      GShardError: the state did not come from `shard_train_state`.
-    """
+    """Returns the plan of a state of `shard_train_state`; `call` is the user's, for messages."""
     try:
         plan = getattr(kind_of(state).tx(state), "plan", None)
     except GShardError as error:
         raise GShardError(f"{call}: {error}") from error
     if plan is None:
         raise GShardError(
-            f"{call}: this state has no plan, it did not come from gshard.shard_train_state. "
-            "Its parameters are not sharded. On one device too, a plan is made by "
+            f"{call}: this state has no plan: it did not come from gshard.shard_train_state. Call "
+            "that first, even for one device: "
             'shard_train_state(state, make_mesh(devices=jax.devices()[:1]), "dp").'
         )
     return plan

@@ -1,10 +1,15 @@
-"""Layouts, which describe how each array is stored over the mesh. No other file pads arrays."""
+"""Layouts, which describe how each array is stored over the mesh. No other file pads arrays.
+
+A rule chooses the dimension that gshard shards. The dimensions on the user's model-parallel axes
+come from Flax's metadata (`nn.with_partitioning(init, (None, "model"))`, NNX `out_sharding=`,
+logical names with rules) or from the sharding of the arrays; XLA inserts the collectives for these.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard.sharding.mesh import Group
+from gshard._util.pytree import flatten
+from gshard.sharding.mesh import Group, entry_axes
 from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of memory kinds
+AxesByDim = tuple[tuple[str, ...], ...]  # by dimension, the mesh axes that it is sharded over
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Layout:
     group: Group
     scan_dim: int | None
     reason: str
-    model_axes: tuple[tuple[str, ...], ...] = ()
+    model_axes: AxesByDim = ()
     memory: str = DEVICE
 
     @property
@@ -167,17 +175,18 @@ class Layout:
             return x[tuple(slice(size) for size in self.shape)]
         return lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
-    def _with_dim(self, size_of: Any) -> tuple[int, ...]:
+    def _with_dim(self, size_of: Callable[[int], int]) -> tuple[int, ...]:
         return tuple(size_of(s) if d == self.dim else s for d, s in enumerate(self.shape))
 
 
 def lay_out(
     path: str,
     leaf: Any,
-    scan_dim: int | None,
     group: Group,
-    rule: Rule | None,
-    model_axes: tuple[tuple[str, ...], ...] = (),
+    rule: Rule | None = None,
+    *,
+    scan_dim: int | None = None,
+    model_axes: AxesByDim = (),
     params_replicated: bool = False,
 ) -> Layout:
     """Makes the layout of an array, concrete or abstract.
@@ -185,29 +194,74 @@ def lay_out(
     Args:
       path: keys joined by `/`.
       leaf: the array; its shape and dtype are read.
-      scan_dim: the dimension that a scan over layers iterates over, or None.
       group: axes of the mesh.
       rule: decides which dimension is sharded; None replicates the array.
+      scan_dim: the dimension that a scan over layers iterates over, or None.
       model_axes: by dimension, the model-parallel axes that it is sharded over.
       params_replicated: whether the layout is for gradient and optimizer state alone, since the
         parameter is replicated.
     """
-    shape = tuple(leaf.shape)
-    choice = None
-    if rule is not None and group.size == 1:
+    shape, choice = tuple(leaf.shape), None
+    if rule is None:
+        choice = ShardDim(None, "not sharded at this level")
+    elif group.size == 1:
         choice = ShardDim(None, "one device in the shard group")
-    elif rule is not None and jnp.issubdtype(leaf.dtype, jnp.number):
+    elif jnp.issubdtype(leaf.dtype, jnp.number):
         taken = frozenset(d for d, names in enumerate(model_axes) if names)
-        choice = rule(
-            LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, params_replicated)
-        )
-    why_not = "not sharded at this level" if rule is None else f"{leaf.dtype} is not a number"
-    dim, reason = (choice.dim, choice.reason) if choice else (None, why_not)
+        info = LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, params_replicated)
+        choice = rule(info)
+    dim, reason = (choice.dim, choice.reason) if choice else (None, f"{leaf.dtype} is not a number")
     return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, model_axes)
+
+
+def all_replicated(tree: Any, group: Group) -> Any:
+    """Returns the layouts of a tree of replicated arrays."""
+    paths, leaves, structure = flatten(tree)
+    return structure.unflatten(lay_out(p, x, group) for p, x in zip(paths, leaves, strict=True))
+
+
+def model_axes_of(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Group) -> AxesByDim:
+    """Returns, by dimension, the model-parallel axes that a leaf is sharded over.
+
+    Args:
+      path: path of the leaf, for messages.
+      leaf: an array, concrete or abstract.
+      metadata: the names of its dimensions in Flax's metadata, if any. Names that are not a mesh
+        axis are ignored.
+      group: the axes of the mesh.
+
+    Raises:
+      GShardError: a dimension is not divisible by its axes, an axis is named twice, or there are
+        more names than dimensions.
+    """
+    shape, sizes = tuple(leaf.shape), dict(group.model_axes)
+    sharding = getattr(leaf, "sharding", None)
+    named = [entry_axes(name) for name in metadata or ()]
+    if not any(name in sizes for names in named for name in names):
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+        named = [entry_axes(entry) for entry in spec]
+    found = [tuple(name for name in names if name in sizes) for names in named]
+    every = [name for names in found for name in names]
+    if len(set(every)) < len(every) or any(found[len(shape) :]):
+        raise GShardError(
+            f"{path} {shape} is named {tuple(metadata or ())}: name each mesh axis once, and give "
+            "one entry for each dimension."
+        )
+    if not every:
+        return ()
+    found = found[: len(shape)] + [()] * (len(shape) - len(found))
+    for dim, (names, size) in enumerate(zip(found, shape, strict=True)):
+        devices = math.prod(sizes[name] for name in names)
+        if size % devices:
+            raise GShardError(
+                f"dimension {dim} of {path} {shape} is not divisible by the {devices} devices of "
+                f"the mesh {'axes' if len(names) > 1 else 'axis'} {', '.join(names)} that it is to "
+                "be sharded over. Make its size a multiple, or leave that dimension unsharded."
+            )
+    return tuple(found)
 
 
 def _spec(axes: Sequence[tuple[str, ...]]) -> jax.P:
     """Converts axes by dimension to a `PartitionSpec` without trailing empty entries."""
-    last = max((d for d, names in enumerate(axes) if names), default=-1)
-    named = axes[: last + 1]
+    named = axes[: max((d + 1 for d, names in enumerate(axes) if names), default=0)]
     return jax.P(*[names if names[1:] else names[0] if names else None for names in named])

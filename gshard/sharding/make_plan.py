@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,22 +12,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from gshard._util import validation
-from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
-from gshard.sharding.layout import HOST, Layout, lay_out
+from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level
-from gshard.sharding.mesh import Group
-from gshard.sharding.model_axes import model_axes_of, warn_of_data_axes, warn_of_idle_axes
-from gshard.sharding.plan import Plan, ShardedTransformation, all_replicated
+from gshard.sharding.mesh import Group, entry_axes
+from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
-from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of
+from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
-_SHARED = 2**14  # elements
-_advice = ContextVar(
-    "advice", default="Lower min_shard_size= of shard_train_state, or divide them with rules=."
-)
+_SMALL = 2**14  # elements of an array that stays on the device if it belongs to no parameter
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,7 @@ class PlanRequest:
       precision: dtypes to compute and reduce in, or None.
       offload: whether sharded parameters, and arrays that only an update uses, are stored in host
         memory.
+      advice: how to have the parameters sharded that are replicated, for a warning.
     """
 
     state: Any
@@ -62,89 +56,132 @@ class PlanRequest:
     scan_axes: ScanAxes = None
     precision: Precision | None = None
     offload: bool = False
+    advice: str = ""
 
 
 def plan_state(level: Level, request: PlanRequest) -> Plan:
     """Decides every layout of an abstract train state at one level."""
-    state, kind, group, precision = request.state, request.kind, request.group, request.precision
-    scan_axes = request.scan_axes
-    parts = kind.split(state)
-    paths, leaves, structure = flatten(parts.params)
-    names, axes = kind.scan_names(state), kind.mesh_names(state)
-    frozen = {name: tree for name, tree in parts.non_trainable.items() if name == FROZEN}
+    kind, group, precision = request.kind, request.group, request.precision
+    parts = kind.split(request.state)
+    scan_names, mesh_names = kind.scan_names(request.state), kind.mesh_names(request.state)
+    known: dict[str, Layout] = {}  # by path: the layouts of parameters, once they are decided
 
-    def by_rule(path: str, leaf: Any, divides: bool, walked: bool = True) -> Layout:
-        scan_dim = scan_dim_of(path, leaf, names.get(path), scan_axes) if walked else None
-        model_axes = model_axes_of(path, leaf, axes.get(path), group)
-        params_replicated = not level.shards_params
+    def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
+        names = scan_names.get(path)
         return lay_out(
             path,
             leaf,
-            scan_dim,
             group,
-            request.rule if divides else None,
-            model_axes,
-            params_replicated,
+            request.rule if sharded else None,
+            scan_dim=scan_dim_of(path, leaf, names, request.scan_axes) if scanned else None,
+            model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
+            params_replicated=not level.shards_params,
         )
 
-    def beside(tree: Any, divides: bool, walked: bool = True) -> Any:
+    def layouts_of(tree: Any, sharded: bool, scanned: bool = True) -> Any:
         """Gives arrays that belong to a parameter its layout; the rule decides the others."""
         paths, leaves, structure = flatten(tree)
-        same = (
-            by_path if divides else {p: x.replicated() for p, x in by_path.items() if x.model_axes}
-        )
-        alike = _like_parameters(paths, leaves, same)
-        found = [
-            like or by_rule(path, leaf, divides, walked)
+        params = known
+        if not sharded:
+            params = {path: x.replicated() for path, x in known.items() if x.model_axes}
+        alike = _like_parameters(paths, leaves, params)
+        return structure.unflatten(
+            like or by_rule(path, leaf, sharded, scanned)
             for path, leaf, like in zip(paths, leaves, alike, strict=True)
-        ]
-        return jax.tree.unflatten(structure, found)
+        )
 
+    paths, leaves, _ = flatten(parts.params)
     check_unique(paths, "parameters")
-    not_trained = {path: x for tree in frozen.values() for path, x in tree.items()}
-    check_scan_axes(scan_axes, {**dict(zip(paths, leaves, strict=True)), **not_trained})
-    divided = [by_rule(p, x, level.shards_opt_state) for p, x in zip(paths, leaves, strict=True)]
-    by_path = {layout.path: layout for layout in divided}
-    non_trainable = {name: beside(tree, level.shards_params) for name, tree in frozen.items()}
-    by_path |= {layout.path: layout for layout in jax.tree.leaves(non_trainable)}
-    non_trainable |= {
-        name: beside({name: tree}, level.shards_params)[name]
-        for name, tree in parts.non_trainable.items()
-        if name not in (FROZEN, OVERWRITTEN)
-    }
-    if OVERWRITTEN in parts.non_trainable:
-        non_trainable[OVERWRITTEN] = all_replicated(parts.non_trainable[OVERWRITTEN], group)
-    computed, master, reduced = _in_precision(divided, precision)
-    stored = computed if level.shards_params else [layout.replicated() for layout in computed]
+    others = dict(parts.non_trainable)
+    frozen = {FROZEN: others.pop(FROZEN)} if FROZEN in others else {}
+    overwritten = {OVERWRITTEN: others.pop(OVERWRITTEN)} if OVERWRITTEN in others else {}
+    params = dict(zip(paths, leaves, strict=True)) | frozen.get(FROZEN, {})
+    check_scan_axes(request.scan_axes, params)
+    trained = layouts_of(parts.params, level.shards_opt_state)
+    known |= {layout.path: layout for layout in jax.tree.leaves(trained)}
+    non_trainable = {name: layouts_of(tree, level.shards_params) for name, tree in frozen.items()}
+    known |= {layout.path: layout for layout in jax.tree.leaves(non_trainable)}
+    for name, tree in others.items():
+        non_trainable |= layouts_of({name: tree}, level.shards_params)
+    non_trainable |= {name: all_replicated(tree, group) for name, tree in overwritten.items()}
+    computed, master, reduced = _in_precision(trained, precision)
     opt_state = parts.opt_state
     if precision is not None:
-        updated = jax.tree.unflatten(structure, [master.get(x.path, x) for x in computed])
+        updated = jax.tree.map(lambda x: master.get(x.path, x), computed)
         opt_state = _in_dtypes_of(request.tx, updated, opt_state)
     plan = Plan(
         level,
         request.mesh,
         group,
-        params=jax.tree.unflatten(structure, stored),
-        grads=jax.tree.unflatten(structure, reduced),
-        opt_state=beside(opt_state, level.shards_opt_state, walked=False),
+        params=computed if level.shards_params else jax.tree.map(Layout.replicated, computed),
+        grads=reduced,
+        opt_state=layouts_of(opt_state, level.shards_opt_state, scanned=False),
         master=master,
         precision=precision,
         non_trainable=non_trainable,
         kind=kind,
         tx=request.tx,
-        template=state,
+        template=request.state,
         at_level=lambda other: plan_state(other, request),
         wrap=request.wrap,
     )
     if request.offload:
         plan = _offloaded(plan)
-    _warn_of_replicated_params(divided, level)
-    warn_of_idle_axes(list(by_path.values()), group)
-    warn_of_data_axes(axes, group)
-    warn_of_unused("scan_axes", scan_axes, list(by_path))
+    _warn_of_replicated_params(jax.tree.leaves(trained), level, request.advice)
+    _warn_of_idle_axes(list(known.values()), group)
+    _warn_of_data_axes(mesh_names, group)
+    warn_of_unused("scan_axes", request.scan_axes, list(known))
     if precision is not None:
-        warn_of_unused("exceptions", precision.exceptions, list(by_path))
+        warn_of_unused("exceptions", precision.exceptions, list(known))
     return plan
+
+
+def _like_parameters(
+    paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Layout]
+) -> list[Layout | None]:
+    """Finds the layouts of leaves whose path ends in a parameter's path, with the same shape.
+
+    Compiling `tx.init` would not give these layouts: XLA placed every moment on one device.
+    """
+
+    def same_shape(position: int, name: str) -> bool:
+        return params[name].shape == tuple(leaves[position].shape)
+
+    ends = belongs_to(paths, params, same_shape)
+    return [
+        end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
+        for end, path, leaf in zip(ends, paths, leaves, strict=True)
+    ]
+
+
+def _in_precision(trained: Any, precision: Precision | None) -> tuple[Any, dict[str, Layout], Any]:
+    """Returns the layouts of parameters in compute dtypes, master copies by path, and gradients."""
+    if precision is None:
+        return trained, {}, trained
+
+    def compute(x: Layout) -> Layout:  # complex ones stay
+        dtype = precision.compute(x.path) if is_floating(x.dtype) else x.dtype
+        return dataclasses.replace(x, dtype=dtype)
+
+    computed = jax.tree.map(compute, trained)
+    master = {
+        x.path: dataclasses.replace(x, dtype=precision.param_dtype)
+        for x in jax.tree.leaves(computed)
+        if is_floating(x.dtype) and x.dtype != precision.param_dtype
+    }
+    if (dtype := precision.reduce_dtype) is None:
+        return computed, master, computed
+    return computed, master, jax.tree.map(lambda x: dataclasses.replace(x, dtype=dtype), computed)
+
+
+def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
+    """Returns an abstract optimizer state in the dtypes that `tx` gives it for these parameters."""
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    paths, leaves, _ = flatten(jax.eval_shape(tx.init, abstract))
+    dtypes = {path: x.dtype for path, x in zip(paths, leaves, strict=True)}
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(path_of(keys), x.dtype)), opt_state
+    )
 
 
 def _offloaded(plan: Plan) -> Plan:
@@ -163,24 +200,24 @@ def _offloaded(plan: Plan) -> Plan:
                 f"{plan.mesh.devices.flat[0]} does not. Leave it out here. (JAX says: {error})"
             ) from error
 
-    names = {layout.path for layout in jax.tree.leaves(plan.grads)}
+    params = {layout.path for layout in jax.tree.leaves(plan.grads)}
 
-    def arrays(x: Layout) -> Layout:
+    def of_update(x: Layout) -> Layout:
         keys = x.path.split("/")
-        shared = names.isdisjoint("/".join(keys[i:]) for i in range(len(keys) + 1))
-        fits = x.shape and x.size > (_SHARED if shared else 0)
+        shared = params.isdisjoint("/".join(keys[i:]) for i in range(len(keys) + 1))
+        fits = x.shape and x.size > (_SMALL if shared else 0)
         return x.in_memory(HOST) if fits and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
-    def divided(x: Layout) -> Layout:
+    def of_loss(x: Layout) -> Layout:
         return x if x.dim is None else x.in_memory(HOST)
 
     frozen = {name: tree for name, tree in plan.non_trainable.items() if name == FROZEN}
     plan = dataclasses.replace(
         plan,
-        params=jax.tree.map(divided, plan.params),
-        opt_state=jax.tree.map(arrays, plan.opt_state),
-        master=jax.tree.map(arrays, plan.master),
-        non_trainable={**plan.non_trainable, **jax.tree.map(divided, frozen)},
+        params=jax.tree.map(of_loss, plan.params),
+        opt_state=jax.tree.map(of_update, plan.opt_state),
+        master=jax.tree.map(of_update, plan.master),
+        non_trainable=plan.non_trainable | jax.tree.map(of_loss, frozen),
     )
     if not plan.bytes_per_device["host"]:
         warn(
@@ -190,96 +227,48 @@ def _offloaded(plan: Plan) -> Plan:
     return plan
 
 
-def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
-    """Warns of path patterns that match no path, since they would do nothing."""
-    if not isinstance(patterns, Mapping):
-        return
-    for text in patterns:
-        compiled = validation.pattern(text, argument)
-        if not any(compiled.search(path) for path in paths):
-            warn(
-                f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
-                f"There are {some(paths)}."
-            )
-
-
-def _like_parameters(
-    paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Layout]
-) -> list[Layout | None]:
-    """Finds the layouts of leaves whose path ends in a parameter's path, with the same shape.
-
-    Compiling `tx.init` would not give these layouts: XLA placed every moment on one device.
-    """
-
-    def same_shape(position: int, name: str) -> bool:
-        return params[name].shape == tuple(leaves[position].shape)
-
-    return [
-        end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
-        for end, path, leaf in zip(
-            belongs_to(paths, params, same_shape), paths, leaves, strict=True
-        )
-    ]
-
-
-def _in_precision(
-    divided: list[Layout], precision: Precision | None
-) -> tuple[list[Layout], dict[str, Layout], list[Layout]]:
-    """Returns the layouts of parameters in compute dtypes, master copies by path, and gradients."""
-    if precision is None:
-        return divided, {}, divided
-    computed = [  # complex ones stay
-        dataclasses.replace(x, dtype=precision.compute(x.path)) if is_floating(x.dtype) else x
-        for x in divided
-    ]
-    master = {
-        x.path: dataclasses.replace(x, dtype=precision.param_dtype)
-        for x in computed
-        if is_floating(x.dtype) and x.dtype != precision.param_dtype
-    }
-    if precision.reduce_dtype is None:
-        return computed, master, computed
-    return (
-        computed,
-        master,
-        [dataclasses.replace(x, dtype=precision.reduce_dtype) for x in computed],
-    )
-
-
-def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
-    """Returns an abstract optimizer state in the dtypes that `tx` gives it for these parameters."""
-    wanted = jax.eval_shape(
-        tx.init, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    )
-    dtypes = {path: x.dtype for path, x in zip(*flatten(wanted)[:2], strict=True)}
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(path_of(keys), x.dtype)), opt_state
-    )
-
-
-def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level) -> None:
+def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: str) -> None:
     """Warns when more than 5 % of the parameters are replicated although the level shards."""
     if not level.shards_opt_state or not layouts or layouts[0].group.size == 1:
         return
     total = sum(layout.local().size for layout in layouts)
-    could = [
-        x for x in layouts if not x.model_axes or not all(x.model_axes)
-    ]  # others are fully sharded over model axes
-    whole = sorted((x.local() for x in could if x.dim is None), key=lambda x: -x.size)
-    share = sum(x.size for x in whole) / total if total else 0
+    # Without those all of whose dimensions are sharded over model-parallel axes.
+    could = [x.local() for x in layouts if not x.model_axes or not all(x.model_axes)]
+    replicated = sorted((x for x in could if x.dim is None), key=lambda x: -x.size)
+    share = sum(x.size for x in replicated) / total if total else 0
     if share > 0.05:
-        named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in whole], most=3)
+        named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in replicated], most=3)
         warn(
-            f"{share:.0%} of the parameters stay whole on every device at level "
-            f"{level.name!r}: {named}. {_advice.get()}"
+            f"{share:.0%} of the parameters are replicated on every device at level "
+            f"{level.name!r}: {named}. {advice}"
         )
 
 
-@contextlib.contextmanager
-def advising(text: str) -> Iterator[None]:
-    """Sets the advice that the warning about replicated parameters gives, within a context."""
-    token = _advice.set(text)
-    try:
-        yield
-    finally:
-        _advice.reset(token)
+def _warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:
+    """Warns of model-parallel axes that shard nothing: devices along them repeat work."""
+    used = {name for layout in layouts for names in layout.model_axes for name in names}
+    idle = [name for name, size in group.model_axes if size > 1 and name not in used]
+    if idle:
+        warn(
+            f"no parameter is sharded over mesh axes {some(idle)}: devices along them repeat the "
+            "same work. Name them in the model's metadata (nn.with_partitioning; logical names "
+            "need rules, nn.logical_axis_rules, where shard_train_state is called), pass arrays "
+            "that are sharded over them, or let gshard shard over them too: "
+            f"shard_axes={(*group.shard, *idle)}."
+        )
+
+
+def _warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> None:
+    """Warns once if metadata names data axes, which gshard shards over by its own rules."""
+    paths: dict[str, list[str]] = {}
+    for path, names in metadata.items():
+        for name in {x for entry in names for x in entry_axes(entry)} & set(group.axes):
+            paths.setdefault(name, []).append(path)
+    if paths:
+        axis = min(paths)
+        rest = tuple(name for name in group.shard if name not in paths) or ("shard",)
+        warn(
+            f"the metadata of {some(paths[axis])} names the mesh axis {axis!r}, over which gshard "
+            "shards by its own rules: it is not followed there. If that axis is for tensor "
+            f"parallelism, name the axes that gshard shards over: shard_axes={rest}."
+        )

@@ -58,47 +58,49 @@ def make_mesh(
       ('shard', 'model')
     """
     given = list(jax.devices()) if devices is None else devices_of("devices", devices)
+    count = len(given)
     replica = check_integer("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
     if shape is None and replica == 1 and not own and (torus := torus_of(given)) is not None:
-        axes = tuple(f"{SHARD}_{name}" for name in "xyz"[: torus.ndim])
-        return Mesh(torus, axes, axis_types=(AxisType.Auto,) * torus.ndim)
+        return _mesh(torus, [f"{SHARD}_{name}" for name in "xyz"[: torus.ndim]])
     if shape is None:
-        taken = replica * math.prod(own.values())
-        if len(given) % taken:
-            what = f"replica={replica}" + (f" and extra={own} take {taken}, which" if own else "")
+        needed = replica * math.prod(own.values())
+        if count % needed:
+            what = f"replica={replica}" + (f" and extra={own} take {needed}, which" if own else "")
             raise GShardError(
-                f"{what} does not divide the {len(given)} devices. Use a divisor of "
-                f"{len(given)}, or pass devices= with a multiple of {taken}."
+                f"{what} does not divide the {count} devices. Use a divisor of {count}, or pass "
+                f"devices= with a multiple of {needed}."
             )
-        shape = {SHARD: len(given) // taken}
-    shape = _axis_sizes("shape", shape, str({SHARD: len(given)}))
+        shape = {SHARD: count // needed}
+    shape = _axis_sizes("shape", shape, str({SHARD: count}))
     if own and (set(shape) != {SHARD} or SHARD in own):
         raise GShardError(
             f"extra={own} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With axes "
-            f"of other names put all of them into shape=, gshard.make_mesh({shape | own}), and say "
-            "which ones divide: shard_train_state(..., shard_axes=...)."
+            f"of other names put all of them into shape=, gshard.make_mesh({shape | own}), and "
+            "name the axes to shard over: shard_train_state(..., shard_axes=...)."
         )
-    shape |= own
-    sizes = {REPLICA: replica, **shape} if replica > 1 else dict(shape)
-    wanted = math.prod(sizes.values())
-    if wanted > len(given):
+    sizes = ({REPLICA: replica} if replica > 1 else {}) | shape | own
+    needed = math.prod(sizes.values())
+    if needed > count:
         raise GShardError(
-            f"the mesh {sizes} needs {wanted} devices, and there are {len(given)}. Make an axis "
-            f"smaller, or on CPU start with gshard.virtual_devices({wanted})."
+            f"the mesh {sizes} needs {needed} devices, and there are {count}. Make an axis "
+            f"smaller, or on CPU start with gshard.virtual_devices({needed})."
         )
-    if wanted < len(given):
-        if devices is not None:
-            raise GShardError(
-                f"devices= has {len(given)} devices and the mesh {sizes} takes {wanted}. Pass "
-                f"exactly the devices to use, such as devices=jax.devices()[:{wanted}]."
-            )
+    if needed < count and devices is not None:
+        raise GShardError(
+            f"devices= has {count} devices and the mesh {sizes} needs {needed}. Pass exactly the "
+            f"devices to use, such as devices=jax.devices()[:{needed}]."
+        )
+    if needed < count:
         warn(
-            f"the mesh {sizes} uses {wanted} of {len(given)} devices; {len(given) - wanted} stay "
-            f"idle. Pass devices=jax.devices()[:{wanted}] if that is meant."
+            f"the mesh {sizes} uses {needed} of {count} devices; {count - needed} stay idle. Pass "
+            f"devices=jax.devices()[:{needed}] if that is meant."
         )
-    array = np.array(given[:wanted]).reshape(tuple(sizes.values()))
-    return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return _mesh(np.array(given[:needed]).reshape(tuple(sizes.values())), list(sizes))
+
+
+def _mesh(devices: np.ndarray, names: list[str]) -> Mesh:
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _axis_sizes(argument: str, given: Any, example: str) -> dict[str, int]:
@@ -225,17 +227,17 @@ class Group:
                 within.append(hop)
                 rest //= hop.size
             elif hop.size % rest == 0:
-                places = np.arange(hop.size).reshape(-1, rest)
-                of_places = (tuple(map(tuple, table.tolist())) for table in (places, places.T))
-                within.append(Hop(hop.axis, rest, next(of_places)))
-                across.append(Hop(hop.axis, hop.size // rest, next(of_places)))
+                rows = np.arange(hop.size).reshape(-1, rest)
+                own, others = (tuple(map(tuple, x.tolist())) for x in (rows, rows.T))
+                within.append(Hop(hop.axis, rest, own))
+                across.append(Hop(hop.axis, hop.size // rest, others))
                 rest = 1
             else:
                 break
-        if n < 1 or rest > 1 or len(self.shard) > len({hop.axis for hop in across + within}):
+        if n < 1 or rest > 1:
             axes = " x ".join(map(str, self.sizes))
-            last = self.sizes[-1]
-            more = ", or it times whole axes before" if self.sizes[1:] else ""
+            *before, last = self.sizes
+            more = f", or {last} times a divisor of {before[-1]}" if before else ""
             raise GShardError(
                 f"a shard group of {axes} devices cannot be split into sub-groups of {n}. Give a "
                 f"divisor of {last}{more}."
@@ -267,9 +269,13 @@ def data_group(
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
     names = tuple(str(name) for name in mesh.axis_names)
-    replica = _axes("replica_axes", replica_axes, tuple(n for n in names if n == REPLICA))
+    replica = tuple(n for n in names if n == REPLICA)
+    if replica_axes is not None:
+        replica = names_of("replica_axes", replica_axes)
     rest = tuple(n for n in names if n not in replica)
-    shard = _axes("shard_axes", shard_axes, (SHARD,) if SHARD in rest else rest)
+    shard = (SHARD,) if SHARD in rest else rest
+    if shard_axes is not None:
+        shard = names_of("shard_axes", shard_axes)
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
         for axis in axes:
             if axis not in names:
@@ -279,8 +285,7 @@ def data_group(
                     f"{did_you_mean(axis, names)} Name one of these, or build the mesh with "
                     f"gshard.make_mesh({{{axis!r}: {mesh.size}}})."
                 )
-    twice = sorted(set(shard) & set(replica))
-    if twice or len(set(shard)) < len(shard) or not shard:
+    if set(shard) & set(replica) or len(set(shard)) < len(shard) or not shard:
         raise GShardError(
             f"shard_axes={shard} and replica_axes={replica} must name different axes, and at least "
             "one shard axis."
@@ -297,12 +302,6 @@ def data_group(
     user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) and mesh.size else ""
     return Group(shard, replica, sizes, replicas, user, platform)
-
-
-def _axes(
-    argument: str, axes: str | Sequence[str] | None, default: tuple[str, ...]
-) -> tuple[str, ...]:
-    return default if axes is None else names_of(argument, axes)
 
 
 def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
@@ -340,23 +339,18 @@ def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
       The array, or None if one ring over all devices is as good: on other platforms, for a part of
       a slice, several slices, two devices per chip, a line, and slices of two rows.
     """
-    if any(device.platform != "tpu" for device in devices):
-        return None
-    if any(device.core_on_chip for device in devices):
+    if any(device.platform != "tpu" or device.core_on_chip for device in devices):
         return None
     if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
         return None
-    places = np.array([device.coords for device in devices])
-    places -= places.min(axis=0)
-    bounds = places.max(axis=0) + 1
-    if math.prod(bounds) != len(devices):
-        return None
+    coords = np.array([device.coords for device in devices])
+    coords -= coords.min(axis=0)
+    bounds = coords.max(axis=0) + 1
     sizes = [size for size in bounds if size > 1]
-    if len(sizes) < 2 or (len(sizes) == 2 and min(sizes) == 2):
+    if math.prod(bounds) != len(devices) or len(sizes) < 2 or (len(sizes) == 2 and min(sizes) == 2):
         return None
     torus = np.empty(bounds, dtype=object)
-    for device, place in zip(devices, places, strict=True):
-        torus[tuple(place)] = device
+    torus[tuple(coords.T)] = devices
     return torus.reshape(sizes)
 
 
@@ -378,15 +372,14 @@ def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[re
       4
     """
     every = jax.devices()
-    if not isinstance(devices, Sequence) or isinstance(devices, str):
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise GShardError(f"new_group({shown(devices)}): pass a list of device indices.")
-    indices = list(devices)
-    if not indices or len(set(indices)) < len(indices):
-        raise GShardError(f"new_group({indices}): name at least one device, each once.")
-    for index in indices:
+    if len(set(devices)) < len(devices):
+        raise GShardError(f"new_group({devices}): name each device once.")
+    for index in devices:
         if dimension(index, len(every)) != index:
             raise GShardError(
-                f"new_group({indices}): {index!r} is no device. There are {len(every)}: 0 to "
+                f"new_group({devices}): {index!r} is no device. There are {len(every)}: 0 to "
                 f"{len(every) - 1}."
             )
-    return [every[index] for index in indices]
+    return [every[index] for index in devices]

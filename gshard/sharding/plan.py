@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten
+from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
 from gshard.sharding.host_arrays import to_host
-from gshard.sharding.layout import DEVICE, Layout, lay_out
+from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
@@ -121,17 +118,11 @@ class Plan:
     @property
     def layouts(self) -> Components:
         """The layouts of all components of the state."""
+        new = ShardedOptState(None, {})
         step = self.kind.split(self.template).step
-        rest = ShardedOptState(None, {})
-        opt_state = ShardedOptState(
-            self.opt_state,
-            self.master,
-            all_replicated(rest.scaler, self.group),
-            all_replicated(rest.guard, self.group),
-        )
-        return Components(
-            self.params, opt_state, all_replicated(step, self.group), self.non_trainable
-        )
+        step, scaler, guard = (all_replicated(x, self.group) for x in (step, new.scaler, new.guard))
+        opt_state = ShardedOptState(self.opt_state, self.master, scaler, guard)
+        return Components(self.params, opt_state, step, self.non_trainable)
 
     @property
     def shardings(self) -> Components:
@@ -158,8 +149,8 @@ class Plan:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
         leaves, structure = jax.tree.flatten(tree)
         pinned = [
-            jax.lax.with_sharding_constraint(place.pad(x), self.sharding(place.in_memory(DEVICE)))
-            for x, place in zip(leaves, jax.tree.leaves(layouts), strict=True)
+            jax.lax.with_sharding_constraint(layout.pad(x), self.sharding(layout.in_memory(DEVICE)))
+            for x, layout in zip(leaves, jax.tree.leaves(layouts), strict=True)
         ]
         return jax.tree.unflatten(structure, pinned)
 
@@ -181,10 +172,9 @@ class Plan:
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
         """Returns the parameters, or their master copies where there are any, and their layouts."""
         paths, leaves, structure = flatten(params)
-        places = jax.tree.leaves(self.params)
         leaves = [opt_state.master.get(p, x) for p, x in zip(paths, leaves, strict=True)]
-        places = [self.master.get(p, x) for p, x in zip(paths, places, strict=True)]
-        return jax.tree.unflatten(structure, leaves), jax.tree.unflatten(structure, places)
+        layouts = jax.tree.map(lambda x: self.master.get(x.path, x), self.params)
+        return structure.unflatten(leaves), layouts
 
     def output(self, tree: Any) -> Any:
         """Casts auxiliary and evaluation outputs to the output dtype."""
@@ -209,36 +199,58 @@ class Plan:
         parts, layouts = self.kind.split(state), self.layouts
         if not isinstance(parts.opt_state, ShardedOptState):
             raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
-        whole = Components(
+        full = Components(
             to_host(*self.master_params(parts.params, parts.opt_state)),
             to_host(parts.opt_state.inner, self.opt_state),
             to_host(parts.step, layouts.step),
             to_host(parts.non_trainable, layouts.non_trainable),
             parts.static,
         )
-        return self.kind.merge(whole, state, self.kind.plain_tx(self.tx))
+        return self.kind.merge(full, state, self.kind.plain_tx(self.tx))
 
     def __repr__(self) -> str:
         return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"
 
     def __str__(self) -> str:
         """A table of the parameters and non-trainable state, and a line of totals."""
-        return plan_table(self)
-
-
-def all_replicated(tree: Any, group: Group) -> Any:
-    """Returns the layouts of a tree of replicated arrays."""
-    paths, leaves, structure = flatten(tree)
-    found = [lay_out(path, x, None, group, None) for path, x in zip(paths, leaves, strict=True)]
-    return jax.tree.unflatten(structure, found)
+        names = ("parameter", "shape", "stored", "gradient", "reason")
+        table = text_table(None, names, ("bytes per device",))
+        trained = zip(jax.tree.leaves(self.params), jax.tree.leaves(self.grads), strict=True)
+        others = [(layout, None) for layout in jax.tree.leaves(self.non_trainable)]
+        pairs = [*trained, *others]
+        for stored, reduced in pairs:
+            table.add_row(
+                stored.path,
+                f"{stored.dtype}{list(stored.shape)}",
+                describe_layout(stored),
+                describe_layout(reduced) if reduced else "none",
+                (reduced or stored).reason,
+                f"{stored.bytes_per_device:,}",
+            )
+        group = self.group
+        axes = "".join(f", model axis {name!r} of {size}" for name, size in group.model_axes)
+        sizes = ", ".join(f"{name} {n:,} B" for name, n in self.bytes_per_device.items())
+        parts = [
+            f"level {self.level.name}: {group.size} devices {group.shard} x "
+            f"{group.replicas} replicas{axes}",
+            table,
+            f"stored per device: {sizes}",
+        ]
+        try:
+            fetched = self.fetched_at_once
+        except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop
+            fetched = ()
+        if fetched:
+            parts.append(
+                f"an update fetches what is on the host in {len(fetched)} group"
+                f"{'s' if len(fetched) > 1 else ''}, the largest of {max(fetched):,} B"
+            )
+        width = 120 + max((len(stored.path) for stored, _ in pairs), default=0)
+        return text_of(parts, width)
 
 
 def check_call(fn: Any, plan: Any, call: str) -> None:
-    """Refuses arguments that are missing or swapped.
-
-    Raises:
-      GShardError: names the call and what was given.
-    """
+    """Refuses arguments that are missing or swapped."""
     if not callable(fn) or not isinstance(plan, Plan):
         raise GShardError(
             f"{call} was called with ({shown(fn)}, {shown(plan)}). Pass a function, and the plan "
@@ -247,11 +259,7 @@ def check_call(fn: Any, plan: Any, call: str) -> None:
 
 
 def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> None:
-    """Refuses a state of another kind than the plan's.
-
-    Raises:
-      GShardError: names the call and what was given.
-    """
+    """Refuses a state of another kind than the plan's."""
     if inference and plan.kind.is_inference(state):
         return
     try:
@@ -266,11 +274,7 @@ def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> N
 
 
 def check_optimizer(state: Any, plan: Plan, call: str) -> None:
-    """Refuses a state whose optimizer was replaced, since the plan's would be used instead.
-
-    Raises:
-      GShardError: names the call.
-    """
+    """Refuses a state whose optimizer was replaced, since the plan's would be used instead."""
     tx = plan.kind.tx(state)
     if not isinstance(tx, ShardedTransformation):
         raise GShardError(
@@ -285,55 +289,6 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
             "state; the plan's is used. To silence this, give both calls of "
             "gshard.shard_train_state the same optimizer object."
         )
-
-
-def plan_table(plan: Plan) -> str:
-    """Formats a table of the parameters and non-trainable state, and a line of totals."""
-    rows = Table(box=box.SIMPLE_HEAD)
-    for name in ("parameter", "shape", "stored", "gradient", "bytes per device", "reason"):
-        rows.add_column(name, justify="right" if name.startswith("bytes") else "left")
-    for stored, reduced in zip(
-        jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads), strict=True
-    ):
-        rows.add_row(
-            stored.path,
-            f"{stored.dtype}{list(stored.shape)}",
-            describe_layout(stored),
-            describe_layout(reduced),
-            f"{stored.bytes_per_device:,}",
-            reduced.reason,
-        )
-    for layout in jax.tree.leaves(plan.non_trainable):
-        rows.add_row(
-            layout.path,
-            f"{layout.dtype}{list(layout.shape)}",
-            describe_layout(layout),
-            "none",
-            f"{layout.bytes_per_device:,}",
-            layout.reason,
-        )
-    out = io.StringIO()
-    paths = [layout.path for layout in jax.tree.leaves((plan.params, plan.non_trainable))]
-    width = 120 + max(map(len, paths), default=0)
-    console = Console(file=out, width=width, markup=False, emoji=False)
-    sizes = ", ".join(f"{name} {n:,} B" for name, n in plan.bytes_per_device.items())
-    console.print(
-        f"level {plan.level.name}: {plan.group.size} devices {plan.group.shard} x "
-        f"{plan.group.replicas} replicas"
-        + "".join(f", model axis {name!r} of {size}" for name, size in plan.group.model_axes)
-    )
-    console.print(rows)
-    console.print(f"stored per device: {sizes}")
-    try:
-        groups = plan.fetched_at_once
-    except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop
-        groups = ()
-    if groups:
-        console.print(
-            f"an update fetches what is on the host in {len(groups)} group"
-            f"{'s' if len(groups) > 1 else ''}, the largest of {max(groups):,} B"
-        )
-    return out.getvalue()
 
 
 def describe_layout(layout: Layout) -> str:

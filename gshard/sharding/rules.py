@@ -89,7 +89,7 @@ Rule = Callable[[LeafInfo], ShardDim | None]
 def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate"] = "pad") -> Rule:
     """Makes the default rule: it shards every array with more than `min_shard_size` elements.
 
-    It prefers a dimension that is divisible by the number of devices. Among those it takes one
+    It prefers a dimension that is divisible by the number of devices. Among those it chooses one
     whose local size fills hardware tiles (16 rows, 128 columns on TPU), then the leading one, whose
     shards are contiguous.
 
@@ -130,15 +130,14 @@ def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate
             return -leaf.shape[d] % leaf.shards / leaf.shape[d]
 
         if divisible:
-            return ShardDim(max(divisible, key=fit), "divides")
+            return ShardDim(max(divisible, key=fit), "divisible")
         if not dims:
             others = " next to your own mesh axes" if leaf.taken else ""
             return ShardDim(None, f"no dimension to shard{others}")
+        reason = f"no dimension is divisible by {leaf.shards}"
         if indivisible == REPLICATE:
-            return ShardDim(
-                None, f"no dimension divides by {leaf.shards} (indivisible='replicate')"
-            )
-        return ShardDim(min(dims, key=waste), f"padded: no dimension divides by {leaf.shards}")
+            return ShardDim(None, f"{reason} (indivisible='replicate')")
+        return ShardDim(min(dims, key=waste), f"padded: {reason}")
 
     return rule
 
@@ -146,7 +145,7 @@ def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate
 # The setting that would shard a replicated leaf, by a part of the reason why it is replicated.
 _SETTINGS = {
     "<= min_shard_size": "min_shard_size= below the elements of one layer",
-    "no dimension divides": "indivisible='pad'",
+    "no dimension is divisible": "indivisible='pad'",
     "no dimension to shard": "scan_axes=, or rules= with another dimension",
     "one device in the shard group": "more devices in the shard group",
     "is not a number": "",
@@ -214,44 +213,45 @@ def by_predicate(
     return rule
 
 
-def check_answer(leaf: LeafInfo, dim: Any, reason: str) -> ShardDim:
+def check_answer(leaf: LeafInfo, answer: Any, reason: str) -> ShardDim:
     """Converts the answer of a user's rule for one leaf, and refuses invalid ones.
 
     Args:
       leaf: the array.
-      dim: a dimension, `"replicate"` or a `ShardDim`.
+      answer: a dimension, `"replicate"` or a `ShardDim`.
       reason: why, for the plan and for messages.
     """
-    if isinstance(dim, ShardDim):
-        return check_answer(leaf, REPLICATE if dim.dim is None else dim.dim, dim.reason)
-    if isinstance(dim, str) and dim == REPLICATE:
+    if isinstance(answer, ShardDim):
+        answer, reason = REPLICATE if answer.dim is None else answer.dim, answer.reason
+    if isinstance(answer, str) and answer == REPLICATE:
         return ShardDim(None, reason)
     if not leaf.shape:
         raise GShardError(
-            f"{reason} gives {shown(dim)} for {leaf.path}, which is a scalar. Give 'replicate' for "
-            "it, or None."
+            f"{reason} gives {shown(answer)} for {leaf.path}, which is a scalar. Give 'replicate' "
+            "for it, or None."
         )
-    chosen = dimension(dim, len(leaf.shape))
+    chosen = dimension(answer, len(leaf.shape))
     if chosen is None:
         raise GShardError(
-            f"{reason} gives {shown(dim)} for {leaf.path} {leaf.shape}. Give a dimension from 0 to "
-            f"{len(leaf.shape) - 1}, or 'replicate'."
+            f"{reason} gives {shown(answer)} for {leaf.path} {leaf.shape}. Give a dimension from 0 "
+            f"to {len(leaf.shape) - 1}, or 'replicate'."
         )
+    fault = ""
     if not leaf.shape[chosen]:
-        raise GShardError(
-            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, which is empty. Shard "
-            "another dimension, or say 'replicate'."
+        fault = "which is empty. Shard another dimension, or give 'replicate'"
+    elif chosen == leaf.scan_dim and not leaf.params_replicated:
+        fault = (
+            "over which a scan iterates layer by layer. Shard another dimension where parameters "
+            "are sharded; at 'os' and 'os_g' this one is possible"
         )
-    if chosen == leaf.scan_dim and not leaf.params_replicated:
-        raise GShardError(
-            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, over which a scan "
-            "iterates layer by layer. Shard another dimension where parameters are sharded; at "
-            "'os' and 'os_g' this one is possible."
+    elif chosen in leaf.taken:
+        fault = (
+            "which is sharded over your own mesh axis already. Shard another dimension, or give "
+            "'replicate'"
         )
-    if chosen in leaf.taken:
+    if fault:
         raise GShardError(
-            f"{reason} shards dimension {dim} of {leaf.path} {leaf.shape}, which is sharded over "
-            "your own mesh axis already. Shard another dimension, or say 'replicate'."
+            f"{reason} shards dimension {answer} of {leaf.path} {leaf.shape}, {fault}."
         )
     return ShardDim(chosen, reason)
 
@@ -291,6 +291,17 @@ def as_rules(rules: Any) -> list[Rule]:
     )
 
 
+def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
+    """Warns of path patterns that match no path, since they would do nothing."""
+    for text in patterns if isinstance(patterns, Mapping) else ():
+        compiled = validation.pattern(text, argument)
+        if not any(compiled.search(path) for path in paths):
+            warn(
+                f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
+                f"There are {some(paths)}."
+            )
+
+
 ScanAxes = Mapping[str, int] | Sequence[str] | None
 
 
@@ -317,19 +328,15 @@ def scan_dim_of(
 ) -> int | None:
     """Returns the dimension of a leaf that a scan over layers iterates over, or None.
 
-    Args:
-      path: path of the leaf.
-      leaf: the array.
-      names: names of its dimensions in Flax's metadata, if any.
-      scan_axes: the user's argument: dimensions by path pattern, or names.
+    `names` are those of its dimensions in Flax's metadata, if any; `scan_axes` is the user's.
     """
-    known = SCAN_NAMES if scan_axes is None else scan_axes
+    known: Sequence[str] = SCAN_NAMES
     if isinstance(scan_axes, Mapping):
         found = _pattern_for(path, scan_axes)
         if found is not None:
             return dimension(scan_axes[found], len(leaf.shape))
-        known = SCAN_NAMES
-    known = (known,) if isinstance(known, str) else known
+    elif scan_axes is not None:
+        known = (scan_axes,) if isinstance(scan_axes, str) else scan_axes
     return next((d for d, name in enumerate(names or ()) if name in known), None)
 
 
@@ -351,65 +358,41 @@ def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
     """
     paths, leaves, _ = flatten(params)
     check_unique(paths, "parameters")
-    chosen = _frozen(paths, leaves, frozen)
-    fixed = {
+    integers = {
         p for p, x in zip(paths, leaves, strict=True) if not jnp.issubdtype(x.dtype, jnp.inexact)
     }
-    if paths and len(chosen | fixed) == len(paths):
+    found = integers | _frozen(paths, leaves, frozen)
+    if paths and len(found) == len(paths):
         raise GShardError(
             f"frozen={shown(frozen)} and integer dtypes leave no parameter to train, of "
             f"{some(paths)}."
         )
-    return frozenset(chosen | fixed)
+    return frozenset(found)
 
 
 def _frozen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
     if frozen is None:
         return set()
-    if isinstance(frozen, str):
-        return _matching_paths(paths, [frozen])
-    if isinstance(frozen, (list, tuple)) and all(isinstance(x, str) for x in frozen):
-        return _matching_paths(paths, frozen)
+    texts = [frozen] if isinstance(frozen, str) else frozen
+    if isinstance(texts, (list, tuple)) and all(isinstance(x, str) for x in texts):
+        warn_of_unused("frozen", dict.fromkeys(texts), paths)
+        patterns = [validation.pattern(text, "frozen") for text in texts]
+        return {path for path in paths if any(x.search(path) for x in patterns)}
     if callable(frozen):
-        return _accepted_paths(paths, leaves, frozen)
-    given, flags, _ = flatten(frozen)
-    if given != paths:
-        raise GShardError(
-            f"frozen={shown(frozen)} is not a tree like the parameters: "
-            f"{differences(given, paths)}. "
-            "Give True or False for each parameter, a pattern of paths, or a function of a "
-            "gshard.LeafInfo."
-        )
-    _refuse_other_answers(paths, flags, "frozen")
-    return {path for path, flag in zip(paths, flags, strict=True) if flag}
-
-
-def _matching_paths(paths: list[str], patterns: Sequence[str]) -> set[str]:
-    found: set[str] = set()
-    for text in patterns:
-        compiled = validation.pattern(text, "frozen")
-        matches = {path for path in paths if compiled.search(path)}
-        if not matches:
-            warn(
-                f"frozen: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
-                f"There are {some(paths)}."
+        argument = "the function frozen="
+        answers = [
+            frozen(LeafInfo(path, tuple(x.shape), x.dtype, None, 1))
+            for path, x in zip(paths, leaves, strict=True)
+        ]
+    else:
+        argument, (given, answers, _) = "frozen=", flatten(frozen)
+        if given != paths:
+            raise GShardError(
+                f"frozen={shown(frozen)} is not a tree like the parameters: "
+                f"{differences(given, paths)}. Give True or False for each parameter, a pattern of "
+                "paths, or a function of a gshard.LeafInfo."
             )
-        found |= matches
-    return found
-
-
-def _accepted_paths(
-    paths: list[str], leaves: list[Any], test: Callable[[LeafInfo], Any]
-) -> set[str]:
-    answers = [
-        test(LeafInfo(path, tuple(x.shape), x.dtype, None, 1))
-        for path, x in zip(paths, leaves, strict=True)
-    ]
-    _refuse_other_answers(paths, answers, "the function frozen=")
-    return {path for path, answer in zip(paths, answers, strict=True) if answer}
-
-
-def _refuse_other_answers(paths: list[str], answers: Sequence[Any], what: str) -> None:
     for path, answer in zip(paths, answers, strict=True):
         if not isinstance(answer, (bool, np.bool_)):
-            raise GShardError(f"{what} says {shown(answer)} for {path}: say True or False.")
+            raise GShardError(f"{argument} gives {shown(answer)} for {path}: give True or False.")
+    return {path for path, answer in zip(paths, answers, strict=True) if answer}

@@ -35,22 +35,22 @@ class Fit:
         self._made: list[int] = []  # identities of the leaves that the program returned
         self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
-    def __call__(self, tree: Any, beside: Any = None) -> tuple[list[Any], Any]:
+    def __call__(self, tree: Any, others: Any = None) -> tuple[list[Any], Any]:
         """Checks a tree and returns its leaves and its structure.
 
         Args:
           tree: the tree to check.
-          beside: other arguments of the program, which must not contain a donated array.
+          others: other arguments of the program, which must not contain a donated array.
 
         Raises:
           GShardError: names the leaves that do not match.
         """
-        others = jax.tree.leaves(beside)
+        more = jax.tree.leaves(others)
         leaves = self._as_made(tree)
         if leaves:
             # A program returns no array twice, so only the batch can share one with these.
-            if self._donated and any(id(x) in self._made for x in others):
-                self._refuse_shared(leaves, others)
+            if self._donated and any(id(x) in self._made for x in more):
+                self._refuse_shared(leaves, more)
             return leaves, self._structure
         leaves, structure = jax.tree.flatten(tree)
         if self._structure is None or structure != self._structure:
@@ -58,7 +58,7 @@ class Fit:
             self._structure = structure
         refuse_donated(leaves)
         if self._donated:
-            self._refuse_shared(leaves, others)
+            self._refuse_shared(leaves, more)
         wrong = [
             f"{path} {fault}"
             for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
@@ -66,7 +66,7 @@ class Fit:
         ]
         if wrong:
             raise GShardError(
-                f"{self._what} not as the plan lays it out: {some(wrong, most=3)}. Pass what "
+                f"{self._what} not as the plan stores it: {some(wrong, most=3)}. Pass what "
                 "gshard.shard_train_state or a step of this plan returned. Shard a restored state "
                 "with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
                 "plan.abstract_state()))."
@@ -76,9 +76,8 @@ class Fit:
     def made(self, leaves: list[Any]) -> None:
         """Remembers the leaves that the checked program returned, which need no further check.
 
-        No leaf is kept alive, so that a dropped state is freed. An `id` can then be reused by
-        another object; weak references to two of the leaves detect that. References to all leaves
-        would cost too much.
+        No leaf is kept alive, so that a dropped state is freed. Another object can then have the
+        same `id`: weak references to two leaves detect that; to all, they would cost too much.
         """
         if leaves and _is_array(leaves[-1]):  # not within a trace
             self._made = list(map(id, leaves))
@@ -92,36 +91,29 @@ class Fit:
             leaves = self._structure.flatten_up_to(tree)
         except (ValueError, TypeError):
             return []
-        if (
-            list(map(id, leaves)) != self._made
-            or self._ends[0]() is not leaves[0]
-            or self._ends[1]() is not leaves[-1]
-        ):
+        if list(map(id, leaves)) != self._made:
+            return []
+        if self._ends[0]() is not leaves[0] or self._ends[1]() is not leaves[-1]:
             return []
         try:
-            alive = not any(map(type(leaves[0]).is_deleted, leaves))  # a generator takes twice that
+            deleted = any(map(type(leaves[0]).is_deleted, leaves))  # a generator takes twice that
         except TypeError:  # PRNG keys have another type
-            alive = False
-        if not alive:
+            deleted = True
+        if deleted:
             refuse_donated(leaves)
         return leaves
 
     def _refuse_shared(self, leaves: list[Any], others: list[Any]) -> None:
         """Refuses an array that is passed twice: JAX crashes when it is donated and used."""
-        places: dict[int, str] = {}
-        shared = ""
-        for path, x in zip(self._paths, leaves, strict=True):
-            if id(x) in places and _is_array(x):
-                shared = shared or f"{places[id(x)]} and {path}"
-            places[id(x)] = path
-        for x in others:
-            if id(x) in places and _is_array(x):
-                shared = f"{places[id(x)]} and an array of the batch"
-        if shared:
-            raise GShardError(
-                f"{shared} are the same array, and the step reuses the memory of the state. "
-                "Copy it (jax.tree.map(jnp.copy, ...)), or make the step with donate=False."
-            )
+        names: dict[int, str] = {}
+        of_state = zip(self._paths, leaves, strict=True)
+        for name, x in [*of_state, *(("an array of the batch", x) for x in others)]:
+            if _is_array(x) and (first := names.setdefault(id(x), name)) != name:
+                raise GShardError(
+                    f"{first} and {name} are the same array, and the step reuses the memory of the "
+                    "state. Copy it (jax.tree.map(jnp.copy, ...)), or make the step with "
+                    "donate=False."
+                )
 
 
 def refuse_donated(leaves: list[Any]) -> None:
@@ -139,24 +131,22 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     if not hasattr(x, "dtype"):  # a Python scalar: the step count of a new TrainState
         fits = wanted.shape == () and isinstance(x, int)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
-    on_host = isinstance(x, (np.ndarray, np.generic))
-    dtype = dtypes.canonicalize_dtype(x.dtype) if on_host else x.dtype
+    numpy = isinstance(x, (np.ndarray, np.generic))
+    dtype = dtypes.canonicalize_dtype(x.dtype) if numpy else x.dtype
     if x.shape != wanted.shape or dtype != wanted.dtype:
         return f"is {_form(x)}, stored as {_form(wanted)}"
-    place: Any = wanted.sharding
-    if not _is_array(x):  # on the host, or abstract
-        wrong = on_host and (not place.is_fully_replicated or _on_host(place))
-        return (
-            f"is on the host, a NumPy array, not sharded over {_describe(place)}" if wrong else ""
-        )
-    if x.sharding == place or x.sharding.is_equivalent_to(place, len(x.shape)):
+    sharding: Any = wanted.sharding
+    if not _is_array(x):  # a NumPy array, or abstract
+        wrong = numpy and (not sharding.is_fully_replicated or _on_host(sharding))
+        return f"is a NumPy array, not on {_describe(sharding)}" if wrong else ""
+    if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, len(x.shape)):
         return ""
-    if place.is_fully_replicated and not x.committed and not _on_host(place):
+    if sharding.is_fully_replicated and not x.committed and not _on_host(sharding):
         return ""
-    if _on_host(x.sharding) != _on_host(place):
-        here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, place))
+    if _on_host(x.sharding) != _on_host(sharding):
+        here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, sharding))
         return f"is in {here} memory, not in {there} memory"
-    return f"is stored on {_describe(x.sharding)}, not on {_describe(place)}"
+    return f"is stored on {_describe(x.sharding)}, not on {_describe(sharding)}"
 
 
 def _is_array(x: Any) -> bool:
@@ -168,10 +158,10 @@ def _form(x: Any) -> str:
 
 
 def _describe(sharding: Any) -> str:
-    spec = getattr(sharding, "spec", None)
-    devices = sharding.num_devices
+    n = sharding.num_devices
     memory = f" in {sharding.memory_kind} memory" if _on_host(sharding) else ""
-    return f"{devices} device{'s' if devices > 1 else ''} as {spec or sharding}{memory}"
+    form = getattr(sharding, "spec", sharding)
+    return f"{n} device{'s' if n > 1 else ''} as {form}{memory}"
 
 
 def _on_host(sharding: Any) -> bool:

@@ -20,7 +20,8 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
 from gshard.sharding.budget import accumulation
-from gshard.sharding.plan import Plan, all_replicated
+from gshard.sharding.layout import all_replicated
+from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
 from gshard.train.loss import add_sums

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
 from gshard.sharding.budget import resharding
-from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan, all_replicated
+from gshard.sharding.layout import Layout, all_replicated
+from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.reduce import accumulation_layouts

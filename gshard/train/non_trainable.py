@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from gshard._util.pytree import flatten, same_leaves
-from gshard.sharding.plan import Plan, all_replicated
+from gshard.sharding.layout import all_replicated
+from gshard.sharding.plan import Plan
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
 from gshard.train.fsdp.gather_bucket import GatherSpec, gather_specs

@@ -22,11 +22,18 @@ from gshard._util.validation import flag, shown
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import LEVELS, Level, LevelName, is_auto, parse_level
-from gshard.sharding.make_plan import PlanRequest, plan_state, warn_of_unused
+from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
-from gshard.sharding.rules import ScanAxes, as_rules, by_shape, first_of, frozen_paths
+from gshard.sharding.rules import (
+    ScanAxes,
+    as_rules,
+    by_shape,
+    first_of,
+    frozen_paths,
+    warn_of_unused,
+)
 from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.train_state.linen import TrainState
@@ -146,10 +153,33 @@ def shard_train_state(
       >>> plan.level.name
       'p_g_os'
     """
+    options = ShardingOptions(
+        init_args=init_args,
+        min_shard_size=min_shard_size,
+        rules=rules,
+        scan_axes=scan_axes,
+        frozen=frozen,
+        precision=precision,
+        offload=offload,
+        indivisible=indivisible,
+        shard_axes=shard_axes,
+        replica_axes=replica_axes,
+    )
+    advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
+    return shard_and_advise(state, mesh, level, options, advice)
+
+
+def shard_and_advise(
+    state: Any, mesh: Mesh | AbstractMesh, level: LevelChoice, options: ShardingOptions, advice: str
+) -> tuple[Any, Plan]:
+    """Does what `shard_train_state` does; `advice` ends the warning of replicated parameters."""
+    wanted: dict[str, Any] = {**(shard_train_state.__kwdefaults__ or {}), **options}
+    init_args, rules = wanted["init_args"], wanted["rules"]
     chosen = None if is_auto(level) else parse_level(level)
-    flag("offload", offload)
-    group = data_group(mesh, shard_axes, replica_axes)
-    rule = first_of([*as_rules(rules), by_shape(min_shard_size, indivisible)])
+    flag("offload", wanted["offload"])
+    group = data_group(mesh, wanted["shard_axes"], wanted["replica_axes"])
+    by_size = by_shape(wanted["min_shard_size"], wanted["indivisible"])
+    rule = first_of([*as_rules(rules), by_size])
     made_by = state if is_init(state) else None
     if not isinstance(init_args, Sequence):
         raise GShardError(
@@ -167,7 +197,7 @@ def shard_train_state(
             "this state is already sharded. Convert it to a plain state with plan.unwrap(state) "
             "first."
         )
-    kind = kind.freeze(template, frozen, frozen_paths)
+    kind = kind.freeze(template, wanted["frozen"], frozen_paths)
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
 
@@ -179,9 +209,10 @@ def shard_train_state(
         group,
         rule,
         shard_optimizer,
-        scan_axes,
-        as_precision(precision),
-        offload,
+        wanted["scan_axes"],
+        as_precision(wanted["precision"]),
+        wanted["offload"],
+        advice,
     )
     plan_at = partial(plan_state, request=request)
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)

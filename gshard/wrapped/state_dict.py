@@ -19,9 +19,8 @@ from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
 from gshard.sharding.host_arrays import to_host
-from gshard.sharding.layout import Layout
+from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.mesh import data_group, make_mesh
-from gshard.sharding.plan import all_replicated
 
 NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 

@@ -22,7 +22,7 @@ from gshard._util.errors import DonatedStateError, GShardError
 from gshard.sharding.level import LEVELS
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
     pytest.mark.filterwarnings("ignore:offload=True puts nothing"),
 ]

@@ -237,7 +237,7 @@ def test_what_is_too_small_to_be_sharded_is_not_tried_both_ways(recwarn):
         assert [x.option.extras_text for x in advise(asked)] == ["kept for backward"]
 
 
-@pytest.mark.filterwarnings("ignore:100% of the parameters stay whole")
+@pytest.mark.filterwarnings("ignore:100% of the parameters are replicated")
 def test_what_is_frozen_is_gathered_too():
     """Adapters are too small to be sharded, and the layers next to them are not."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}

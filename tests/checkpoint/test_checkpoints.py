@@ -26,7 +26,7 @@ from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 

@@ -21,7 +21,7 @@ from tests.checkpoint.test_checkpoints import (
 from tests.zoo import ZOO
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 

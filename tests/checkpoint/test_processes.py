@@ -14,7 +14,7 @@ from tests.processes import run_workers
 from tests.tiers import quick
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 

@@ -13,7 +13,7 @@ import pytest
 from gshard.cli.main import main
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:offload=True puts nothing"),
 ]
 

@@ -13,7 +13,7 @@ from gshard.cli.main import main
 from tests.checkpoint.test_checkpoints import shard
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*of the parameters stay whole"),
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
 ]
 

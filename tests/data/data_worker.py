@@ -178,11 +178,13 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     for name, batches in cases(rank).items():
         found[name] = np.array(give(plan_for(mesh), batches))
     counted: list[Any] = []
-    tell = consistency.tell
-    consistency.tell = lambda *args: counted.append(args) or tell(*args)
+    exchange = consistency.exchange_texts
+    consistency.exchange_texts = lambda *args, **options: (
+        counted.append(args) or exchange(*args, **options)
+    )
     give(plan_for(mesh), cases(rank)["two_kinds"] * 5)
     found["exchanges"] = np.array(len(counted))
-    consistency.tell = tell
+    consistency.exchange_texts = exchange
     found |= {name: np.array(x) for name, x in loaders(plan_for(mesh), rank).items()}
 
     uneven = gshard.make_mesh(devices=every[:3])
@@ -212,7 +214,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     found["before"] = np.array(give(plan, [rows(8, 100 * rank)]))
     total = jax.jit(lambda x: x.sum(), out_shardings=plan.sharding())
     os.environ["GSHARD_AGREEMENT_TIMEOUT"] = "4"
-    agree.PATIENCE, agree.SOON = 2.0, 0.5
+    agree.WARN_AFTER = agree.FAULT_TIMEOUT = 2.0
+    agree.FAULT_WARN_AFTER = 0.5
 
     def leave() -> None:
         np.savez(file, **found)

@@ -9,11 +9,11 @@ import pytest
 import gshard
 from gshard.distributed.rendezvous import (
     Address,
-    Kept,
     PortTakenError,
+    ReservedPort,
     address,
     is_loopback,
-    listening,
+    listen,
 )
 
 
@@ -50,19 +50,19 @@ def connects(at: Address) -> bool:
 
 
 def test_a_kept_port_is_for_who_shares_it():
-    kept = Kept()
+    kept = ReservedPort()
     try:
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(kept.address)
         assert not connects(kept.address), "it is bound, and nobody listens"
-        with listening(kept.address, kept=True):
+        with listen(kept.address, reserved=True):
             assert connects(kept.address)
     finally:
         kept.release()
 
 
 def test_free_ports_differ():
-    every = [Kept() for _ in range(50)]
+    every = [ReservedPort() for _ in range(50)]
     assert len({kept.address.port for kept in every}) == 50
     for kept in every:
         kept.release()
@@ -78,9 +78,9 @@ def test_a_port_at_which_somebody_listens_is_taken(shares, kept):
         other.listen()
         at = Address(*other.getsockname())
         with pytest.raises(PortTakenError, match=f"port {at.port} of 127.0.0.1 is taken"):
-            listening(at, kept=kept)
+            listen(at, reserved=kept)
         with pytest.raises(PortTakenError):
-            Kept(*at)
+            ReservedPort(*at)
 
 
 def test_a_port_that_waits_for_its_old_connections_is_free():
@@ -96,13 +96,13 @@ def test_a_port_that_waits_for_its_old_connections_is_free():
             assert client.recv(1) == b""
     with socket.socket() as strict, pytest.raises(OSError, match="in use"):
         strict.bind(at)
-    Kept(*at).release()
-    with listening(at):
+    ReservedPort(*at).release()
+    with listen(at):
         assert connects(at)
 
 
 def test_an_address_of_another_machine_cannot_be_listened_at():
     with pytest.raises(gshard.GShardError, match="cannot listen at 192.0.2.77:29500"):
-        listening(Address("192.0.2.77", 29500))
+        listen(Address("192.0.2.77", 29500))
     with pytest.raises(gshard.GShardError, match="no address that this machine knows"):
-        listening(Address("nobody.invalid", 29500))
+        listen(Address("nobody.invalid", 29500))

@@ -15,7 +15,7 @@ from tests.processes import run_workers
 from tests.tiers import quick
 from tests.zoo import ZOO
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 TIERS = {
     (group, run): tier

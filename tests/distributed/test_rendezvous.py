@@ -9,14 +9,14 @@ import threading
 import pytest
 
 import gshard
-from gshard.distributed.rendezvous import Kept, meet
+from gshard.distributed.rendezvous import ReservedPort, meet
 
 
 class Call:
     """Process 0 of several, in a thread."""
 
     def __init__(self, processes: int, timeout: float = 20.0):
-        self._kept = Kept()
+        self._kept = ReservedPort()
         self.at, self._error = self._kept.address, None
         arguments = (self.at, processes, 0, timeout, True)
         self._thread = threading.Thread(target=self._run, args=arguments)

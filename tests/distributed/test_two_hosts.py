@@ -20,7 +20,7 @@ from tests.distributed.two_hosts_worker import train
 from tests.hosts import NoHostsError, two_hosts, until
 from tests.tiers import quick
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 PORT, DEVICES_EACH = 29500, 2
 HEARTBEAT = 5  # seconds

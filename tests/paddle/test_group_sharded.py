@@ -21,7 +21,7 @@ from examples import paddle_custom_operator, paddle_words
 from gshard.analysis.hlo import read_program
 from tests.tiers import quick
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 LEVELS = ("os", "os_g", "p_g_os")
 WIDTH = 140  # WIDTH^2 is above the core's threshold
 

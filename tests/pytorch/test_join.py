@@ -66,7 +66,7 @@ def test_uneven_inputs_are_one_device_that_sees_all(partition, initial, n):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*stay whole")
+@pytest.mark.filterwarnings("ignore:.*are replicated")
 @pytest.mark.parametrize("way", ["weighted", "scaled", "overlap"])
 def test_other_losses_and_ways(way):
     n = 3

@@ -347,7 +347,7 @@ def test_logical_names_are_followed_by_their_rules():
 
 def test_what_cannot_be_is_said():
     for names, shape, said in (
-        ((None, "model"), (8, 6), r"dimension 1 of w \(8, 6\).*model of 4 devices"),
+        ((None, "model"), (8, 6), r"dimension 1 of w \(8, 6\).*4 devices of the mesh axis model"),
         (("model", "model"), (8, 8), "name each mesh axis once"),
         ((None, "model"), (8,), "one entry for each dimension"),
     ):

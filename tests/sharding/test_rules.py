@@ -30,7 +30,7 @@ def leaf(shape: tuple[int, ...], parts: int = 4, scan_dim: int | None = None) ->
 @settings(max_examples=200, deadline=None)
 def test_a_layout_is_exact(shape, parts, indivisible, min_shard_size):
     x = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    layout = lay_out("x", x, None, group(parts), by_shape(min_shard_size, indivisible))
+    layout = lay_out("x", x, group(parts), by_shape(min_shard_size, indivisible))
     stored = layout.pad(x)
     assert stored.shape == layout.stored_shape
     np.testing.assert_array_equal(layout.unpad(stored), x)
@@ -107,6 +107,6 @@ def test_wrong_arguments_are_refused():
 
 def test_only_keys_are_always_replicated():
     key = jax.eval_shape(lambda: jax.random.key(0))
-    assert lay_out("key", key, None, group(4), by_shape(0)).dim is None
+    assert lay_out("key", key, group(4), by_shape(0)).dim is None
     count = jax.ShapeDtypeStruct((8,), np.int32)
-    assert lay_out("count", count, None, group(4), by_shape(0)).dim == 0
+    assert lay_out("count", count, group(4), by_shape(0)).dim == 0

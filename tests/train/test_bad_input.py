@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import gshard
 from tests.zoo import ZOO
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 MODEL, NNX_MODEL = ZOO["linen_mlp"], ZOO["nnx_mlp"]
 ROWS = 16

@@ -19,7 +19,7 @@ from gshard.sharding import validate
 from tests.tiers import quick
 from tests.zoo import ZOO, feature_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 ROWS, STEPS = 16, 3

@@ -24,7 +24,7 @@ from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
 # leaves of at most SEGMENT_SIZE elements are replicated, on purpose
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 DEVICES = (1, 2, 3, 4, 5, 8)

@@ -19,7 +19,7 @@ from tests import reference
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO, cross_entropy, feature_rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 ROWS, DEVICES, STEPS = 40, 5, 3  # 5 devices: most leaves are padded

@@ -18,9 +18,9 @@ from gshard.distributed.rendezvous import (
     LOOPBACK,
     Address,
     address,
-    found_at,
     is_loopback,
-    listening,
+    listen,
+    resolved,
 )
 
 SECONDS = 5.0  # that somebody has to answer
@@ -33,7 +33,7 @@ def network() -> list[Check]:
 
 def _loopback() -> Check:
     try:
-        with listening(Address(LOOPBACK, 0)) as listener:
+        with listen(Address(LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
             with socket.create_connection((LOOPBACK, port), timeout=SECONDS) as sender:
                 listener.settimeout(SECONDS)
@@ -52,7 +52,7 @@ def _loopback() -> Check:
 
 def _own_name() -> Check:
     name = socket.gethostname()
-    at = found_at(name)
+    at = resolved(name)
     if at == name:
         fix = f"write a line with its address and {name} into /etc/hosts"
         return Check("own name", "warn", f"{name} has no address; Gloo looks for one", fix)
@@ -133,7 +133,7 @@ def _own_port(at: Address, held: ExitStack) -> Check:
     """Checks, on process 0, that it can listen at the address that the others connect to."""
     kept = bool(os.environ.get(env_vars.PORT_IS_KEPT))
     try:
-        held.enter_context(listening(at, kept=kept))
+        held.enter_context(listen(at, reserved=kept))
     except GShardError as error:
         fix = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
         return Check("coordinator", "fail", str(error), fix)

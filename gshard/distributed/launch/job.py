@@ -18,7 +18,7 @@ from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.options import Request
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
-from gshard.distributed.rendezvous import LOOPBACK, Address, Kept
+from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
 
 _RUN = Path(__file__).with_name("run_script.py")
 
@@ -81,14 +81,14 @@ def run(request: Request, restarts: int, told: list[int]) -> Outcome:
     return Outcome(ends, told[0] if told else None, _memory_kills() - kills)
 
 
-def _keep_port(request: Request) -> Kept | None:
+def _keep_port(request: Request) -> ReservedPort | None:
     """Keeps the port of process 0, if that process runs on this machine."""
     if request.world_size == 1 or request.machine:
         return None
-    return Kept(*(request.master or Address(LOOPBACK, 0)))
+    return ReservedPort(*(request.master or Address(LOOPBACK, 0)))
 
 
-def _start(request: Request, local: int, restarts: int, kept: Kept | None) -> Worker:
+def _start(request: Request, local: int, restarts: int, kept: ReservedPort | None) -> Worker:
     rank = request.rank(local)
     told = env_vars.process_variables(
         kept.address if kept else request.master or Address(LOOPBACK, 1),

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer
-from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
+from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
-from gshard.distributed.rendezvous import Address, address, found_at, is_loopback
+from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
 
 _EXAMPLES = """examples:
   gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100
@@ -185,7 +185,7 @@ def _check_machines(given: argparse.Namespace, master: Address | None) -> None:
     if master is None:
         return
     # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.
-    place = master.host if given.rank else found_at(master.host)
+    place = master.host if given.rank else resolved(master.host)
     if is_loopback(place):
         here = "" if place == master.host else f" ({place} in its own /etc/hosts or DNS)"
         raise GShardError(

@@ -20,14 +20,14 @@ from typing import Any
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
-from gshard.distributed.devices import chosen_gpus, device_shares, visible_gpus
+from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.child import Failure, Result, run
 from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
-from gshard.distributed.rendezvous import Kept
+from gshard.distributed.rendezvous import ReservedPort
 
 _ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
 _TIMEOUTS = {
@@ -117,7 +117,7 @@ def _start(
     timeouts: dict[str, int],
     daemon: bool,
 ) -> Spawned:
-    context, kept, supervisor = multiprocessing.get_context("spawn"), Kept(), Supervisor()
+    context, kept, supervisor = multiprocessing.get_context("spawn"), ReservedPort(), Supervisor()
     try:
         for rank, variables in enumerate(own):
             told = env_vars.process_variables(
@@ -182,7 +182,7 @@ class Spawned:
       (True, [2])
     """
 
-    def __init__(self, supervisor: Supervisor, kept: Kept, daemon: bool):
+    def __init__(self, supervisor: Supervisor, kept: ReservedPort, daemon: bool):
         self._supervisor, self._kept = supervisor, kept
         self._children = [c for c in supervisor.children if isinstance(c, _Child)]
         self.processes = [child.process for child in self._children]

@@ -144,7 +144,7 @@ def test_leaves_add_up_to_the_forecast(offload):
 def test_the_reason_of_an_array_is_that_of_its_own_layout(level):
     leaves = state_arrays(forecast().plans[level])
     for leaf in leaves:
-        assert (leaf.reason == "divides") == (not leaf.placement.startswith("replicated")), leaf
+        assert (leaf.reason == "divisible") == (not leaf.placement.startswith("replicated")), leaf
         if leaf.part == "params" and level != "p_g_os":
             assert leaf.reason == f"level {level} replicates it on every device"
     small = [x.reason for x in leaves if x.path.endswith("bias")]

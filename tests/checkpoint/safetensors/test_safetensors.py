@@ -28,7 +28,7 @@ from tests.zoo import ZOO
 safe_open = pytest.importorskip("safetensors").safe_open
 safetensors = pytest.importorskip("safetensors.numpy")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 OPTIONS = {
     "plain": {},

@@ -17,7 +17,7 @@ from gshard.train.fsdp.use_analysis import by_first_use
 from tests.ahead_of_time import found_by
 from tests.tiers import quick
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 
 @settings(max_examples=200, deadline=None)

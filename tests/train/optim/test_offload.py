@@ -25,7 +25,7 @@ from tests import reference
 from tests.ahead_of_time import found_by
 from tests.zoo import ZOO, Model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 DEVICES, ROWS, STEPS = 5, 40, 3  # 5 devices: most leaves are padded

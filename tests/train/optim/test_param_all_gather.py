@@ -14,7 +14,7 @@ from gshard.analysis.hlo import read_program
 from gshard.train.comm import collectives
 from tests.ahead_of_time import found_by
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters stay whole")
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
 
 def initial(layers=4, width=24, wide=40):
