@@ -6,10 +6,9 @@ Start reading: `initialize`; for starting processes `launch.job` and `launch.spa
 
 from __future__ import annotations
 
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE, preempted, until_preempted
 from gshard.distributed.initialize import barrier, initialize, process_count, process_index
 from gshard.distributed.launch.spawn import ProcessFailedError, Spawned, spawn
-from gshard.distributed.preemption import preempted, until_preempted
 from gshard.distributed.rendezvous import NotArrivedError
 from gshard.sharding.mesh import new_group
 

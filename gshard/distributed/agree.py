@@ -38,17 +38,14 @@ def exchange_texts(
 ) -> dict[int, str]:
     """All-gathers a text from every process of the mesh, by rank; gives up after a time.
 
-    Every process that has a device in the mesh must call it.
+    Every process that has a device in the mesh must call it, with the same `full`.
 
     Args:
       text: the text of this process.
       plan: a plan whose mesh spans several processes.
       change: why this process calls, for its warning and error when the others do not.
       fault: the error that this process will raise once the others know.
-      full: whether texts longer than 1024 bytes are returned in full. All processes pass the same.
-
-    Raises:
-      GShardError: the others did not call it; `fault` with a note, if there is one.
+      full: whether texts longer than 1024 bytes are returned in full.
     """
     refuse_given_up(plan)
     limit = env_vars.read_seconds(env_vars.AGREEMENT_TIMEOUT, TIMEOUT)
@@ -67,13 +64,9 @@ def exchange_texts(
 
 
 def all_gather_text(text: str, mesh: Mesh | None = None) -> dict[int, str]:
-    """All-gathers a text of any length from every process, by rank.
+    """All-gathers a text of any length from every process (of a mesh, if one is given), by rank.
 
     It waits without a limit, since the others may be writing to a slow disk.
-
-    Args:
-      text: the text of this process.
-      mesh: its processes take part; by default all processes do.
     """
     if not mesh.is_multi_process if mesh is not None else jax.process_count() == 1:
         return {jax.process_index(): text}
@@ -144,8 +137,8 @@ def _all_gather_within(
 def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
     """All-gathers messages of equal length from every process of the mesh; waits for all.
 
-    It uses the devices of the mesh, like the step's collectives: `process_allgather` would also
-    wait for processes without a device in the mesh, and needs the same number of devices on each.
+    `process_allgather` would also wait for processes without a device in the mesh, and needs the
+    same number of devices on each.
     """
     devices = list(mesh.devices.flat)
     flat = Mesh(np.array(devices), ("all",))
@@ -178,17 +171,12 @@ def run_on_all(
 ) -> T:
     """Runs `act` on every process, and returns its result once it has succeeded on all of them.
 
-    Every process must call this; it is a barrier. If `act` runs collectives, it must run the same
-    ones on every process, whatever fails in between.
-
-    Args:
-      act: what this process does.
-      mesh: its processes take part; by default all processes do.
-      what: called after `act`; returns a text that must be the same on every process.
+    Every process (of the mesh, if one is given) must call this; it is a barrier. If `act` runs
+    collectives, it must run the same ones on every process, whatever fails in between. `what` is
+    called after it and returns a text that must be the same on every process.
 
     Raises:
-      GShardError: `act` raised one on some process, raised on all; or this process has no device
-        in the mesh.
+      GShardError: `act` raised one on some process; it is raised on all.
       FailedError: `act` raised anything else on some.
     """
     if mesh is not None and not mesh.local_devices:

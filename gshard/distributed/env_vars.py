@@ -105,11 +105,7 @@ def visible_gpus() -> list[str]:
 
 
 def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> list[str] | None:
-    """Returns the GPUs that a user names, or None if none are named.
-
-    Raises:
-      GShardError: one is named twice, or is not among those that this process sees.
-    """
+    """Checks the GPUs that a user names, as a list; None if none are named."""
     if devices is None:
         return None
     names = devices.split(",") if isinstance(devices, str) else devices
@@ -134,15 +130,8 @@ def device_shares(
 ) -> list[dict[str, str]]:
     """Returns the variables that give each of several processes of one machine its own devices.
 
-    Args:
-      processes: number of processes.
-      devices: GPUs to split between the processes, from `chosen_gpus`; None for all visible ones.
-      virtual_devices: virtual CPU devices of each process, instead of GPUs.
-      prefix: prefix of the two arguments in messages, such as `--`.
-
-    Raises:
-      GShardError: the GPUs cannot be split evenly, or the number of virtual devices is wrong.
-      TooFewDevicesError: this machine has GPUs, but fewer than there are processes.
+    These are GPUs from `chosen_gpus` (None: all visible ones), or virtual CPU devices. `prefix` is
+    that of both arguments in messages, such as `--`.
     """
     if virtual_devices is not None:
         count = check_integer(f"{prefix}virtual_devices", virtual_devices, 1)

@@ -1,9 +1,12 @@
-"""Ends a failed process immediately, without waiting for the others.
+"""How a process leaves its job: immediately when it fails, in order when it is preempted.
 
 At exit JAX waits up to minutes for all other processes, which wait in a collective for this one;
 then C++ ends them. So a failed process ends itself before JAX's exit functions run: its sockets
 close, and the others notice. `atexit` functions that were registered after gshard was imported run
 first; earlier ones, like JAX's, do not run.
+
+Before a machine is taken away, its processes get SIGTERM. All processes of the job then stop at the
+same call, on which JAX's coordinator agrees, wherever the signal arrived.
 """
 
 from __future__ import annotations
@@ -12,15 +15,23 @@ import atexit
 import logging
 import os
 import re
+import signal
 import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from traceback import extract_tb
 from types import TracebackType
+from typing import TypeVar
 
-import jax  # noqa: F401  its exit function, registered by this import, must run after the one here
+import jax  # its exit function, registered by this import, must run after the one here
+from jax.experimental import multihost_utils
 
-# The exit code of a process that was told to stop and did so in order: EX_TEMPFAIL of sysexits.h,
-# "try again later".
+from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.validation import shown
+
+Batch = TypeVar("Batch")
+
+# EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
 
 # What a collective or JAX's coordinator says when another process has gone. No more than that: the
@@ -31,9 +42,12 @@ LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 
-_THREADS = 8.0  # seconds that `atexit` functions and other threads have to end
+_THREADS_TIMEOUT = 8.0  # seconds that `atexit` functions and other threads have to end
 
 _code = 0
+_calls = 0  # of `preempted`
+_signal_received = threading.Event()
+_listening = False
 
 
 def at_exit_with(code: int) -> None:
@@ -43,7 +57,7 @@ def at_exit_with(code: int) -> None:
     """
     global _code
     _code = code & 0xFF or 1  # what the system keeps of a code; 0 would be a success
-    late = threading.Timer(_THREADS, _exit_now)
+    late = threading.Timer(_THREADS_TIMEOUT, _exit_now)
     late.daemon = True
     late.start()
 
@@ -68,22 +82,104 @@ def exit_when_it_fails() -> None:
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         at_exit_with(130 if issubclass(kind, KeyboardInterrupt) else 1)
-        if LOST_PEER.search(str(error)):
-            _say_lost(error, traceback)
-        else:
-            before(kind, error, traceback)
+        if not LOST_PEER.search(str(error)):
+            return before(kind, error, traceback)
+        # One paragraph, since the frames of JAX do not explain a lost process.
+        at = [frame for frame in extract_tb(traceback) if "site-packages" not in frame.filename]
+        where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
+        print(
+            f"gshard: this process lost its connection to another one{where}: "
+            f"{str(error).splitlines()[0]}. The other has probably ended; the reason is in the log "
+            "of the process that ended first.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     sys.excepthook = hook
 
 
-def _say_lost(error: BaseException, traceback: TracebackType | None) -> None:
-    """Prints one paragraph about a lost process, since the frames of JAX do not explain it."""
-    at = [frame for frame in extract_tb(traceback) if "site-packages" not in frame.filename]
-    where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
-    print(
-        f"gshard: this process lost its connection to another one{where}: "
-        f"{str(error).splitlines()[0]}. The other has probably ended; the reason is in the log of "
-        "the process that ended first.",
-        file=sys.stderr,
-        flush=True,
-    )
+def preempted() -> bool:
+    """Whether the job is to stop: the same answer on every process in the same step.
+
+    Call it once a step, on every process. After the first call, SIGTERM no longer ends this
+    process: save, and call `sys.exit(PREEMPTED_EXIT_CODE)`, before the sender of the signal kills
+    the process (30 s with `gshard launch`).
+
+    Returns:
+      True once any process of the job has received SIGTERM.
+
+    Raises:
+      GShardError: with several processes, where JAX's preemption service is turned off; alone, for
+        a first call from another thread than the main one.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     for batch in batches:
+      ...         state, metrics = step(state, batch)
+      ...         if gshard.distributed.preempted():
+      ...             save(state)
+      ...             raise SystemExit(gshard.distributed.PREEMPTED_EXIT_CODE)
+    """
+    global _calls
+    _calls += 1
+    if jax.process_count() == 1:
+        _listen()
+        return _signal_received.is_set()
+    try:
+        return multihost_utils.reached_preemption_sync_point(_calls)
+    except RuntimeError as error:
+        raise CallOrderError(
+            f"preempted(): {error} With several processes it needs JAX's preemption service, "
+            "which jax_enable_preemption_service=False turns off."
+        ) from error
+
+
+def until_preempted(
+    batches: Iterable[Batch], last: Callable[[], object] | None = None
+) -> Iterator[Batch]:
+    """Yields the batches until the job is to stop; then calls `last` and exits the process.
+
+    Every process stops before the same batch. The exit code is `PREEMPTED_EXIT_CODE`, 75, which
+    schedulers read as "try again later".
+
+    Args:
+      batches: any iterable, of the same length on every process.
+      last: called once on every process before it exits, such as `lambda: save(state)`.
+
+    Returns:
+      An iterator over the batches.
+
+    Raises:
+      SystemExit: with the code 75, after `last`.
+
+    Example:
+      >>> def train(step, state, batches, save):
+      ...     for batch in gshard.distributed.until_preempted(batches, last=lambda: save(state)):
+      ...         state, metrics = step(state, batch)
+    """
+    if last is not None and not callable(last):
+        raise GShardError(f"until_preempted(last={shown(last)}) is not a function.")
+
+    def iterate() -> Iterator[Batch]:
+        for batch in batches:
+            if preempted():
+                if last is not None:
+                    last()
+                sys.exit(PREEMPTED_EXIT_CODE)
+            yield batch
+
+    return iterate()
+
+
+def _listen() -> None:
+    global _listening
+    if _listening:
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise CallOrderError(
+            "preempted() listens for SIGTERM, which Python allows in the main thread alone: call "
+            "it there first."
+        )
+    # The signal may come again: from the scheduler, and from the launcher too.
+    signal.signal(signal.SIGTERM, lambda number, frame: _signal_received.set())
+    _listening = True

@@ -22,7 +22,8 @@ _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX
 # Where more than one process runs under these, one that joins none of the others is a mistake.
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-_joined: list[tuple[JobPosition, JobPosition]] = []  # what was asked for, and what it came to
+_joined: list[tuple[JobPosition, JobPosition]] = []  # the arguments, and the resulting position
+_known: list[tuple[int, int]] = []  # number of processes and rank, once JAX was given them
 
 
 def initialize(
@@ -72,78 +73,74 @@ def initialize(
     if _joined:
         _check_again(asked)
         return
-    timeouts = (
-        _seconds(
-            "heartbeat_timeout_seconds",
-            heartbeat_timeout_seconds,
-            env_vars.HEARTBEAT_TIMEOUT,
-            HEARTBEAT_TIMEOUT,
-        ),
-        _seconds(
-            "initialization_timeout",
-            initialization_timeout,
-            env_vars.START_TIMEOUT,
-            INITIALIZATION_TIMEOUT,
-        ),
+    heartbeat = _seconds(
+        "heartbeat_timeout_seconds",
+        heartbeat_timeout_seconds,
+        env_vars.HEARTBEAT_TIMEOUT,
+        HEARTBEAT_TIMEOUT,
+    )
+    start = _seconds(
+        "initialization_timeout",
+        initialization_timeout,
+        env_vars.START_TIMEOUT,
+        INITIALIZATION_TIMEOUT,
     )
     _check_secure(secure)
-    place = resolve_position(asked)
+    position = resolve_position(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
-    if place.num_processes != 1 and not by_the_user:
+    if position.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        if place.num_processes is None:
-            _join_detected(*timeouts, coordinator_bind_address, secure)
-        else:
-            _join(place, *timeouts, coordinator_bind_address, secure)
-    _joined.append((asked, place))
+        timeouts = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": start}
+        join = _join_detected if position.num_processes is None else _join
+        join(position, coordinator_bind_address, **timeouts, **secure)
+    _joined.append((asked, position))
     if not jax.distributed.is_initialized():
-        note_joined(1, 0)
+        _known[:] = [(1, 0)]
         return
     exit_when_it_fails()
-    if place.num_processes is not None and not by_the_user:
-        note_joined(int(place.num_processes), int(place.process_id or 0))
-
-
-# ---- who this process is -------------------------------------------------------------------------
+    if position.num_processes is not None and not by_the_user:
+        _known[:] = [(int(position.num_processes), int(position.process_id or 0))]
 
 
 def resolve_position(asked: JobPosition) -> JobPosition:
     """Returns the position from arguments, then from variables; all None if neither has any."""
-    told = {name: value for name, value in asked._asdict().items() if value is not None}
-    place = env_vars.read_position()._replace(**told)
-    if place == (None, None, None):
-        return place
-    # The source of each value, for messages.
+    given = {name: value for name, value in asked._asdict().items() if value is not None}
+    position = env_vars.read_position()._replace(**given)
+    if position == (None, None, None):
+        return position
     variables = (env_vars.COORDINATOR, env_vars.NUM_PROCESSES, env_vars.PROCESS_ID)
-    source = {n: n if n in told else v for n, v in zip(JobPosition._fields, variables, strict=True)}
-    for name, value in list(place._asdict().items())[1:]:
-        if value is None:
-            given = {source[n]: v for n, v in place._asdict().items() if v is not None}
+    # The source of each value, for messages.
+    source = {
+        n: n if n in given else v for n, v in zip(JobPosition._fields, variables, strict=True)
+    }
+    for name in ("num_processes", "process_id"):
+        if getattr(position, name) is None:
+            others = {source[n]: v for n, v in position._asdict().items() if v is not None}
             raise GShardError(
-                f"initialize: {name} is missing, and the others are {given}. Give "
+                f"initialize: {name} is missing, and the others are {others}. Give "
                 "coordinator_address, num_processes and process_id together, or none of them."
             )
-    count = check_integer(source["num_processes"], place.num_processes, 1)
-    rank = check_integer(source["process_id"], place.process_id, 0)
+    count = check_integer(source["num_processes"], position.num_processes, 1)
+    rank = check_integer(source["process_id"], position.process_id, 0)
     if rank >= count:
         raise GShardError(
             f"{source['process_id']}={rank} is not a rank of {source['num_processes']}={count}. "
             f"Ranks run from 0 to {count - 1}."
         )
-    if count > 1 and place.coordinator_address is None:
+    if count > 1 and position.coordinator_address is None:
         raise GShardError(
             f"initialize: coordinator_address is missing: with {count} processes give "
             f"'host:port' of process 0, such as '{LOOPBACK}:29500' on one machine."
         )
-    if place.coordinator_address is not None:
-        address(place.coordinator_address, source["coordinator_address"])
-    return JobPosition(place.coordinator_address, count, rank)
+    if position.coordinator_address is not None:
+        address(position.coordinator_address, source["coordinator_address"])
+    return JobPosition(position.coordinator_address, count, rank)
 
 
 def _check_again(asked: JobPosition) -> None:
-    first, place = _joined[0]
-    for name, again, before, now in zip(JobPosition._fields, asked, first, place, strict=True):
+    first, position = _joined[0]
+    for name, again, before, now in zip(JobPosition._fields, asked, first, position, strict=True):
         if again is not None and again not in (before, now):
             raise GShardError(
                 f"initialize({name}={shown(again)}) was called, but this process has "
@@ -158,7 +155,8 @@ def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
 
 
 def _check_secure(secure: dict[str, Any]) -> None:
-    known = [name for name in _parameters() if "mtls" in name or "secure" in name]
+    parameters = inspect.signature(jax.distributed.initialize).parameters
+    known = [name for name in parameters if "mtls" in name or "secure" in name]
     for name in secure:
         if name not in known:
             meant = did_you_mean(name, [*inspect.signature(initialize).parameters, *known])
@@ -166,57 +164,44 @@ def _check_secure(secure: dict[str, Any]) -> None:
             raise GShardError(f"initialize has no argument {name!r}.{old}{meant}")
 
 
-def _parameters() -> list[str]:
-    return list(inspect.signature(jax.distributed.initialize).parameters)
-
-
 def _jax_has_started() -> bool:
     """Whether JAX already has devices; it then refuses to join others before it reads anything."""
     try:
         jax.distributed.initialize(cluster_detection_method="deactivate")
-    except ValueError:  # it was told nothing
+    except ValueError:  # the arguments are missing
         return False
     except RuntimeError:
         pass
     return True
 
 
-# ---- joining -------------------------------------------------------------------------------------
-
-
-def _join(
-    place: JobPosition, heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
-) -> None:
-    at = address(place.coordinator_address, "coordinator_address")
+def _join(position: JobPosition, bind_address: str | None, **options: Any) -> None:
+    at = address(position.coordinator_address, "coordinator_address")
     bind = at if bind_address is None else address(bind_address, "coordinator_bind_address")
-    count, rank = int(place.num_processes or 1), int(place.process_id or 0)
+    count, rank = int(position.num_processes or 1), int(position.process_id or 0)
     if _jax_has_started():
         raise CallOrderError(f"initialize: JAX has already started in process {rank}. {_NEED}")
     _reach_directly(at.host)
-    kept = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
-    meet(bind if rank == 0 else at, count, rank, start, kept)
+    reserved = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
+    meet(bind if rank == 0 else at, count, rank, options["initialization_timeout"], reserved)
     _initialize(
         coordinator_address=str(at),
         num_processes=count,
         process_id=rank,
         coordinator_bind_address=str(bind) if rank == 0 else None,  # JAX: every interface
-        cluster_detection_method="deactivate",  # what was said is complete
-        heartbeat_timeout_seconds=heartbeat,
-        initialization_timeout=start,
-        **secure,
+        cluster_detection_method="deactivate",  # the arguments are complete
+        **options,
     )
 
 
 def _reach_directly(host: str) -> None:
-    """Keeps gRPC from asking a web proxy for the coordinator, which hangs."""
+    """Keeps gRPC from connecting to the coordinator through a web proxy, which hangs."""
     if any(name.lower().endswith("_proxy") and os.environ[name] for name in os.environ):
         without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         os.environ["no_proxy"] = f"{without},{host}" if without else host
 
 
-def _join_detected(
-    heartbeat: int, start: int, bind_address: str | None, secure: dict[str, Any]
-) -> None:
+def _join_detected(_: JobPosition, bind_address: str | None, **options: Any) -> None:
     """Joins the job that JAX detects; if it detects none, this process is alone."""
     several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
@@ -227,12 +212,7 @@ def _join_detected(
             )
         return
     try:
-        _initialize(
-            coordinator_bind_address=bind_address,
-            heartbeat_timeout_seconds=heartbeat,
-            initialization_timeout=start,
-            **secure,
-        )
+        _initialize(coordinator_bind_address=bind_address, **options)
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise GShardError(f"initialize: {error}") from error
@@ -253,14 +233,6 @@ def _initialize(**arguments: Any) -> None:
         raise CallOrderError(f"initialize could not start: {error}{fix}") from error
 
 
-_told: list[tuple[int, int]] = []  # number of processes and rank, once this process has joined
-
-
-def note_joined(processes: int, rank: int) -> None:
-    """Records what was passed to JAX, so that later questions do not start JAX."""
-    _told[:] = [(processes, rank)]
-
-
 def process_index() -> int:
     """The rank of this process; like `process_count`, it avoids starting JAX.
 
@@ -271,7 +243,7 @@ def process_index() -> int:
       >>> gshard.distributed.process_index()
       0
     """
-    known = _known()
+    known = _known_before_jax()
     return jax.process_index() if known is None else known[1]
 
 
@@ -289,7 +261,7 @@ def process_count() -> int:
       >>> batch_size
       64
     """
-    known = _known()
+    known = _known_before_jax()
     return jax.process_count() if known is None else known[0]
 
 
@@ -305,11 +277,9 @@ def barrier() -> None:
         multihost_utils.sync_global_devices("gshard.distributed.barrier")
 
 
-def _known() -> tuple[int, int] | None:
+def _known_before_jax() -> tuple[int, int] | None:
     """Returns the number of processes and the rank, if both are certain before JAX has devices."""
-    if not _told:
-        return None
-    alone = _told[0][0] == 1
-    # Of its own accord only the runtime of a TPU knows of other processes.
-    certain = not alone or getattr(jax.config, "jax_platforms", None) == "cpu"
-    return _told[0] if certain else None
+    # Only the runtime of a TPU can know of other processes than these.
+    if _known and (_known[0][0] > 1 or getattr(jax.config, "jax_platforms", None) == "cpu"):
+        return _known[0]
+    return None

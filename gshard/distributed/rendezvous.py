@@ -35,14 +35,7 @@ class PortTakenError(GShardError, OSError):
 
 
 def meet(at: Address, processes: int, rank: int, timeout: float, port_is_reserved: bool) -> None:
-    """Waits on every process until all have arrived.
-
-    Raises:
-      NotArrivedError: some processes have not arrived after `timeout` seconds; raised on every
-        process that has.
-      GShardError: two processes have the same rank, processes disagree on their number, or the port
-        is taken.
-    """
+    """Waits until all processes have arrived; if some have not in time, all others raise."""
     reminder = _Reminder(timeout)
     if rank == 0:
         _RollCall(at, processes, reminder, port_is_reserved).run()
@@ -95,22 +88,19 @@ class _RollCall:
     def run(self) -> None:
         try:
             while len(self._arrived()) < self._processes - 1:
-                left = self._reminder.left
-                if left <= 0:
-                    self._fail(
-                        NotArrivedError(
-                            f"not all of {self._processes} processes reached {self._at} within "
-                            f"{self._reminder.timeout:g} s; {self._state()}. Look at the logs of "
-                            "those that are missing, and check that their machines can reach this "
-                            "address."
-                        )
+                if self._reminder.left <= 0:
+                    error = (
+                        f"not all of {self._processes} processes reached {self._at} within "
+                        f"{self._reminder.timeout:g} s; {self._state()}. Look at the logs of those "
+                        "that are missing, and check that their machines can reach this address."
                     )
-                self._receive(min(left, _RETRY))
+                    self._fail(NotArrivedError(error))
+                self._receive(min(self._reminder.left, _RETRY))
                 for peer in list(self._peers):  # the silent must not keep others out
                     if peer.rank is None and time.monotonic() - peer.since > _SILENCE:
                         self._drop(peer)
                 self._reminder.remind(f"process 0 waits at {self._at}: {self._state()}")
-            self._answer({"go": True}, self._arrived())
+            self._answer({"go": True})
         finally:
             for connection in (self._listener, *(peer.connection for peer in self._peers)):
                 connection.close()
@@ -121,7 +111,7 @@ class _RollCall:
 
     def _state(self) -> str:
         here = {0, *(peer.rank for peer in self._arrived())}
-        missing = [rank for rank in range(self._processes) if rank not in here]
+        missing = sorted({*range(self._processes)} - here)
         return f"arrived: {some(sorted(here), 16)}; missing: {some(missing, 16)}"
 
     def _receive(self, seconds: float) -> None:
@@ -163,28 +153,28 @@ class _RollCall:
         if type(rank) is not int or type(processes) is not int or not 0 < rank < processes:
             self._drop(peer)  # another program
             return
+        fault = ""
         if processes != self._processes:
-            error = (
+            fault = (
                 f"process {rank} was started for a job of {processes} processes, and process 0 for "
                 f"one of {self._processes}. Start all of them with the same number."
             )
-            self._fail(GShardError(error), peer)
-        if any(rank == other.rank for other in self._peers):
-            error = (
+        elif any(rank == other.rank for other in self._peers):
+            fault = (
                 f"two processes say that they are rank {rank} of {processes}. Give every process a "
                 "rank of its own."
             )
-            self._fail(GShardError(error), peer)
         peer.rank = rank
+        if fault:
+            self._fail(GShardError(fault))
 
-    def _fail(self, error: GShardError, *also: _Peer) -> NoReturn:
-        late = isinstance(error, NotArrivedError)
-        self._answer({"error": str(error), "late": late}, [*self._arrived(), *also])
+    def _fail(self, error: GShardError) -> NoReturn:
+        self._answer({"error": str(error), "late": isinstance(error, NotArrivedError)})
         raise error
 
-    def _answer(self, answer: dict, peers: list[_Peer]) -> None:
+    def _answer(self, answer: dict) -> None:
         """Answers, and waits for the others to close: who closes first blocks its port a minute."""
-        for peer in peers:
+        for peer in self._arrived():
             with contextlib.suppress(OSError):  # it has left: JAX's own heartbeat will say so
                 peer.connection.sendall(json.dumps(answer).encode() + b"\n")
         self._selector.unregister(self._listener)
@@ -238,11 +228,11 @@ def _read_answer(connection: socket.socket, reminder: _Reminder, state: str) -> 
         if not more or len(received) > 64 * _LONGEST:
             return None
         received += more
-    try:
+    with contextlib.suppress(ValueError):
         answer = json.loads(received)
-    except ValueError:
-        return None
-    return answer if isinstance(answer, dict) and {"go", "error"} & set(answer) else None
+        if isinstance(answer, dict) and {"go", "error"} & set(answer):
+            return answer
+    return None
 
 
 # ---- addresses and ports -------------------------------------------------------------------------
@@ -291,13 +281,7 @@ def resolved(host: str) -> str:
 def listen(at: Address, *, reserved: bool = False) -> socket.socket:
     """Returns a socket that listens at an address of this machine, and nowhere else.
 
-    Args:
-      at: the address.
-      reserved: a `ReservedPort` of another process of this user holds the port for this one.
-
-    Raises:
-      PortTakenError: another program listens there.
-      GShardError: it is no address of this machine.
+    With `reserved` a `ReservedPort` of another process of this user holds the port for this one.
     """
     listener = _bind(at, shared=reserved)
     listener.listen(1024)  # connections that may wait; one for each process

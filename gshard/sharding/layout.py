@@ -108,12 +108,11 @@ class Layout:
         if not self.group.model_axes:
             return self
         sizes = dict(self.group.model_axes)
-        shape = self.shape
-        if self.model_axes:
-            shape = tuple(
-                size // math.prod(sizes[name] for name in names)
-                for size, names in zip(shape, self.model_axes, strict=True)
-            )
+        axes = self.model_axes or ((),) * len(self.shape)
+        shape = tuple(
+            size // math.prod(sizes[name] for name in names)
+            for size, names in zip(self.shape, axes, strict=True)
+        )
         group = dataclasses.replace(self.group, model_axes=())
         return dataclasses.replace(self, shape=shape, group=group, model_axes=())
 
@@ -133,9 +132,7 @@ class Layout:
     def layer(self) -> Layout:
         """Returns the layout of one layer of a stack that is scanned over its first dimension."""
         if self.dim == 0:
-            raise GShardError(
-                f"{self.path}: the scanned dimension 0 is sharded. Shard another one."
-            )
+            raise GShardError(f"{self.path}: the scanned dimension 0 is sharded. Shard another.")
         dim = None if self.dim is None else self.dim - 1
         return dataclasses.replace(
             self, shape=self.shape[1:], dim=dim, scan_dim=None, model_axes=self.model_axes[1:]
@@ -149,15 +146,7 @@ class Layout:
         return np.pad(x, widths) if isinstance(x, np.ndarray) else jnp.pad(x, widths)
 
     def as_stored(self, x: Any, what: str) -> Any:
-        """Returns an array in its storage shape, padding one of logical shape.
-
-        Args:
-          x: the array.
-          what: the argument that it came with, for messages.
-
-        Raises:
-          GShardError: it has neither shape.
-        """
+        """Returns an array in its storage shape, padding one of logical shape; `what` names it."""
         if x.shape == self.stored_shape:
             return x
         if x.shape == self.shape:
@@ -189,17 +178,9 @@ def lay_out(
     model_axes: AxesByDim = (),
     params_replicated: bool = False,
 ) -> Layout:
-    """Makes the layout of an array, concrete or abstract.
+    """Makes the layout of an array, concrete or abstract; without a rule it is replicated.
 
-    Args:
-      path: keys joined by `/`.
-      leaf: the array; its shape and dtype are read.
-      group: axes of the mesh.
-      rule: decides which dimension is sharded; None replicates the array.
-      scan_dim: the dimension that a scan over layers iterates over, or None.
-      model_axes: by dimension, the model-parallel axes that it is sharded over.
-      params_replicated: whether the layout is for gradient and optimizer state alone, since the
-        parameter is replicated.
+    With `params_replicated` the layout is for gradient and optimizer state alone.
     """
     shape, choice = tuple(leaf.shape), None
     if rule is None:
@@ -223,16 +204,8 @@ def all_replicated(tree: Any, group: Group) -> Any:
 def model_axes_of(path: str, leaf: Any, metadata: Sequence[Any] | None, group: Group) -> AxesByDim:
     """Returns, by dimension, the model-parallel axes that a leaf is sharded over.
 
-    Args:
-      path: path of the leaf, for messages.
-      leaf: an array, concrete or abstract.
-      metadata: the names of its dimensions in Flax's metadata, if any. Names that are not a mesh
-        axis are ignored.
-      group: the axes of the mesh.
-
-    Raises:
-      GShardError: a dimension is not divisible by its axes, an axis is named twice, or there are
-        more names than dimensions.
+    `metadata` are the names of its dimensions in Flax's metadata, if any; those that are not mesh
+    axes are ignored.
     """
     shape, sizes = tuple(leaf.shape), dict(group.model_axes)
     sharding = getattr(leaf, "sharding", None)

@@ -31,16 +31,11 @@ class PlanRequest:
 
     Attributes:
       state: the user's state, with abstract arrays (`shape` and `dtype` are read).
-      kind: the kind of the state.
       tx: the user's optimizer.
-      mesh: the device mesh, or an `AbstractMesh`.
       group: the data axes of the mesh.
       rule: a rule that decides every leaf.
       wrap: wraps the optimizer so that it follows a plan.
-      scan_axes: the dimensions that scans iterate over, in addition to Flax's metadata: a mapping
-        from path pattern to dimension, or the names that the metadata uses (default `layers`,
-        `layer`, `scan`).
-      precision: dtypes to compute and reduce in, or None.
+      scan_axes: the user's argument.
       offload: whether sharded parameters, and arrays that only an update uses, are stored in host
         memory.
       advice: how to have the parameters sharded that are replicated, for a warning.

@@ -208,13 +208,7 @@ class Group:
         return [Hop(axis, size) for axis, size in pairs]
 
     def sub_group(self, n: int) -> tuple[list[Hop], list[Hop]]:
-        """Splits an all-gather over the group into one across and one within sub-groups.
-
-        Args:
-          n: number of adjacent devices in a sub-group.
-
-        Returns:
-          The hops across sub-groups, and the hops within one.
+        """Returns the hops of an all-gather across sub-groups of `n` adjacent devices, and within.
 
         Raises:
           GShardError: the group cannot be split into sub-groups of `n` devices.
@@ -262,9 +256,6 @@ def data_group(
     By default the axis named `"replica"` is the replica axis, and the one named `"shard"` the shard
     axis; without one of that name all other axes are shard axes. The remaining axes are the user's
     model-parallel axes.
-
-    Raises:
-      GShardError: an axis is not in the mesh, or is of type Explicit.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
@@ -305,16 +296,7 @@ def data_group(
 
 
 def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
-    """Checks that an argument is a list of distinct devices, and returns it.
-
-    Args:
-      argument: name of the argument, for messages.
-      devices: what the user passed.
-      or_else: what else the argument accepts, for messages.
-
-    Raises:
-      GShardError: it is not a list of devices, or names a device twice.
-    """
+    """Checks that an argument is a list of distinct devices; it may also accept `or_else`."""
     given = list(devices) if isinstance(devices, (Sequence, np.ndarray)) else []
     if not given or not all(isinstance(x, jax.Device) for x in given):
         raise GShardError(
@@ -332,12 +314,8 @@ def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
     On a large torus XLA turns a reduce-scatter over a single mesh axis into an all-reduce, and on a
     3-D torus the all-gather too (seen in programs for v4, v5e, v5p and v6e).
 
-    Args:
-      devices: the devices of one shard group.
-
-    Returns:
-      The array, or None if one ring over all devices is as good: on other platforms, for a part of
-      a slice, several slices, two devices per chip, a line, and slices of two rows.
+    Returns None if one ring over all devices is as good: on other platforms, for a part of a slice,
+    several slices, two devices per chip, a line, and slices of two rows.
     """
     if any(device.platform != "tpu" or device.core_on_chip for device in devices):
         return None

@@ -214,13 +214,7 @@ def by_predicate(
 
 
 def check_answer(leaf: LeafInfo, answer: Any, reason: str) -> ShardDim:
-    """Converts the answer of a user's rule for one leaf, and refuses invalid ones.
-
-    Args:
-      leaf: the array.
-      answer: a dimension, `"replicate"` or a `ShardDim`.
-      reason: why, for the plan and for messages.
-    """
+    """Converts the answer of a user's rule (see `as_rules`) for one leaf, or refuses it."""
     if isinstance(answer, ShardDim):
         answer, reason = REPLICATE if answer.dim is None else answer.dim, answer.reason
     if isinstance(answer, str) and answer == REPLICATE:
@@ -348,13 +342,8 @@ def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:
 def frozen_paths(params: Any, frozen: Any) -> frozenset[str]:
     """Returns the paths of the parameters that are not trained: `frozen=` and all integers.
 
-    Args:
-      params: a tree of arrays, concrete or abstract.
-      frozen: None; one path pattern or several; a function of a `LeafInfo`; or a tree like the
-        parameters with True where one is frozen.
-
-    Raises:
-      GShardError: `frozen` is none of these, has another structure, or leaves nothing to train.
+    `frozen` is None; one path pattern or several; a function of a `LeafInfo`; or a tree like the
+    parameters with True where one is frozen.
     """
     paths, leaves, _ = flatten(params)
     check_unique(paths, "parameters")

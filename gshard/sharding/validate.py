@@ -38,12 +38,7 @@ class Fit:
     def __call__(self, tree: Any, others: Any = None) -> tuple[list[Any], Any]:
         """Checks a tree and returns its leaves and its structure.
 
-        Args:
-          tree: the tree to check.
-          others: other arguments of the program, which must not contain a donated array.
-
-        Raises:
-          GShardError: names the leaves that do not match.
+        `others` are further arguments of the program, which must not contain a donated array.
         """
         more = jax.tree.leaves(others)
         leaves = self._as_made(tree)
