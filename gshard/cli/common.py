@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import signal
@@ -11,18 +12,18 @@ import sys
 import threading
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
 from gshard.analysis.forecast import Forecast, forecast_config
-from gshard.analysis.setup import Config, read_config
+from gshard.analysis.setup import Config, TrainSetup, load_setup, read_config
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.
@@ -31,72 +32,55 @@ NO = 1  # the answer: it does not fit, a budget is exceeded, a checkpoint is dam
 NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to answer it is missing
 
 
-def print_answer(text: str, code: int) -> int:
-    """Prints an answer and returns its exit code, or `NO_ANSWER` if it cannot be written.
-
-    A reader such as `head` may close the pipe before the end; that does not change the exit code.
-    """
-    error = print_text(text)
-    return code if error is None or isinstance(error, BrokenPipeError) else NO_ANSWER
+Asked = TypeVar("Asked", Config, Config | None, None)
 
 
-def print_text(text: str) -> OSError | None:
-    """Prints a text; returns the error if it cannot be written, after a line on stderr if due."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        _write_no_more()
-        if not isinstance(error, BrokenPipeError):
-            why = error.strerror or error
-            print(f"error: stdout cannot be written: {why}.", file=sys.stderr)
-        return error
-    return None
+class Answer(NamedTuple):
+    """What a command found: as JSON, as text, and its exit code."""
+
+    data: Mapping[str, Any]
+    text: str
+    code: int = YES
 
 
-def _write_no_more() -> None:
-    """Keeps Python from flushing stdout at exit, which would fail again (see `SIGPIPE`)."""
-    with contextlib.suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-
-
-Asked = TypeVar("Asked", Config, Config | None)
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-
-
-class _Stopped(SystemExit):
-    """Raised when a signal asks this program to end; its code is the one that a shell reports."""
-
-
-def leave_accelerators() -> None:
-    """Restricts JAX to the CPU: nothing runs, and another job may be using the accelerators.
-
-    If JAX has already started, this changes nothing.
-    """
-    jax.config.update("jax_platforms", "cpu")
-
-
-def in_words(
-    read: Callable[[], tuple[Any, Asked]], work: Callable[[Any, Asked], tuple[str, int]]
+def respond(
+    read: Callable[[], tuple[argparse.Namespace, Asked]],
+    work: Callable[[argparse.Namespace, Asked], Answer],
 ) -> int:
-    """Runs a command; prints a user's error as one line, and each warning once, as one line.
+    """Runs a command and prints its answer; returns the exit code (see `guarded`).
 
     Args:
-      read: returns the parsed words and the config. It may exit, as argparse does.
-      work: takes both, and returns the text to print and the exit code. Anything else that is
-        printed meanwhile, such as by the model, goes to stderr.
+      read: returns the parsed words, and a config if the command has one. It may exit, as argparse
+        does.
+      work: takes both. What is printed meanwhile, such as by the model, goes to stderr.
+    """
 
-    Returns:
-      The exit code (see `print_answer`); 130 after Ctrl-C, and 128 plus its number after a signal
-      that ends a program. What the work has opened is closed in every case.
+    def run() -> int:
+        given, asked = read()
+        with contextlib.redirect_stdout(sys.stderr):
+            try:
+                found = work(given, asked)
+            except _Stopped:
+                raise
+            except SystemExit as ended:
+                raise GShardError(
+                    f"the model ends the program: SystemExit({ended.code!r}). Raise an error that "
+                    "says why."
+                ) from ended
+        return print_text(json.dumps(found.data) if given.json else found.text, found.code)
+
+    return guarded(run)
+
+
+def guarded(run: Callable[[], int]) -> int:
+    """Returns the exit code of `run`; errors and gshard's warnings become lines on stderr.
+
+    Ctrl-C gives 130, and a signal that ends a program 128 plus its number. What `run` has opened is
+    closed in every case.
     """
     with _stopped_by_signals(), _warnings_as_lines():
         try:
-            asked = read()
-            with contextlib.redirect_stdout(sys.stderr):
-                text, code = _worked(work, asked)
-            return print_answer(text, code)
+            return run()
         except GShardError as error:
             print(f"error: {error}", file=sys.stderr)
             return NO_ANSWER
@@ -109,28 +93,28 @@ def in_words(
             return int(str(stopped))
 
 
-def _worked(
-    work: Callable[[Any, Asked], tuple[str, int]], asked: tuple[Any, Asked]
-) -> tuple[str, int]:
+def print_text(text: str, code: int, unread: int | None = None) -> int:
+    """Prints a text and returns the exit code, which is `NO_ANSWER` if it cannot be written.
+
+    A reader such as `head` may close the pipe before the end: that gives `unread`, or else `code`.
+    """
     try:
-        return work(*asked)
-    except _Stopped:
-        raise
-    except SystemExit as ended:
-        raise GShardError(
-            f"the model ends the program: SystemExit({ended.code!r}). Raise an error that says why."
-        ) from ended
+        print(text, flush=True)
+        return code
+    except OSError as error:
+        with contextlib.suppress(OSError):  # Python flushes stdout again at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        if isinstance(error, BrokenPipeError):
+            return code if unread is None else unread
+        why = error.strerror or error
+        print(f"error: stdout cannot be written: {why}.", file=sys.stderr)
+        return NO_ANSWER
 
 
-@contextlib.contextmanager
-def status(what: str) -> Iterator[Callable[[str], Any]]:
-    """Shows progress on stderr if it is a terminal; yields a function that changes the text."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status(what) as shown:
-        yield shown.update
+class _Stopped(SystemExit):
+    """Raised when a signal asks this program to end; its code is the one that a shell reports."""
 
 
 @contextlib.contextmanager
@@ -145,63 +129,71 @@ def _stopped_by_signals() -> Iterator[None]:
         raise _Stopped(128 + number)
 
     main = threading.current_thread() is threading.main_thread()
-    heard = [x for x in _SIGNALS if main and signal.getsignal(x) is signal.SIG_DFL]
-    for number in heard:
+    both = (signal.SIGTERM, signal.SIGHUP)
+    handled = [x for x in both if main and signal.getsignal(x) is signal.SIG_DFL]
+    for number in handled:
         signal.signal(number, stop)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def _warnings_as_lines() -> Iterator[None]:
     """Collects gshard's warnings and prints each once; other warnings are shown as usual."""
-    # Several levels are examined, and give the same warnings.
-    said: dict[str, None] = {}
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def gather(message: Warning | str, category: type[Warning], *more: Any) -> None:
-            if issubclass(category, GShardWarning):
-                said[re.sub(r" at level '\w+'", "", str(message))] = None
-            else:
-                show(message, category, *more)
-
-        warnings.showwarning = gather
-        warnings.simplefilter("always", GShardWarning)
-        try:
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", GShardWarning)
             yield
-        finally:
-            for text in said:
-                print(f"warning: {text}", file=sys.stderr)
+    finally:
+        texts: dict[str, None] = {}  # several levels are examined, and give the same warnings
+        for x in caught:
+            if issubclass(x.category, GShardWarning):
+                texts[re.sub(r" at level '\w+'", "", str(x.message))] = None
+            else:
+                warnings.showwarning(x.message, x.category, x.filename, x.lineno)
+        for text in texts:
+            print(f"warning: {text}", file=sys.stderr)
 
+
+@contextlib.contextmanager
+def status(what: str) -> Iterator[Callable[[str], Any]]:
+    """Shows progress on stderr if it is a terminal; yields a function that changes the text."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(what) as shown:
+        yield shown.update
+
+
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """Returns a progress bar on stderr, which is erased at the end; none if it is no terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+# ---- options, and configs ------------------------------------------------------------------------
 
 _MEANINGS = {
     "levels": "levels to look at, such as os,os_g (default: all four)",
     "devices": "number of devices",
     "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
-    "replica": "copies of the divided state (hybrid sharding)",
-    "micro_batch_size": "rows that one device takes at a time",
-    "micro_batches": "how many times in one step (k)",
+    "replica": "replicas of the sharded state (hybrid sharding)",
+    "micro_batch_size": "examples of one device in one micro-batch",
+    "micro_batches": "micro-batches in one step (k)",
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
-    "reshard_after_forward": "true, false, or how many neighbours keep a layer between them",
-    "offload": "true: the optimizer state rests in the host's memory",
+    "reshard_after_forward": "true, false, or over how many devices parameters stay sharded until "
+    "the backward pass",
+    "offload": "true: the optimizer state is stored in the host's memory",
 }
 
 
-def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command that takes a config; `given_config` reads its words.
-
-    Args:
-      name: the command, such as `gshard plan`.
-      about: a sentence that says what the command does.
-      examples: the end of its help.
-
-    Returns:
-      A parser that takes CONFIG, an option for every key, and `--json`.
-    """
+def command_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
+    """Returns a parser with the option `--json`; `examples` are the end of its help."""
     parser = argparse.ArgumentParser(
         prog=name,
         description=about,
@@ -209,26 +201,28 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", nargs="?",
-                        help="a TOML file, or module:function")  # fmt: skip
-    group = parser.add_argument_group("over what CONFIG says")
-    for key, meaning in _MEANINGS.items():
-        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
-    group.add_argument(
-        "--arguments.NAME", metavar="X", dest="_", default=argparse.SUPPRESS,
-        help="an argument of the model's function, such as --arguments.layers 4",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
     return parser
 
 
-def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config | None]:
-    """Returns the parsed words and the config that they name, or None if they name none.
+def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
+    """Returns a parser that takes CONFIG, and an option for every key of it."""
+    parser = command_parser(name, about, examples)
+    parser.add_argument("config", metavar="CONFIG", nargs="?",
+                        help="a TOML file, or module:function")  # fmt: skip
+    of_model = "An argument of the model's function is given by name: --arguments.layers 4"
+    group = parser.add_argument_group("over what CONFIG says", of_model)
+    for key, meaning in _MEANINGS.items():
+        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
+    return parser
 
-    Raises:
-      GShardError: as `read_config`.
-    """
-    words, of_model = _apart(parser, words)
+
+def given_config(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, Config | None]:
+    """Returns the parsed words and the config that they name, or None if they name none."""
+    for name in {x.partition("=")[0] for x in words if x.startswith("--arguments.")}:
+        parser.add_argument(name, dest=name.removeprefix("--"), default=argparse.SUPPRESS)
     given, rest = parser.parse_known_args(words)
     if rest and not rest[0].startswith("-"):
         parser.error(
@@ -238,39 +232,25 @@ def given_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any
     if rest:
         known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
         parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
-    options = {key: _value(word) for key, word in vars(given).items() if key in _MEANINGS}
-    if given.config is None and not of_model:
-        return given, None
-    if given.config is None:
-        parser.error(f"--{next(iter(of_model))} goes with a CONFIG")
-    return given, read_config(given.config, options | of_model)
+    options = {
+        key: _value(word)
+        for key, word in vars(given).items()
+        if key in _MEANINGS or key.startswith("arguments.")
+    }
+    if given.config is not None:
+        return given, read_config(given.config, options)
+    for key in options:
+        if key not in _MEANINGS:
+            parser.error(f"--{key} goes with a CONFIG")
+    return given, None
 
 
-def named_config(parser: argparse.ArgumentParser, words: list[str]) -> tuple[Any, Config]:
-    """Returns the parsed words and the config, which must be named.
-
-    Raises:
-      GShardError: as `read_config`.
-    """
+def named_config(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[argparse.Namespace, Config]:
+    """Returns the parsed words and the config, which must be named."""
     given, config = given_config(parser, words)
-    if config is None:
-        parser.error("name a CONFIG")
-    return given, config
-
-
-def _apart(parser: argparse.ArgumentParser, words: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Separates the words that argparse knows from the values of `--arguments.NAME`."""
-    others, found, left = [], {}, list(words)
-    while left:
-        word = left.pop(0)
-        name, equals, value = word.partition("=")
-        if not name.startswith("--arguments."):
-            others.append(word)
-        elif equals or left:
-            found[name.removeprefix("--")] = _value(value if equals else left.pop(0))
-        else:
-            parser.error(f"{name} needs a value")
-    return others, found
+    return given, config or parser.error("name a CONFIG")
 
 
 def _value(word: str) -> Any:
@@ -283,64 +263,38 @@ def _value(word: str) -> Any:
         return word
 
 
-MOST_VIRTUAL = 64  # every one is a thread, and the whole program is compiled for all of them
-_CGROUP = Path("/sys/fs/cgroup")
+# ---- this computer -------------------------------------------------------------------------------
+
+_MOST_VIRTUAL = 64  # every one is a thread, and the whole program is compiled for all of them
 
 
-def mesh_here(config: Config, command: str) -> Mesh:
-    """Returns the mesh of a config on this computer; nothing may have used JAX before.
+def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str, TrainSetup, Mesh]]:
+    """Yields each level with the setup and a mesh of this computer, and shows what goes on.
 
-    It has accelerators if there are as many as requested, and virtual CPU devices otherwise.
+    The mesh has accelerators if there are as many as requested, and virtual CPU devices otherwise;
+    nothing may have used JAX before.
 
     Raises:
-      GShardError: the config has no number of devices, or it is too large; the message begins with
-        `command`.
+      GShardError: the config has no number of devices, or it is too large.
     """
     count = config.device_count()
-    if count <= MOST_VIRTUAL:
+    if count <= _MOST_VIRTUAL:
         virtual_devices(count)  # has no effect on accelerators
-    given = jax.devices()
-    if given[0].platform == "cpu" or len(given) < count:
-        if count > MOST_VIRTUAL:
+    devices = jax.devices()
+    if devices[0].platform == "cpu" or len(devices) < count:
+        if count > _MOST_VIRTUAL:
             raise GShardError(
-                f"{command} works on this computer's devices, and {count} virtual ones are too "
-                f"many (at most {MOST_VIRTUAL}). Give --devices {MOST_VIRTUAL} or less; gshard "
-                "plan --target compiles for real machines of any size."
+                f"gshard {command} works on this computer's devices, and {count} virtual ones are "
+                f"too many (at most {_MOST_VIRTUAL}). Give --devices {_MOST_VIRTUAL} or less; "
+                "gshard plan --target compiles for real machines of any size."
             )
-        given = jax.devices("cpu")
-    return make_mesh(replica=config.replica, devices=given[:count])
-
-
-def free_memory(mesh: Mesh) -> int | None:
-    """Returns the free bytes of all devices of a mesh together; None if unknown.
-
-    Accelerators have their own memory; virtual devices share the computer's.
-    """
-    devices = mesh.devices.flat
-    if devices[0].platform == "cpu":
-        return min(filter(None, (_free_pages(), _free_in_group())), default=None)
-    stats = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in x for x in stats):
-        return None
-    return len(stats) * min(x["bytes_limit"] - x.get("bytes_in_use", 0) for x in stats)
-
-
-def _free_pages() -> int | None:
-    with contextlib.suppress(OSError):  # Linux: what can be had without swapping
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def _free_in_group() -> int | None:
-    """Returns the free bytes of a container's memory; None if it has no limit."""
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        return max(limit - int((_CGROUP / "memory.current").read_text()), 1)
-    return None
+        devices = jax.devices("cpu")
+    mesh = make_mesh(replica=config.replica, devices=devices[:count])
+    setup = load_setup(config.model, config.arguments)
+    with status("") as say:
+        for level in config.levels:
+            say(f"{level}: {doing} {count} {devices[0].device_kind} devices")
+            yield level, setup, mesh
 
 
 def forecast_with_progress(config: Config, activations: bool = True) -> Forecast:

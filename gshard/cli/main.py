@@ -9,7 +9,7 @@ from gshard._util.errors import did_you_mean
 from gshard.cli.advise import main as advise
 from gshard.cli.audit import main as audit
 from gshard.cli.common import NO_ANSWER, YES
-from gshard.cli.doctor.command import main as doctor
+from gshard.cli.doctor import main as doctor
 from gshard.cli.explain import main as explain
 from gshard.cli.plan import main as plan
 from gshard.cli.verify import main as verify
@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "doctor": (doctor, "look for what is wrong with this machine"),
     "explain": (explain, "what holds the memory of a train state, and why"),
     "launch": (launch, "run a script in several processes"),
-    "plan": (plan, "what every level takes and sends, before anything runs"),
+    "plan": (plan, "what every level stores and communicates, before anything runs"),
     "verify": (verify, "compare checkpoints with their checksums"),
 }
 

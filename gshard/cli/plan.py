@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from typing import Any
@@ -19,18 +18,9 @@ from gshard.analysis.aot.target import Target
 from gshard.analysis.forecast import Forecast, forecast
 from gshard.analysis.html.page import open_page, page
 from gshard.analysis.setup import Config, TrainSetup
-from gshard.cli.common import (
-    NO,
-    NO_ANSWER,
-    YES,
-    config_parser,
-    forecast_with_progress,
-    given_config,
-    in_words,
-    leave_accelerators,
-)
+from gshard.cli import common
 
-_EXAMPLE = """examples:
+_EXAMPLES = """examples:
   gshard plan configs/llama-7b.toml
   gshard plan configs/llama-7b.toml --devices 64 --micro_batches 4 --arguments.layers 16
   gshard plan my_project.model:setup --devices 8 --json
@@ -38,15 +28,15 @@ _EXAMPLE = """examples:
   gshard plan configs/llama-7b.toml --target h100:32x8 --levels p_g_os
   gshard plan --paper
 
-GB are 1e9 bytes. Nothing is initialized_setup, and no device is needed: with --target the real step
-is compiled for that machine, here. Exits with 1 when no level fits it, and with 2 when that cannot
-be said."""
+GB are 1e9 bytes. Nothing is initialized, and no device is needed: with --target the real step is
+compiled for that machine, here. Exits with 1 when no level fits it, and with 2 when that cannot be
+said."""
 
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    about = "What every level takes on one device, and sends, before anything runs."
-    parser = config_parser("gshard plan", about, _EXAMPLE)
+    about = "What every level stores on one device, and communicates, before anything runs."
+    parser = common.config_parser("gshard plan", about, _EXAMPLES)
     parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
     parser.add_argument("--shapes", action="store_true", help="no trace, so no activations")
     parser.add_argument(
@@ -54,57 +44,52 @@ def main(words: list[str]) -> int:
         help="compile the step of each level for the target (default: where --target is given)",
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
+    defaults = vars(parser.parse_args([]))
 
-    plain = vars(parser.parse_args([]))
-
-    def read() -> tuple[Any, Config | None]:
-        given, config = given_config(parser, words)
+    def read() -> tuple[argparse.Namespace, Config | None]:
+        given, config = common.given_config(parser, words)
         if not given.paper and config is None:
             parser.error("name a CONFIG, or give --paper")
-        alone = {"paper": True, "json": given.json}
-        beside = [x for x, value in vars(given).items() if value != alone.get(x, plain.get(x))]
-        if given.paper and beside:
-            named = ("CONFIG" if x == "config" else f"--{x}" for x in beside)
+        alone = defaults | {"paper": True, "json": given.json}
+        others = [x for x, value in vars(given).items() if value != alone.get(x)]
+        if given.paper and others:
+            named = ("CONFIG" if x == "config" else f"--{x}" for x in others)
             parser.error(f"--paper goes with --json alone, not with {some(named)}")
         return given, config
 
-    def work(given: Any, config: Config | None) -> tuple[str, int]:
-        if config is None:
-            return json.dumps(table_1()) if given.json else _paper(), YES
-        compiles = given.compile or (given.compile is None and "target" in given)
-        target = checked(config) if compiles else None
-        with open_page(given.html) as file:
-            found = forecast_with_progress(config, activations=not given.shapes)
-            programs = {} if target is None else compiled(config, target)
-            if file is not None:
-                file.write(page(found, config.model, programs).encode())
-                file.commit()
-                print(f"wrote {given.html}", file=sys.stderr)
-        if given.json:
-            return json.dumps(found.as_dict() | {"compiled": programs}), exit_code(found, programs)
-        beside = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
-        return f"{found}{beside}", exit_code(found, programs)
+    jax.config.update("jax_platforms", "cpu")  # another job may be using the accelerators
+    return common.respond(read, _plan)
 
-    leave_accelerators()
-    return in_words(read, work)
+
+def _plan(given: argparse.Namespace, config: Config | None) -> common.Answer:
+    if config is None:
+        table = table_1()
+        return common.Answer(table, _paper(table))
+    compiles = given.compile or (given.compile is None and "target" in given)
+    target = _checked_target(config) if compiles else None
+    with open_page(given.html) as file:
+        found = common.forecast_with_progress(config, activations=not given.shapes)
+        programs = {} if target is None else _compiled(config, target)
+        if file is not None:
+            file.write(page(found, config.model, programs).encode())
+            file.commit()
+            print(f"wrote {given.html}", file=sys.stderr)
+    report = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
+    data = found.as_dict() | {"compiled": programs}
+    return common.Answer(data, f"{found}{report}", exit_code(found, programs))
 
 
 def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
     """Returns the exit code: whether a level fits, as compiled if programs were compiled."""
     answers = [x["fits"] for x in programs.values() if "error" not in x]
     if programs and not answers:
-        return NO_ANSWER
+        return common.NO_ANSWER
     fits = answers if programs else [found.fits(name) for name in found.levels]
-    return NO if all(x is False for x in fits) else YES
+    return common.NO if all(x is False for x in fits) else common.YES
 
 
-def checked(config: Config) -> Target:
-    """Returns the target to compile for, after all checks that need no work.
-
-    Raises:
-      GShardError: there is no target, its compiler is not installed, or the model's arguments
-        cannot be passed to another process.
-    """
+def _checked_target(config: Config) -> Target:
+    """Returns the target to compile for, after all checks that need no work."""
     if config.target is None:
         raise GShardError("compile for which machine? Give --target, such as h100:1x8.")
     check_json(config.arguments)
@@ -112,12 +97,8 @@ def checked(config: Config) -> Target:
     return config.target
 
 
-def compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
-    """Returns the compiler's report for each level; `{"error": ...}` if there is none.
-
-    Raises:
-      GShardError: there is no compiler.
-    """
+def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
+    """Returns the compiler's report for each level; `{"error": ...}` if there is none."""
     found = {}
     for level in config.levels:
         request = {
@@ -135,18 +116,21 @@ def compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _paper() -> str:
-    found = table_1()
-    columns = [f"{size} {level}" for size in SIZES for level in LEVELS]
-    rows = text_table("GB of model states on one device (ZeRO, Table 1)", ("DP",), columns)
-    for n in DEGREES:
-        rows.add_row(str(n), *(rounded(found[s][n][level]) for s in SIZES for level in LEVELS))
-    return text_of([rows])
-
+# ---- the table of the paper ----------------------------------------------------------------------
 
 SIZES = {"7.5B": 7_500_000_000, "128B": 128_000_000_000, "1T": 1_000_000_000_000}
 DEGREES = (1, 4, 16, 64, 256, 1024)
 LEVELS = ("os", "os_g", "p_g_os")
+
+
+def _paper(found: dict[str, dict[int, dict[str, int]]]) -> str:
+    columns = [f"{size} {level}" for size in SIZES for level in LEVELS]
+    rows = [
+        [str(n), *(rounded(found[size][n][level]) for size in SIZES for level in LEVELS)]
+        for n in DEGREES
+    ]
+    title = "GB of model states on one device (ZeRO, Table 1)"
+    return text_of([text_table(title, ("DP",), columns, rows)])
 
 
 def table_1() -> dict[str, dict[int, dict[str, int]]]:

@@ -17,10 +17,9 @@ import pytest
 
 import gshard
 from gshard._util.cgroup import cgroup_limits
-from gshard.cli.doctor import devices, probes
-from gshard.cli.doctor.check import ask, telling
-from gshard.cli.doctor.machine import Hardware, disks, hardware, machine, to_install, written
-from gshard.cli.doctor.network import cluster, network, reached
+from gshard.cli.doctor import devices
+from gshard.cli.doctor.devices import ask, reason_in, to_install
+from gshard.cli.doctor.machine import Hardware, cluster, disks, hardware, own_name, reached, written
 from gshard.cli.doctor.versions import package, variables, versions
 from gshard.cli.main import main
 from gshard.distributed.rendezvous import LOOPBACK, Address
@@ -56,9 +55,9 @@ def test_this_machine(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert all(line.startswith(("[ok]   ", "[warn] ", "       fix: ")) for line in lines)
-    for name in ("jax", "flax", "devices", "mesh", "train step", "two processes (Gloo)"):
+    for name in ("jax", "flax", "devices", "train step", "two processes (Gloo)"):
         assert any(line.startswith(f"[ok]   {name}: ") for line in lines), f"{name}\n{done.stdout}"
-    assert "dp, os, os_g, p_g_os on 4 cpu devices" in done.stdout
+    assert "dp, os, os_g, p_g_os on 4 cpu devices: matches one device to " in done.stdout
     assert "\x1b" not in done.stdout + done.stderr and not done.stderr
     assert not list(tmp_path.iterdir())
 
@@ -97,7 +96,7 @@ def test_a_flag_that_xla_does_not_know():
     done = run(XLA_FLAGS="--xla_no_such_flag=1")
     assert done.returncode == 1 and fails(done) == ["devices"]
     assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1\n" in done.stdout
-    assert "fix: take the flag out of XLA_FLAGS" in done.stdout
+    assert "fix: remove the flag from XLA_FLAGS" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["cuda", "no_such_platform"])
@@ -137,14 +136,14 @@ def test_a_backend_that_ends_the_process(tmp_path):
 
 
 def test_a_probe_that_raises():
-    answer = ask("nccl", 60, elements=-1)
-    assert answer.result is None and answer.trouble.startswith("ValueError: ")
+    found, trouble, _ = ask("probe_two_processes", 60, timeout=-1)
+    assert found is None and trouble.startswith("GShardError: initialization_timeout=-1 must be")
 
 
-def test_the_line_of_a_log_that_tells():
+def test_the_line_of_a_log_that_matters():
     log = "I1 fine\n\x1b[31mF1123 00:42:05.115882 7 parse.cc:234] Unknown flag: --x\x1b[0m\nbye\n"
-    assert telling(log) == "Unknown flag: --x"
-    assert telling("all is well\n") == ""
+    assert reason_in(log) == "Unknown flag: --x"
+    assert reason_in("all is well\n") == ""
 
 
 # ---- numbers -------------------------------------------------------------------------------------
@@ -152,8 +151,9 @@ def test_the_line_of_a_log_that_tells():
 
 @pytest.mark.filterwarnings("ignore::gshard.GShardWarning")
 def test_numbers_of_every_level():
-    found = probes.numbers(0)
-    assert found["devices"] == 8 and list(found["levels"]) == ["dp", "os", "os_g", "p_g_os"]
+    found = devices.probe_train_step()
+    assert found["where"] == "8 cpu devices"
+    assert list(found["levels"]) == ["dp", "os", "os_g", "p_g_os"]
     assert devices.judged(found["levels"], "8").ok == "ok"
 
 
@@ -161,12 +161,6 @@ def test_numbers_of_every_level():
 def test_other_numbers_fail(error):
     check = devices.judged({"os": 1e-8, "os_g": error}, "8 cpu devices")
     assert check.ok == "fail" and "os_g by" in check.found and "os by" not in check.found
-
-
-def test_a_sum_over_all_devices():
-    """What is asked of GPUs, on CPU devices."""
-    found = probes.nccl(2**10)
-    assert found["right"] is True and found["devices"] == 8 and found["bytes_per_second"] > 0
 
 
 # ---- versions ------------------------------------------------------------------------------------
@@ -208,14 +202,23 @@ def test_a_package_that_is_missing():
     assert check.ok == "fail" and "not installed" in check.found
 
 
-def test_extras(tmp_path, monkeypatch):
+def test_another_python(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    lines = ["Provides-Extra: data", 'Requires-Dist: jax>=0.1; extra == "data"']
-    lines += ["Provides-Extra: plot", "Requires-Dist: no-such-package; extra == 'plot'"]
-    installed(tmp_path, "gshard", "1.0", "Requires-Python: >=99", *lines)
-    found = by_name(versions())
-    assert found["optional extras"].found.startswith("installed: data; not installed: plot")
-    assert found["Python"].ok == "fail" and ">=99" in found["Python"].found
+    installed(tmp_path, "gshard", "1.0", "Requires-Python: >=99")
+    check = by_name(versions())["Python"]
+    assert check.ok == "fail" and "gshard asks for Python>=99" in check.found
+
+
+@pytest.mark.parametrize(
+    ("specifier", "met"),
+    [(">=1.2", True), ("==1.2.*", True), ("==1.2", False), (">1.2,<1.2.3", False), ("~=9", True)],
+)
+def test_versions_are_compared_as_pip_does(tmp_path, monkeypatch, specifier, met):
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(tmp_path, "numpy", "1.2.3.dev4+local")
+    installed(tmp_path, "gshard", "1.0", f"Requires-Dist: numpy{specifier}")
+    check = package("numpy")
+    assert ("gshard asks" not in check.found) == met
 
 
 # ---- accelerators --------------------------------------------------------------------------------
@@ -249,13 +252,6 @@ def test_a_driver_that_is_broken(tmp_path, monkeypatch):
 
 
 def test_tpu_chips(tmp_path):
-    for name in ("accel0", "accel1", "vfio/0", "vfio/vfio"):
-        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "dev" / name).touch()
-    assert hardware(tmp_path)[0].tpu == 2
-    (tmp_path / "dev" / "accel0").unlink()
-    (tmp_path / "dev" / "accel1").unlink()
-    assert hardware(tmp_path)[0].tpu == 0  # something else that a virtual machine is given
     for place, number in (("0000:00:04.0", "0x0063"), ("0000:00:05.0", "0x0042")):
         device = tmp_path / "sys/bus/pci/devices" / place  # a TPU v5e, and Google's network card
         device.mkdir(parents=True)
@@ -288,11 +284,8 @@ def test_unused_devices(used, told, ok, fix):
 
 
 def test_what_to_install():
-    assert (
-        to_install("nvidia", Hardware(1, "580.1"), "1.2", []) == 'pip install -U "jax[cuda13]==1.2"'
-    )
-    assert "rocm7-local" in to_install("amd", Hardware(), "1.2", ["cpu", "rocm7-local"])
-    assert "jax[tpu]" in to_install("tpu", Hardware(), "1.2", [])
+    assert 'pip install -U "jax[cuda13]==' in to_install("nvidia", Hardware(1, "580.1"))
+    assert "jax[tpu]==" in to_install("tpu", Hardware())
 
 
 # ---- variables -----------------------------------------------------------------------------------
@@ -343,10 +336,6 @@ def test_limits_of_control_groups(tmp_path):
     (groups / "job/step/cpu.max").write_text("50000 100000\n")
     (groups / "job/cpu.max").write_text("max 100000\n")
     assert cgroup_limits(tmp_path) == (2**29, 0.5)
-    tree(tmp_path, proc__meminfo="MemTotal: 8000000 kB\nMemAvailable: 7000000 kB\n")
-    found = by_name(machine(0, tmp_path))
-    assert found["host memory"].ok == "warn" and "limited to 512 MiB" in found["host memory"].found
-    assert found["CPU cores"].ok == "warn" and "limited to 0.5" in found["CPU cores"].found
 
 
 def test_limits_of_version_1(tmp_path):
@@ -395,7 +384,7 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.chdir(gone)
     gone.rmdir()
     monkeypatch.setenv("TMPDIR", str(file))
-    found = by_name(disks())
+    found = by_name(disks(0))
     assert found["current directory"].ok == "fail" and found["TMPDIR"].ok == "warn"
 
 
@@ -416,8 +405,11 @@ def in_job(monkeypatch, at, rank, count=2):
         return by_name(cluster(held))
 
 
-def test_loopback():
-    assert by_name(network())["loopback"].ok == "ok"
+def test_the_name_of_the_machine_has_an_address(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert own_name()[0].found.startswith("localhost is ")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert own_name()[0].ok == "warn"
 
 
 def test_a_process_that_is_alone():
@@ -463,7 +455,7 @@ def test_a_coordinator_that_does_not_answer():
 
 def test_a_coordinator_without_an_address(monkeypatch):
     check = in_job(monkeypatch, "no-such-host.invalid:29500", 1)["coordinator"]
-    assert check.ok == "fail" and "no-such-host.invalid has no address" in check.found
+    assert check.ok == "fail" and check.found.startswith("no-such-host.invalid:29500: ")
 
 
 def test_variables_of_a_job_that_cannot_be(monkeypatch):
@@ -475,21 +467,18 @@ def test_variables_of_a_job_that_cannot_be(monkeypatch):
 @pytest.mark.parametrize(
     ("told", "ok", "said"),
     [
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "ok", "rank 1 of 4, by Slurm"),
-        ({"SLURM_NTASKS": "4"}, "warn", "not started by srun: it is alone"),
-        ({"SLURM_NTASKS": "1"}, "ok", "job 7 of Slurm"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "ok", "rank 1 of 4, by SLURM_PROCID"),
+        ({"SLURM_NTASKS": "4"}, "warn", "srun did not start this process: it is alone"),
+        ({"SLURM_NTASKS": "1"}, "ok", "this process is alone"),
     ],
 )
 def test_slurm(told, ok, said, monkeypatch):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "no-such-node[003-004,9].invalid,m2")
     with ExitStack() as held:
-        found = by_name(cluster(held))
-    assert found["job"].ok == ok and said in found["job"].found
-    if "SLURM_PROCID" in told:
-        assert found["coordinator"].found.startswith("no-such-node003 has no address")
+        (check,) = cluster(held)
+    assert check.ok == ok and said in check.found
 
 
 @pytest.mark.slow

@@ -263,8 +263,7 @@ def test_a_signal_leaves_nothing(tmp_path, number):
         (["plan", "--paper", "--devices", "3"], "not with --devices"),
         (["plan", "--paper", "--html", "x"], "not with --html"),
         (["plan", "--paper", "--arguments.layers", "3"], "--arguments.layers goes with a CONFIG"),
-        (["plan", "tests.setups:mlp", "--arguments.width"], "--arguments.width needs a value"),
-        (["explain", "tests.setups:mlp", "--most", "0"], "0 is less than 1"),
+        (["plan", "tests.setups:mlp", "--arguments.width"], "width: expected one argument"),
     ],
 )
 def test_words_that_cannot_be_meant(words, said, capsys):

@@ -1,82 +1,54 @@
-"""Checks the machine: memory, cores, accelerators and disks, and the limits of a container."""
+"""Checks the machine: its accelerators and disks, its network, and its job."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from gshard._util.cgroup import cgroup_limits, contents
-from gshard.cli.doctor.check import GIB, Check, one_line, size
+from gshard._util.cgroup import contents
+from gshard._util.errors import GShardError
+from gshard.distributed import env_vars
+from gshard.distributed.env_vars import JobPosition
+from gshard.distributed.initialize import resolve_position
+from gshard.distributed.rendezvous import Address, address, is_loopback, listen, resolved
 
-_LITTLE_MEMORY = GIB
-_LITTLE_SHARED = GIB  # NCCL and loaders of data keep buffers there; Docker gives 64 MiB
-
-
-def machine(accelerators: int, root: Path = Path("/")) -> list[Check]:
-    """Checks memory, swap, /dev/shm and cores.
-
-    Args:
-      accelerators: number of accelerators of the machine.
-      root: the folder that contains `proc`, `sys` and `dev`.
-    """
-    limits = cgroup_limits(root)
-    return [*_memory(limits[0], root), *_shared(accelerators, root), _cores(limits[1])]
+_GIB = 2**30
 
 
-def _memory(limit: float | None, root: Path) -> list[Check]:
-    found = _lines(root / "proc/meminfo")
-    if "MemTotal" not in found:
-        return [Check("host memory", "ok", "this system does not say")]
-    total, free = found["MemTotal"], found.get("MemAvailable", found["MemTotal"])
-    said = f"{size(free)} free of {size(total)}, swap {size(found.get('SwapTotal', 0))}"
-    if limit is not None and limit < total:
-        said += f"; the container (cgroup) is limited to {size(limit)}"
-    if min(free, limit if limit is not None else free) < _LITTLE_MEMORY:
-        fix = "end other programs, or give the container more: less than 1 GiB does not start JAX"
-        return [Check("host memory", "warn", said, fix)]
-    return [Check("host memory", "ok", said)]
+@dataclass(frozen=True)
+class Check:
+    """What was checked, what was found, and how to fix it if that is wrong: one line each."""
+
+    name: str
+    ok: Literal["ok", "warn", "fail"]
+    found: str
+    fix: str = ""
 
 
-def _shared(accelerators: int, root: Path) -> list[Check]:
-    folder = root / "dev/shm"
-    if not folder.is_dir():
-        return []
-    usage = shutil.disk_usage(folder)
-    said = f"{size(usage.free)} free of {size(usage.total)}"
-    if accelerators > 1 and usage.free < _LITTLE_SHARED:
-        fix = "NCCL needs room there: docker run --shm-size=8g, or mount an emptyDir of Memory"
-        return [Check("/dev/shm", "warn", said, fix)]
-    return [Check("/dev/shm", "ok", said)]
+def size(count: float) -> str:
+    """Formats bytes: `1.5 GiB`, `64 MiB`."""
+    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.0f} MiB"
 
 
-def _cores(limit: float | None) -> Check:
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    said = f"{here} of {os.cpu_count()}"
-    if limit is not None and limit < here:
-        said += f"; the container (cgroup) is limited to {limit:g}"
-        fix = "XLA starts a thread for each core, and they wait for each other: give it all cores"
-        return Check("CPU cores", "warn", said, fix)
-    return Check("CPU cores", "ok", said)
+def one_line(text: str) -> str:
+    """Shortens a text and removes its line ends and terminal codes."""
+    text = " ".join(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split())
+    text = "".join(c for c in text if c.isprintable())
+    return text if len(text) <= 240 else f"{text[:237]}..."
 
 
-def _lines(path: Path) -> dict[str, int]:
-    """Reads lines such as `MemTotal: 24 kB`, in bytes."""
-    found = {}
-    for line in contents(path).splitlines():
-        name, _, rest = line.partition(":")
-        parts = rest.split()
-        if parts and parts[0].isdigit():
-            found[name] = int(parts[0]) * (1024 if parts[1:] == ["kB"] else 1)
-    return found
+# ---- accelerators, without JAX -------------------------------------------------------------------
 
-
-_SECONDS = 20.0  # a driver that hangs lets nvidia-smi hang
 _TAKEN = 0.1  # of a GPU's memory; a desktop takes less
 _QUERY = "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"
 # https://github.com/jax-ml/jax, jax/_src/hardware_utils.py: Google's PCI devices that are TPUs.
@@ -102,153 +74,181 @@ class Hardware:
 def hardware(root: Path = Path("/")) -> tuple[Hardware, list[Check]]:
     """Returns the devices in the machine, and a check for each kind."""
     nvidia, driver, found = _nvidia(root)
-    amd = len(_numbered(root / "dev/dri", "renderD")) if (root / "dev/kfd").exists() else 0
-    here = Hardware(nvidia, driver, amd, _tpus(root))
+    amd = _numbered(root / "dev/dri", "renderD") if (root / "dev/kfd").exists() else 0
+    pci = (root / "sys/bus/pci/devices").glob("*")
+    ids = [(contents(d / "vendor").strip(), contents(d / "device").strip()) for d in pci]
+    tpu = sum(vendor == _GOOGLE and device in _TPUS for vendor, device in ids)
+    here = Hardware(nvidia, driver, amd, tpu)
     if amd:
         found.append(Check("AMD GPUs", "ok", f"{amd} in /dev/dri"))
-    if here.tpu:
-        found.append(Check("TPU chips", "ok", f"{here.tpu} in /dev"))
+    if tpu:
+        found.append(Check("TPU chips", "ok", f"{tpu} on the PCI bus"))
     return here, found or [Check("accelerators", "ok", "none in this machine")]
 
 
 def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
     """Returns the number of NVIDIA GPUs, the driver's version, and what is wrong with them."""
-    count = len(_numbered(root / "dev", "nvidia"))
+    count, name = _numbered(root / "dev", "nvidia"), "NVIDIA GPUs"
     program = shutil.which("nvidia-smi")
     if program is None:
-        if not count:
-            return 0, "", []
         said = f"{count} in /dev, and no nvidia-smi to ask"
-        return count, "", [Check("NVIDIA GPUs", "ok", said)]
+        return count, "", [Check(name, "ok", said)] if count else []
+    rows, wrong = [], ""
     try:
-        said = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        return count, "", [_broken(count, f"gives no answer in {_SECONDS:g} s")]
-    except OSError as error:
-        return count, "", [_broken(count, f"does not run ({error.strerror})")]
-    rows = [[x.strip() for x in line.split(",")] for line in said.stdout.splitlines()]
-    rows = [row for row in rows if len(row) == 4]
-    if said.returncode or not rows:
-        words = one_line(said.stdout + said.stderr) or "it names no GPU"
-        return count, "", [_broken(count, f"fails: {words}")]
-    names = sorted({row[0] for row in rows})
-    about = f"{len(rows)} ({', '.join(names)}), driver {rows[0][1]}"
-    return len(rows), rows[0][1], [Check("NVIDIA GPUs", "ok", about), *_taken(rows)]
+        # A driver that hangs lets nvidia-smi hang.
+        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=20)
+        rows = [[x.strip() for x in line.split(",")] for line in done.stdout.splitlines()]
+        rows = [row for row in rows if len(row) == 4]
+        if done.returncode or not rows:
+            wrong = f"fails: {one_line(done.stdout + done.stderr) or 'it lists no GPU'}"
+    except (subprocess.TimeoutExpired, OSError) as error:
+        wrong = f"fails: {error}"
+    if wrong:
+        said = f"{count} in /dev, and nvidia-smi {wrong}"
+        fix = "restart, or reinstall the driver; start a container with --gpus all"
+        return count, "", [Check(name, "fail" if count else "warn", said, fix)]
+    models, driver = sorted({row[0] for row in rows}), rows[0][1]
+    found = [Check(name, "ok", f"{len(rows)} ({', '.join(models)}), driver {driver}")]
+    taken = [
+        f"GPU {i}: {size(int(used) * 2**20)} of {size(int(total) * 2**20)}"
+        for i, (_, _, total, used) in enumerate(rows)
+        if total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total)
+    ]
+    if taken:
+        said = f"other programs hold {', '.join(taken)}"
+        fix = "end the programs that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
+        found.append(Check("GPU memory", "warn", said, fix))
+    return len(rows), driver, found
 
 
-def _broken(count: int, what: str) -> Check:
-    said = f"{count} in /dev, and nvidia-smi {what}"
-    fix = "restart, or reinstall the driver; start a container with --gpus all"
-    return Check("NVIDIA GPUs", "fail" if count else "warn", said, fix)
+def _numbered(folder: Path, prefix: str) -> int:
+    """Counts the names in a folder that are a prefix and a number."""
+    return sum(p.name.removeprefix(prefix).isdigit() for p in folder.glob(f"{prefix}*"))
 
 
-def _taken(rows: list[list[str]]) -> list[Check]:
-    """Checks for GPUs whose memory other programs use."""
-    taken = []
-    for i, (_, _, total, used) in enumerate(rows):
-        if total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total):
-            taken.append(f"GPU {i}: {size(int(used) * 2**20)} of {size(int(total) * 2**20)}")
-    if not taken:
-        return []
-    fix = "end the programs that nvidia-smi names, or choose other GPUs by CUDA_VISIBLE_DEVICES"
-    return [Check("GPU memory", "warn", f"other programs hold {', '.join(taken)}", fix)]
+# ---- disks ---------------------------------------------------------------------------------------
 
 
-def _tpus(root: Path) -> int:
-    """Counts TPU chips: /dev/accel0 and so on, or /dev/vfio/0 with a TPU on the PCI bus."""
-    chips = len(_numbered(root / "dev", "accel"))
-    if chips:
-        return chips
-    if not _numbered(root / "dev/vfio", ""):
-        return 0
-    devices = (root / "sys/bus/pci/devices").glob("*")
-    return sum(_id(d / "vendor") == _GOOGLE and _id(d / "device") in _TPUS for d in devices)
-
-
-def _id(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _numbered(folder: Path, prefix: str) -> list[str]:
-    """Lists the names in a folder that are a prefix and a number."""
-    names = [p.name for p in folder.glob(f"{prefix}*")] if folder.is_dir() else []
-    return [name for name in names if name.removeprefix(prefix).isdigit()]
-
-
-def to_install(platform: str, here: Hardware, jax: str, extras: list[str]) -> str:
-    """Returns the pip command that gives JAX a platform (`nvidia`, `amd`, `tpu`).
-
-    Args:
-      platform: a field of `Hardware`.
-      here: the machine; CUDA 13 needs a driver of 580 or newer.
-      jax: the version of JAX, which is kept.
-      extras: names of the extras of this version of JAX.
-    """
-    major = here.driver.split(".")[0]
-    wanted = {
-        "nvidia": "cuda12" if major.isdigit() and int(major) < 580 else "cuda13",
-        "amd": next((x for x in extras if x.startswith("rocm")), "rocm"),
-        "tpu": "tpu",
-    }[platform]
-    return f'pip install -U "jax[{wanted}]=={jax}"'
-
-
-def visible(told: Mapping[str, str]) -> str:
-    """Returns the variable that hides GPUs from this process; empty if none does."""
-    names = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
-    return next((name for name in names if name in told), "")
-
-
-_BYTES = 16 * 2**20
-
-
-def disks() -> list[Check]:
-    """Checks the temporary and the current directory."""
+def disks(accelerators: int) -> list[Check]:
+    """Checks the temporary and the current directory, and /dev/shm."""
     found = []
-    asked = {"temporary directory": tempfile.gettempdir, "current directory": os.getcwd}
-    for name, ask in asked.items():
+    for name, where in (
+        ("temporary directory", tempfile.gettempdir),
+        ("current directory", os.getcwd),
+    ):
         try:
-            folder = ask()
+            found.append(written(name, Path(where())))
         except OSError as error:  # it was removed; or none can be written
-            found.append(Check(name, "fail", str(error), "cd to a folder that is there"))
-            continue
-        found.append(written(name, Path(folder)))
+            found.append(Check(name, "fail", str(error), "cd to a folder that exists"))
     wanted = os.environ.get("TMPDIR")
     if wanted and os.path.abspath(wanted) != tempfile.gettempdir():
         said = f"{wanted} cannot be used; temporary files go to {tempfile.gettempdir()}"
         found.append(Check("TMPDIR", "warn", said, "name a folder that can be written"))
+    if accelerators > 1 and os.path.isdir("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free  # Docker gives 64 MiB
+        if free < _GIB:
+            fix = "NCCL needs space there: docker run --shm-size=8g, or mount an emptyDir of Memory"
+            found.append(Check("/dev/shm", "warn", f"{size(free)} free", fix))
     return found
 
 
-def written(name: str, folder: Path, count: int = _BYTES) -> Check:
-    """Writes so many bytes into a new file, flushes, renames and reads it, and removes it."""
-    fix = f"give {folder} room and leave to write, or run where there is"
+def written(name: str, folder: Path, count: int = 16 * 2**20) -> Check:
+    """Writes so many bytes into a new file, flushes, renames, reads and removes it."""
     data = os.urandom(2**20) * (count // 2**20)
     try:
         free = shutil.disk_usage(folder).free
         began = time.perf_counter()
-        number, first = tempfile.mkstemp(prefix=".gshard-doctor-", dir=folder)
-        path = Path(first)
-        try:
-            with os.fdopen(number, "wb") as file:
+        with tempfile.TemporaryDirectory(prefix=".gshard-doctor-", dir=folder) as inside:
+            with open(Path(inside, "new"), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             seconds = time.perf_counter() - began
-            path = path.rename(f"{first}-renamed")
-            same = path.read_bytes() == data
-        finally:
-            path.unlink(missing_ok=True)
+            same = Path(inside, "new").rename(Path(inside, "renamed")).read_bytes() == data
     except OSError as error:
+        fix = f"free some space in {folder} and make it writable, or run elsewhere"
         return Check(name, "fail", f"{folder}: {error.strerror}", fix)
     if not same:
-        return Check(
-            name, "fail", f"{folder}: what is read is not what was written", "use another disk"
-        )
+        said = f"{folder}: the data read back differs from the data written"
+        return Check(name, "fail", said, "use another disk")
     said = f"{folder}: {count / 1e6 / seconds:,.0f} MB/s written, {size(free)} free"
-    if free < GIB:
+    if free < _GIB:
         return Check(name, "warn", said, "less than 1 GiB: a checkpoint may not fit")
     return Check(name, "ok", said)
+
+
+# ---- addresses, and the job of this process ------------------------------------------------------
+
+
+def own_name() -> list[Check]:
+    """Checks that the machine's name has an address."""
+    name = socket.gethostname()
+    at = resolved(name)
+    if at == name:
+        fix = f"write a line with its address and {name} into /etc/hosts"
+        return [Check("own name", "warn", f"{name} has no address; Gloo looks for one", fix)]
+    alone = " (loopback: enough for one machine)" if is_loopback(at) else ""
+    return [Check("own name", "ok", f"{name} is {at}{alone}")]
+
+
+def cluster(held: ExitStack) -> list[Check]:
+    """Checks this process's position in its job; `held` keeps the port of process 0 open."""
+    try:
+        position = resolve_position(JobPosition(None, None, None))
+    except GShardError as error:
+        fix = "set GSHARD_COORDINATOR, GSHARD_NUM_PROCESSES and GSHARD_PROCESS_ID, or none of them"
+        return [Check("job", "fail", str(error), fix)]
+    rank, count = position.process_id, position.num_processes
+    if count is None:
+        return [_detected(os.environ)]
+    found = [Check("job", "ok", f"rank {rank} of {count}, by GSHARD_* variables")]
+    if count > 1:
+        at = address(position.coordinator_address, env_vars.COORDINATOR)
+        found.append(_own_port(at, held) if rank == 0 else reached(at))
+    return found
+
+
+def _detected(environment: Mapping[str, str]) -> Check:
+    """Checks what a cluster says of this process, which JAX then reads."""
+    for rank, count in (
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+    ):
+        if rank in environment and count in environment:
+            said = f"rank {environment[rank]} of {environment[count]}, by {rank}"
+            return Check("job", "ok", said)
+    if environment.get("SLURM_JOB_ID") and environment.get("SLURM_NTASKS", "1") != "1":
+        said = f"job {environment['SLURM_JOB_ID']} of Slurm, but srun did not start this process"
+        fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
+        return Check("job", "warn", f"{said}: it is alone", fix)
+    return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
+
+
+def _own_port(at: Address, held: ExitStack) -> Check:
+    """Checks, on process 0, that it can listen at the address that the others connect to."""
+    try:
+        held.enter_context(listen(at, reserved=bool(os.environ.get(env_vars.PORT_IS_KEPT))))
+    except GShardError as error:
+        fix = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
+        return Check("coordinator", "fail", str(error), fix)
+    alone = " (loopback: processes of this machine alone)" if is_loopback(at.host) else ""
+    return Check("coordinator", "ok", f"this process can listen at {at}{alone}")
+
+
+def reached(at: Address, seconds: float = 5.0) -> Check:
+    """Checks, on any other process, that process 0 answers; it may start a moment later."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection(at, timeout=seconds).close()
+            return Check("coordinator", "ok", f"{at} answers")
+        except OSError as error:
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            late = isinstance(error, TimeoutError)
+            why = f"no answer in {seconds:g} s" if late else error.strerror
+            fix = "start process 0 first, and check that this is its address, that this machine "
+            fix += f"can resolve it, and that firewalls allow port {at.port}"
+            return Check("coordinator", "fail", f"{at}: {why}", fix)
