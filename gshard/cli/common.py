@@ -222,7 +222,8 @@ def given_config(
 ) -> tuple[argparse.Namespace, Config | None]:
     """Returns the parsed words and the config that they name, or None if they name none."""
     for name in {x.partition("=")[0] for x in words if x.startswith("--arguments.")}:
-        parser.add_argument(name, dest=name.removeprefix("--"), default=argparse.SUPPRESS)
+        dest = name.removeprefix("--")
+        parser.add_argument(name, dest=dest, metavar="X", default=argparse.SUPPRESS)
     given, rest = parser.parse_known_args(words)
     if rest and not rest[0].startswith("-"):
         parser.error(

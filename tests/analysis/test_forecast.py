@@ -285,7 +285,7 @@ def test_warnings_are_lines_and_said_once(capsys):
         (["nowhere.toml"], "there is no file 'nowhere.toml'"),
         (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], "Did you mean 'os'?"),
         (["tests.setups:mlp", "--device", "8"], "Did you mean '--devices'?"),
-        (["tests.setups:mlp", "--arguments.width"], "needs a value"),
+        (["tests.setups:mlp", "--arguments.width"], "expected one argument"),
         (["tests.setups:mlp", "--devices", "8", "--levels", "os", "os_g"], "joined by commas"),
         ([], "name a CONFIG"),
     ],
