@@ -46,12 +46,8 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        return (
-            max(self.compute, self.memory, self.wire)
-            + self.update
-            + self.all_gather_params
-            + self.host
-        )
+        overlapped = max(self.compute, self.memory, self.wire)
+        return overlapped + self.update + self.all_gather_params + self.host
 
     @property
     def binding(self) -> str:
@@ -63,7 +59,7 @@ class Cost:
             "wire of the updated parameters": self.all_gather_params,
             "link to the host": self.host,
         }
-        return max(amounts, key=lambda name: amounts[name])
+        return max(amounts, key=amounts.__getitem__)
 
     def as_dict(self) -> dict[str, float | str]:
         """Seconds by resource, of the step, and the bottleneck."""
@@ -114,7 +110,7 @@ def cost(
     if group.replicas > 1 and group.size == 1:
         shard = replicas
     seconds = sum(
-        count / (COMPUTE_SHARE * (chip.bfloat16 if dtype in _HALF else chip.float32))
+        count / (COMPUTE_SHARE * (chip.bfloat16 if dtype.endswith("float16") else chip.float32))
         for dtype, count in flops.items()
     )
     stream = MEMORY_SHARE * chip.memory_bandwidth
@@ -126,6 +122,3 @@ def cost(
         all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,
     )
-
-
-_HALF = ("bfloat16", "float16")

@@ -161,11 +161,16 @@ def forecast_text(found: Forecast) -> str:
         f"{count_of(found.parameters)} parameters on {found.devices} devices{replicas}; a step "
         f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each"
     )
-    wire = text_table("Sent by one device in one step", ("level",), (
-        "as chosen", *(next(iter(found.levels.values())).wire_by_flavour),
-    ))  # fmt: skip
-    for name, level in found.levels.items():
-        wire.add_row(name, *map(bytes_of, (level.wire, *level.wire_by_flavour.values())))
+    flavours = next(iter(found.levels.values())).wire_by_flavour
+    wire = text_table(
+        "Sent by one device in one step",
+        ("level",),
+        ("as chosen", *flavours),
+        [
+            (name, *map(bytes_of, (level.wire, *level.wire_by_flavour.values())))
+            for name, level in found.levels.items()
+        ],
+    )
     notes = (
         "local, scatter, sync: ways to accumulate micro-batches; kept: gathered parameters are "
         "kept for the backward pass. Upper bounds at levels that gather parameters: those that the "
@@ -177,24 +182,23 @@ def forecast_text(found: Forecast) -> str:
 def _memory_table(found: Forecast) -> Table:
     """Returns a table with a row per level, without columns that are 0 at every level."""
     levels = found.levels.values()
-    traced = all(x.peak is not None for x in levels)
-    amounts = {
-        "parameters": [x.params for x in levels],
-        "gradients": [x.gradients for x in levels],
-        "optimizer": [x.optimizer for x in levels],
-        "non_trainable": [x.non_trainable for x in levels],
-        "batch": [x.batch for x in levels],
-        "layer gathered": [x.gathered for x in levels],
+    names = {
+        "parameters": "params",
+        "gradients": "gradients",
+        "optimizer": "optimizer",
+        "non_trainable": "non_trainable",
+        "batch": "batch",
+        "layer gathered": "gathered",
         **(
-            {"activations": [x.activations for x in levels], "peak": [x.peak for x in levels]}
-            if traced
-            else {"without activations": [x.needs for x in levels]}
+            {"activations": "activations", "peak": "peak"}
+            if all(x.peak is not None for x in levels)
+            else {"without activations": "needs"}
         ),
-        "stored on the host": [x.host for x in levels],
+        "stored on the host": "host",
     }
-    amounts = {name: column for name, column in amounts.items() if any(column)}
-    known = found.usable is not None
-    title = "Memory of one device"
+    amounts = {title: [getattr(x, name) for x in levels] for title, name in names.items()}
+    amounts = {title: column for title, column in amounts.items() if any(column)}
+    title, known = "Memory of one device", found.usable is not None
     if found.usable is not None:
         title += f"; {found.target} has {bytes_of(found.usable)} for programs"
     made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
@@ -295,24 +299,10 @@ def forecast(
 
 
 def forecast_config(
-    config: Config, activations: bool = True, report: Callable[[str], Any] | None = None
+    config: Config, activations: bool = True, report: Callable[[str], object] | None = None
 ) -> Forecast:
-    """Returns the forecast of a config.
-
-    Args:
-      config: the model, machine and options of a command.
-      activations: whether to trace the step.
-      report: called with a line of progress for every level.
-
-    Raises:
-      GShardError: as `forecast`; or the config has no number of devices.
-    """
-    devices = config.device_count()
-
-    def tracing(level: str) -> None:
-        if report is not None:
-            report(f"{level}: tracing for {devices} devices")
-
+    """Returns the forecast of a config; `report` is called with a line of progress per level."""
+    devices, target = config.device_count(), config.target
     found = forecast(
         config.model,
         devices,
@@ -320,14 +310,13 @@ def forecast_config(
         arguments=config.arguments,
         replica=config.replica,
         activations=activations,
-        platform=None if config.target is None else config.target.platform,
+        platform=None if target is None else target.platform,
         **vars(config.choices),
-        report=tracing,
+        report=report and (lambda level: report(f"{level}: tracing for {devices} devices")),
     )
-    if config.target is None:
+    if target is None:
         return found
-    usable = config.target.chip.usable
-    return dataclasses.replace(found, target=config.target.text, usable=usable)
+    return dataclasses.replace(found, target=target.text, usable=target.chip.usable)
 
 
 def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
@@ -344,9 +333,7 @@ def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
 
 # Ways to accumulate gradients and to keep gathered parameters: arguments of `make_train_step`.
 FLAVOURS: dict[str, dict[str, Any]] = {
-    "local": {"accumulate": "local"},
-    "scatter": {"accumulate": "scatter"},
-    "sync": {"accumulate": "sync"},
+    **{name: {"accumulate": name} for name in ("local", "scatter", "sync")},
     "kept": {"reshard_after_forward": False},
 }
 
@@ -375,51 +362,31 @@ def level_forecast(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecas
 def footprint_of(
     setup: TrainSetup, state: Any, plan: Plan, choices: Choices, platform: str
 ) -> Footprint:
-    """Estimates the footprint of one step on one device.
+    """Estimates the footprint of one step on one device; the mesh of the plan may be abstract.
 
-    Args:
-      setup: a setup with a loss and a batch.
-      state: the abstract state, sharded by `plan`.
-      plan: its plan; the mesh may be abstract.
-      choices: options of the step.
-      platform: the compiler to model, `cpu`, `gpu` or `tpu`.
-
-    Returns:
-      The estimate. With `offload` it is rough: that of the same step without offload, corrected.
-
-    Raises:
-      GShardError: the loss cannot be traced with this state and batch.
+    With `offload` the estimate is rough: that of the same step without it, minus what the host
+    stores, plus what an update fetches. It has one group of arrays on the device while the next
+    one is transferred.
     """
     if choices.offload:
-        return _offloaded_footprint(setup, plan, choices, platform)
+        near = dataclasses.replace(choices, offload=False)
+        near_state, near_plan = sharded_setup(setup, plan.mesh, plan.level.name, near)
+        seen = footprint_of(setup, near_state, near_plan, near, platform)
+        on_host, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
+        return dataclasses.replace(
+            seen,
+            arguments=seen.arguments - on_host,
+            temporaries=seen.temporaries + window,
+            peak=seen.peak - on_host + window,
+        )
     step = step_of(setup, plan, choices)
     try:
         traced = trace_step(step, state, batch_of(setup, plan, choices))
     except GShardError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[:1]
+        first = "".join(str(error).strip().splitlines()[:1])
         raise GShardError(
-            f"the loss cannot be traced with this state and batch: {type(error).__name__}: "
-            f"{''.join(first)}"
+            f"the loss cannot be traced with this state and batch: {type(error).__name__}: {first}"
         ) from error
     return footprint(traced, plan, platform)
-
-
-def _offloaded_footprint(
-    setup: TrainSetup, plan: Plan, choices: Choices, platform: str
-) -> Footprint:
-    """Returns the footprint minus what the host stores, plus what an update fetches.
-
-    An update has one group of arrays on the device while the next one is transferred.
-    """
-    near = dataclasses.replace(choices, offload=False)
-    state, near_plan = sharded_setup(setup, plan.mesh, plan.level.name, near)
-    seen = footprint_of(setup, state, near_plan, near, platform)
-    on_host, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
-    return dataclasses.replace(
-        seen,
-        arguments=seen.arguments - on_host,
-        temporaries=seen.temporaries + window,
-        peak=seen.peak - on_host + window,
-    )
