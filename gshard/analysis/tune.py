@@ -25,7 +25,7 @@ from gshard.analysis.setup import (
     sharded_setup,
     without_arrays,
 )
-from gshard.sharding.level import LEVELS, Level
+from gshard.sharding.level import LEVELS
 from gshard.sharding.plan import Plan
 
 
@@ -97,6 +97,7 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         raise GShardError(
             f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
         )
+    report = report or (lambda done, of: None)
     options = list(options_of(config))
     setups: dict[str, TrainSetup] = {}
 
@@ -109,20 +110,18 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
 
     found: list[Verdict] = []
     for done, option in enumerate(options):
-        if report is not None:
-            report(done, len(options))
+        report(done, len(options))
         setup = setup_of(option)
         if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
             found += _judged(setup, target, option)
     # Replicas change neither activations nor arithmetic: only the best options are tried with them.
     best = best_of_each([x for x in ranked(found) if x.fits])
     replicated = [more for x in best for more in with_replicas(x.option, target)]
+    total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
-        if report is not None:
-            report(done, len(options) + len(replicated))
+        report(done, total)
         found += _judged(setup_of(option), target, option)
-    if report is not None:
-        report(len(options) + len(replicated), len(options) + len(replicated))
+    report(total, total)
     return ranked(found)
 
 
@@ -227,48 +226,40 @@ class Option:
 
 
 def options_of(config: Config) -> Iterator[Option]:
-    """The options to compare, without offload and replicas.
+    """The options to compare, without offload (tried for what does not fit) and replicas.
 
     These are the levels of the config with all equal micro-batches of a device's examples, with and
-    without keeping gathered parameters, and with all values in `vary`. Offload is tried later for
-    what does not fit, and replicas for what does.
+    without keeping gathered parameters unless that is given, and with all values in `vary`.
     """
     chosen = config.choices
     examples = chosen.micro_batch_size * chosen.micro_batches
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
+    splits = [k for k in range(1, examples + 1) if examples % k == 0]
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
-        for k in (k for k in range(1, examples + 1) if examples % k == 0):
-            for reshard in _reshards(chosen, LEVELS[name]):
-                choices = dataclasses.replace(
-                    chosen,
-                    micro_batches=k,
-                    micro_batch_size=examples // k,
-                    reshard_after_forward=reshard,
-                )
-                replica = config.replica if LEVELS[name].shards_opt_state else 1
-                yield Option(name, replica, choices, dict(arguments))
-
-
-def _reshards(chosen: Choices, level: Level) -> tuple[bool | int, ...]:
-    """The values of `reshard_after_forward` to try: both, unless one is given."""
-    if not level.shards_params:
-        return (True,)
-    asked = chosen.reshard_after_forward
-    return (True, False) if asked is True else (asked,)
+        level, asked = LEVELS[name], chosen.reshard_after_forward
+        reshards = (
+            (True,) if not level.shards_params else (True, False) if asked is True else (asked,)
+        )
+        for k, reshard in itertools.product(splits, reshards):
+            choices = dataclasses.replace(
+                chosen,
+                micro_batches=k,
+                micro_batch_size=examples // k,
+                reshard_after_forward=reshard,
+            )
+            replica = config.replica if level.shards_opt_state else 1
+            yield Option(name, replica, choices, dict(arguments))
 
 
 def with_replicas(option: Option, target: Target) -> Iterator[Option]:
-    """The same option with replicas of the sharded state, each on some of the hosts.
-
-    There are none if the option has a number of replicas already.
-    """
+    """The same option with replicas of the sharded state, unless it has some already."""
     if LEVELS[option.level].shards_opt_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
             yield dataclasses.replace(option, replica=replica)
 
 
 def replicas_of(target: Target) -> tuple[int, ...]:
-    """Numbers of replicas of the sharded state that suit a machine.
+    """Numbers of replicas of the sharded state that suit a machine: each has some of the hosts.
 
     A TPU slice is one shard group, sharded over the axes of its torus.
     """
@@ -286,10 +277,10 @@ def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -
     fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
     examples = config.choices.micro_batch_size * config.choices.micro_batches
     machine = "" if config.target is None else f" on {config.target.text}"
-    has = bytes_of(found[0].has)
-    title = f"{config.model}{machine}: {examples} examples on each device in a step, "
-    title += f"{has} for programs"
-    parts: list[Table | str] = [title]
+    parts: list[Table | str] = [
+        f"{config.model}{machine}: {examples} examples on each device in a step, "
+        f"{bytes_of(found[0].has)} for programs"
+    ]
     if fit:
         shown = fit if every else best_of_each(fit)
         parts.append(_ranked(shown))
@@ -298,14 +289,12 @@ def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -
     else:
         parts.append("Nothing fits.")
     if others:
-        made = text_table(
-            f"Does not fit: {len(others)}; the nearest",
-            ("level", "replica x shard", "micro-batches", "with"),
-            ("needs", "too much by"),
-        )
+        rows = []
         for x in others[:3]:
-            made.add_row(*_names(x), bytes_of(x.needs), _missing(x))
-        parts.append(made)
+            missing = bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"
+            rows.append((*_names(x).values(), bytes_of(x.needs), missing))
+        title = f"Does not fit: {len(others)}; the nearest"
+        parts.append(text_table(title, _names(others[0]), ("needs", "too much by"), rows))
     parts.append(
         f"Estimates, meant for ranking: {COMPUTE_SHARE:.0%} of the chip's peak, {MEMORY_SHARE:.0%} "
         "of its memory's bandwidth, no latency. balance: examples of a micro-batch below which "
@@ -317,20 +306,19 @@ def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -
 def _ranked(fit: Sequence[Verdict]) -> Table:
     made = text_table(
         "Fits, fastest first",
-        ("", "level", "replica x shard", "micro-batches", "with", "bound by"),
+        ("", *_names(fit[0]), "bound by"),
         ("step", "compute", "memory", "wire", "update", "peak", "of it", "balance"),
     )
     for rank, x in enumerate(fit, 1):
         if x.cost is None:
             continue
-        cost = x.cost
+        seconds = (x.cost.step, x.cost.compute, x.cost.memory,
+                   x.cost.wire + x.cost.all_gather_params, x.cost.update + x.cost.host)  # fmt: skip
         made.add_row(
             str(rank),
-            *_names(x),
-            cost.binding,
-            *map(seconds_of, (cost.step, cost.compute, cost.memory)),
-            seconds_of(cost.wire + cost.all_gather_params),
-            seconds_of(cost.update + cost.host),
+            *_names(x).values(),
+            x.cost.binding,
+            *map(seconds_of, seconds),
             bytes_of(x.needs),
             f"{x.needs / x.has:.0%}",
             "-" if x.balance is None else f"{x.balance:.3g}",
@@ -338,26 +326,22 @@ def _ranked(fit: Sequence[Verdict]) -> Table:
     return made
 
 
-def _names(x: Verdict) -> tuple[str, str, str, str]:
+def _names(x: Verdict) -> dict[str, str]:
+    """What identifies an option, by the heading of its column."""
     option = x.option
-    return (
-        option.level,
-        f"{option.replica} x {x.devices // option.replica}",
-        f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
-        option.extras_text,
-    )
-
-
-def _missing(x: Verdict) -> str:
-    return bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"
+    return {
+        "level": option.level,
+        "replica x shard": f"{option.replica} x {x.devices // option.replica}",
+        "micro-batches": f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
+        "with": option.extras_text,
+    }
 
 
 def advice_rows(found: Sequence[Verdict]) -> list[dict[str, Any]]:
     """One flat dict for each option, for a page."""
-    keys = ("level", "replica x shard", "micro-batches", "with")
     return [
         {
-            **dict(zip(keys, _names(x), strict=True)),
+            **_names(x),
             "fits": "yes" if x.fits else "no",
             "step": "" if x.cost is None else seconds_of(x.cost.step),
             "bound by": "" if x.cost is None else x.cost.binding,
