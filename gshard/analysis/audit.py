@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
     """Returns the largest mesh of the inputs."""
     shardings = jax.tree.leaves(getattr(compiled, "input_shardings", ()))
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    meshes = [x.mesh for x in shardings if isinstance(x, NamedSharding)]
     return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
@@ -190,12 +191,7 @@ def compiled_memory(compiled: Any) -> dict[str, int]:
 
 
 def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:
-    """Returns the collectives in the text of a compiled program, as in `Audit.collectives`.
-
-    Args:
-      text: the optimized HLO.
-      mesh: the mesh whose axes to name; None for no names.
-    """
+    """Returns the collectives in the text of optimized HLO, as in `Audit.collectives`."""
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
     for combined in read_program(text).collectives:
         if combined.group_size == 1:
@@ -229,8 +225,7 @@ def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Collec
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
     """Returns the smallest set of mesh axes that has the collective's groups of devices.
 
-    HLO numbers devices by their index in the program's device assignment, which under `jit` is the
-    flat order of the mesh, whatever the devices' own ids are.
+    HLO numbers devices in the flat order of the mesh, whatever the devices' own ids are.
     """
     if mesh is None or collective.kind == "send":
         return None
@@ -240,13 +235,12 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
         return tuple(names[i] for i in wide)
     groups = {frozenset(group) for group in collective.groups}
     ids = np.arange(mesh.size).reshape(sizes)
-    for many in range(len(wide) + 1):
-        for chosen in itertools.combinations(wide, many):
-            rest = [i for i in range(len(sizes)) if i not in chosen]
-            members = int(np.prod([sizes[i] for i in chosen], dtype=int))
-            rows = ids.transpose(*rest, *chosen).reshape(-1, members)
-            if {frozenset(row) for row in rows.tolist()} == groups:
-                return tuple(names[i] for i in chosen)
+    subsets = (itertools.combinations(wide, many) for many in range(len(wide) + 1))
+    for chosen in itertools.chain.from_iterable(subsets):
+        members = math.prod(sizes[i] for i in chosen)
+        rows = np.moveaxis(ids, chosen, range(-len(chosen), 0)).reshape(-1, members)
+        if {frozenset(row) for row in rows.tolist()} == groups:
+            return tuple(names[i] for i in chosen)
     return None
 
 
@@ -309,9 +303,12 @@ def audit_text(found: Audit) -> str:
 
 def sum_known(amounts: Iterable[int | None]) -> int | None:
     """Returns the sum, or None if one of the amounts is unknown."""
-    listed = list(amounts)
-    known = [amount for amount in listed if amount is not None]
-    return sum(known) if len(known) == len(listed) else None
+    total = 0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
 
 
 def _collectives_table(rows: Iterable[CollectiveRow]) -> Table:

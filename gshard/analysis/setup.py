@@ -162,15 +162,10 @@ def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
 
 
 def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSetup:
-    """Calls a function that returns a setup.
+    """Calls a function that returns a `TrainSetup`, or a state as `shard_train_state` takes it.
 
-    Args:
-      name: `module:function`, where the module may be in the current folder. The function returns a
-        `TrainSetup`, or a train state as `shard_train_state` takes it.
-      arguments: keyword arguments of the function.
-
-    Raises:
-      GShardError: there is no such module or function, or it fails.
+    `name` is `module:function`; the module may be in the current folder. `arguments` are passed by
+    name.
     """
     where, _, attribute = name.partition(":")
     if not (where and attribute):
@@ -297,11 +292,7 @@ class Config:
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def device_count(self) -> int:
-        """The number of devices.
-
-        Raises:
-          GShardError: neither CONFIG nor an option has it.
-        """
+        """The number of devices, which CONFIG or an option must give."""
         if self.devices is None:
             raise GShardError(
                 "how many devices? Give --devices N, or --target, or either in CONFIG."
@@ -310,14 +301,9 @@ class Config:
 
 
 def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
-    """Reads a config.
+    """Reads a config from a TOML file, or from `module:function`.
 
-    Args:
-      source: a TOML file, or `module:function`.
-      options: values by key, with `arguments.NAME` for the model's; they override the file's.
-
-    Raises:
-      GShardError: the file cannot be read, a key does not exist, or a value is not valid.
+    `options` are values by key, with `arguments.NAME` for the model's; they override the file's.
     """
     values = _from_file(source)
     for key, value in (options or {}).items():

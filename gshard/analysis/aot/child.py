@@ -69,15 +69,11 @@ class _Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """The memory of a compiled program on one device, in bytes.
+    """The bytes of a compiled program on one device, in its arguments and in all allocations.
 
-    Attributes:
-      arguments: bytes of the program's arguments.
-      peak: bytes of all allocations.
-      largest: the values that are alive at the peak, largest first: `bytes` of each, `count`,
-        `shape` such as `f32[16,4096]`, and `what`: the operation that makes them, or the name of
-        the argument.
-      text: the optimized program.
+    `largest` has the values that are alive at the peak, largest first: `bytes` of each, `count`,
+    `shape` such as `f32[16,4096]`, and `what`: the operation that makes them, or the name of the
+    argument. `text` is the optimized program.
     """
 
     arguments: int
@@ -89,24 +85,23 @@ class CompiledMemory:
 def read_dumped_memory(
     folder: Path, platform: str, names: Mapping[str, str]
 ) -> CompiledMemory | None:
-    """Reads the files that XLA dumped; None if it dumped none.
+    """Reads the files that XLA dumped for one program into a folder; None if it dumped none.
 
-    Args:
-      folder: the folder of `xla_dump_to`, with the files of one program.
-      platform: `cpu`, `gpu` or `tpu`.
-      names: readable names of arguments, by their names in the program, such as `leaves[2]`.
+    `names` has readable names of arguments, by their names in the program, such as `leaves[2]`.
     """
     files = [sorted(folder.glob(f"*after_optimizations{end}")) for end in _DUMPS]
     if not all(files):
         return None
     assignment, ranges, program = (found[-1].read_text() for found in files)
-    arguments = peak = 0
+    arguments, peak, number = 0, 0, -1
     slices: dict[tuple[str, str], _Slice] = {}  # by the value's name and index
-    number = -1
     for line in assignment.splitlines():
         if found := _ALLOCATION.match(line):
             number, size, rest = int(found[1]), int(found[2]), found[3]
-            if "thread-local" not in rest and _on_device(rest, platform):
+            color = _COLOR.search(rest)
+            space = int(color[1]) if color else 0
+            on_device = space != _HOST if platform == "gpu" else space == 0
+            if "thread-local" not in rest and on_device:
                 peak += size
                 arguments += size if " parameter " in rest else 0
             else:
@@ -118,17 +113,8 @@ def read_dumped_memory(
     return CompiledMemory(arguments, peak, _alive_at_peak(ranges, slices, program, names), program)
 
 
-def _on_device(allocation: str, platform: str) -> bool:
-    color = _COLOR.search(allocation)
-    space = int(color[1]) if color else 0
-    return space != _HOST if platform == "gpu" else space == 0
-
-
 def _alive_at_peak(
-    ranges: str,
-    slices: Mapping[tuple[str, str], _Slice],
-    program: str,
-    names: Mapping[str, str],
+    ranges: str, slices: Mapping[tuple[str, str], _Slice], program: str, names: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """Returns the values alive at the peak; those that share a slice of memory count once."""
     computations = read_module(program).computations.values()
@@ -175,9 +161,8 @@ def _is_indirect(what: str) -> bool:
 def wire_traffic(text: str) -> dict[str, dict[str, int | None]]:
     """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
 
-    Returns:
-      `wire_bytes` of all collectives, and `asynchronous_bytes` of those that overlap with
-      computation. None for a kind with a collective in a loop of unknown length.
+    `asynchronous_bytes` are those that overlap with computation. None for a kind with a collective
+    in a loop of unknown length.
     """
     found = [x for x in read_program(text).collectives if x.group_size > 1]
     return {
@@ -243,7 +228,7 @@ def _compile(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Compi
 def _memory(
     target: Target, compiled: jax.stages.Compiled | None, buffers: CompiledMemory | None, said: str
 ) -> dict[str, Any]:
-    """The bytes that one device has and the program needs, whether it fits, and its buffers.
+    """The bytes that one device has and needs, whether the program fits, and its buffers.
 
     A TPU's compiler refuses a program that is too large. Others do not, and the peak that XLA:CPU
     reports leaves out temporaries (JAX 0.10), so the buffers are added up.

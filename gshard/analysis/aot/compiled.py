@@ -1,7 +1,6 @@
 """Compiles a step ahead of time in a child process, which may abort without harm; the report of it.
 
 found = compile_for({"model": "my_model:setup", "target": "h100:32x8", "level": "p_g_os"})
-found["fits"], found["needs"], found["has"]
 """
 
 from __future__ import annotations
@@ -67,11 +66,7 @@ def compile_for(
 
 
 def check_json(arguments: Mapping[str, Any]) -> None:
-    """Checks that arguments of a model can be passed to the compiling process.
-
-    Raises:
-      GShardError: one of them is not JSON.
-    """
+    """Checks that arguments of a model are JSON, for the process that compiles."""
     for name, value in arguments.items():
         try:
             json.dumps(value)
@@ -99,9 +94,6 @@ def ask(
       what: what the module compiles, for messages.
       timeout: seconds until it is given up.
       report: called as in `compile_for`.
-
-    Raises:
-      GShardError: there is no result; one line says why.
     """
     start = time.monotonic()
     with _started(module, target) as (process, lines, errors), _shown(what, report) as show:
@@ -195,13 +187,11 @@ def _environment(target: Target) -> dict[str, str]:
 def _shown(what: str, report: Report | None) -> Iterator[Report]:
     """The function to call with progress: `report`, or one that shows it in a terminal."""
     console = Console(stderr=True)
-    if report is not None:
-        yield report
-    elif not console.is_terminal:
-        yield lambda stage, seconds: None
-    else:
-        with console.status(Text(what)) as status:  # `Text` is not read as markup
-            yield lambda stage, seconds: status.update(Text(f"{what}: {stage}, {seconds:.0f} s"))
+    if report is not None or not console.is_terminal:
+        yield report or (lambda stage, seconds: None)
+        return
+    with console.status(Text(what)) as status:  # `Text` is not read as markup
+        yield lambda stage, seconds: status.update(Text(f"{what}: {stage}, {seconds:.0f} s"))
 
 
 _MOST = 400  # characters
@@ -241,12 +231,9 @@ _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping[str, Any]]) -> str:
-    """A report of the compiled levels: memory, collectives, and why a level is too large.
+    """A report of compiled levels (`compile_for`, or `{"error": ...}`): memory and collectives.
 
-    Args:
-      target: name of the machine.
-      forecast: the forecast to compare with.
-      found: by level, the result of `compile_for` or `{"error": ...}`.
+    Of a level that is too large, it lists the largest buffers.
     """
     known = {name: of for name, of in found.items() if "error" not in of}
     parts: list[Table | str] = []

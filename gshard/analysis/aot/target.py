@@ -87,11 +87,7 @@ class Target:
         return more
 
     def check_compiler(self) -> None:
-        """Looks for the compiler; that of virtual CPU devices is always there.
-
-        Raises:
-          GShardError: it is not installed; names the extra that brings it.
-        """
+        """Raises a `GShardError` with the extra to install if its compiler is not there."""
         compilers = {"gpu": ("jax_plugins.xla_cuda13", "aot-gpu"), "tpu": ("libtpu", "aot-tpu")}
         if self.platform not in compilers:
             return
@@ -110,8 +106,8 @@ class Target:
         """Returns its devices, in the order in which the compiler has them.
 
         Raises:
-          GShardError: the compiler for it is not installed; or, of virtual CPU devices, this
-            process was not started with `environment` and has fewer.
+          GShardError: its compiler is not installed; or, of virtual CPU devices, this process was
+            not started with `environment` and has fewer.
         """
         import jax
         from jax.experimental import topologies
@@ -149,41 +145,32 @@ def parse_target(text: str) -> Target:
             f"target {text!r} is unknown.{did_you_mean(kind, CHIPS)} "
             f"Choose one of {', '.join(CHIPS)}."
         )
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", rest):
-        raise GShardError(f"target {text!r} needs sizes: {_possible(kind)}.")
-    sizes = tuple(map(int, rest.split("x")))
-    if kind in GPUS and len(sizes) == 1:
-        sizes = (1, *sizes)
-    if not _fits(kind, sizes):
-        raise GShardError(f"target {text!r} cannot be: {_possible(kind)}.")
+    written = re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", rest)
+    sizes = tuple(map(int, rest.split("x"))) if written else ()
+    if kind in GPUS:
+        sizes = (1, *sizes) if len(sizes) == 1 else sizes
+        exists = len(sizes) == 2 and sizes[1] <= 8
+        possible = f"{kind}:HOSTSxGPUS with at most 8 GPUs in a host, such as {kind}:32x8"
+    elif kind not in _TPUS:
+        exists = len(sizes) == 1 and 2 <= sizes[0] <= 64
+        possible = "cpu:2 to cpu:64, the number of virtual devices"
+    elif (largest := _TPUS[kind][1]) is None:
+        exists = _joined(sizes) in _FLAT
+        possible = f"{kind} has slices of {', '.join(_FLAT)} chips"
+    else:
+        within = all(
+            n % 4 == 0 and n <= most for n, most in zip(sorted(sizes), largest, strict=False)
+        )
+        exists = _joined(sizes) in _CUBES or (len(sizes) == 3 and within)
+        possible = (
+            f"{kind} has slices of {', '.join(_CUBES)} chips, and multiples of 4 up to "
+            f"{_joined(largest)}"
+        )
+    if not exists:
+        raise GShardError(
+            f"target {text!r} {'cannot be' if written else 'needs sizes'}: {possible}."
+        )
     return Target(kind, sizes)
-
-
-def _fits(kind: str, sizes: tuple[int, ...]) -> bool:
-    if kind in GPUS:
-        return len(sizes) == 2 and sizes[1] <= 8
-    if kind not in _TPUS:
-        return len(sizes) == 1 and 2 <= sizes[0] <= 64
-    largest = _TPUS[kind][1]
-    if largest is None:
-        return _joined(sizes) in _FLAT
-    in_cubes = len(sizes) == 3 and all(n % 4 == 0 for n in sizes)
-    within = all(n <= most for n, most in zip(sorted(sizes), largest, strict=False))
-    return _joined(sizes) in _CUBES or (in_cubes and within)
-
-
-def _possible(kind: str) -> str:
-    if kind in GPUS:
-        return f"{kind}:HOSTSxGPUS with at most 8 GPUs in a host, such as {kind}:32x8"
-    if kind not in _TPUS:
-        return "cpu:2 to cpu:64, the number of virtual devices"
-    largest = _TPUS[kind][1]
-    if largest is None:
-        return f"{kind} has slices of {', '.join(_FLAT)} chips"
-    return (
-        f"{kind} has slices of {', '.join(_CUBES)} chips, and multiples of 4 up to "
-        f"{_joined(largest)}"
-    )
 
 
 def _joined(sizes: tuple[int, ...]) -> str:

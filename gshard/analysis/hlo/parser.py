@@ -47,11 +47,10 @@ class Array:
 
 
 def read_arrays(shape: str) -> tuple[Array, ...]:
-    """Returns the arrays in a shape's text, in order, nested tuples flattened.
+    """Returns the arrays in a shape's text, in order, nested tuples flattened, without tokens.
 
-    Layouts such as `{1,0:T(8,128)(2,1)S(1)}` are read only for `E(n)`, the bits of a packed
-    element. Types narrower than a byte that are not packed take one byte each, as `pred` does.
-    Tokens and opaque values are not arrays and are left out.
+    Layouts are read only for `E(n)`, the bits of a packed element. Types narrower than a byte that
+    are not packed take one byte each, as `pred` does.
     """
     arrays = []
     for dtype, dims, layout in _ARRAY.findall(_COMMENT.sub("", shape)):
@@ -132,11 +131,7 @@ class Module:
 
 
 def read_module(text: str) -> Module:
-    """Reads HLO text.
-
-    Raises:
-      GShardError: the text is not an HLO module.
-    """
+    """Reads HLO text; raises a `GShardError` if it is not an HLO module."""
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith("HloModule ")), None)
     computations: dict[str, Computation] = {}
@@ -226,18 +221,15 @@ _GROUP_AXIS = re.compile(r"'([^']*)'(?::\((\d+)\)(\d+))?")
 def read_groups(instruction: Instruction) -> Groups | None:
     """Returns the groups of logical device ids, or None when all devices form one group.
 
-    A logical id is an index into the program's flat device assignment: for a program that JAX
-    compiles for a mesh, an index into `mesh.devices.flat`.
-
-    The three notations:
+    A logical id is an index into `mesh.devices.flat` of the mesh that JAX compiles for. The three
+    notations:
       * explicit: `{{0,1},{2,3}}`;
       * iota: `[2,4]<=[4,2]T(1,0)`, the numbers 0..7 shaped (4, 2), transposed, shaped (2, 4);
       * mesh: `mesh['a'=2,'b'=4] {'b'}`, one group for each way to fix the axes not named. An axis
-        may be split, `'b':(2)2` being the factor of size 2 after a factor of 2; a mesh whose
-        devices have another order has `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,..)`.
+        may be split, `'b':(2)2` being the factor of size 2 after a factor of 2; devices in another
+        order are `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,..)`.
 
-    A collective-permute has pairs instead; devices that are linked by a chain of pairs form one
-    group.
+    Devices that are linked by a chain of a collective-permute's pairs form one group.
     """
     text = instruction.attribute_text
     if instruction.opcode.startswith("collective-permute"):

@@ -126,13 +126,9 @@ def _last_group(op_name: str) -> int | None:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What a compiled program communicates.
+    """What a compiled program communicates, in the order of the text.
 
-    Attributes:
-      name: name of the HLO module.
-      devices: number of partitions times replicas.
-      aliases: outputs that take over the memory of a donated argument.
-      collectives: in the order of the text, each with its number of executions.
+    `aliases` is the number of outputs that take over the memory of a donated argument.
     """
 
     name: str
@@ -142,14 +138,7 @@ class CompiledProgram:
 
 
 def read_program(text: str) -> CompiledProgram:
-    """Reads the text of a compiled program.
-
-    Args:
-      text: what `jax.stages.Compiled.as_text()` returns, on CPU, GPU or TPU.
-
-    Raises:
-      GShardError: the text is not an HLO module.
-    """
+    """Reads the text of a compiled program, `jax.stages.Compiled.as_text()`, on CPU, GPU or TPU."""
     module = read_module(text)
 
     def number(name: str) -> int:
