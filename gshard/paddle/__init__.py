@@ -1,8 +1,7 @@
 """The API of Paddle's group sharding, on top of the core. It calls no collective itself.
 
-`group_sharded` has `group_sharded_parallel`, `grad_scaler` the loss scaler that it returns, and
-`checkpoint` saves and loads the pair that it wraps. `DataParallel` and state dicts, which
-`gshard.pytorch` offers too, are in `gshard.wrapped`.
+`group_sharded` wraps a model and its optimizer, `grad_scaler` is the loss scaler that it returns,
+and `checkpoint` saves the pair. `DataParallel` and state dicts are in `gshard.wrapped`.
 
 May import: everything but `pytorch` and `cli`.
 Start reading: `group_sharded`.

@@ -7,9 +7,9 @@ from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
+from gshard.paddle.grad_scaler import kept_by
 from gshard.wrapped.state_dict import check, check_optimizer, differences, load, save, write
 from gshard.wrapped.wrapped_model import Wrapped, kept
-from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 def save_group_sharded_model(model: Any, output: str | Path, optimizer: Any = None) -> None:
@@ -27,9 +27,7 @@ def save_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
     Example:
       >>> from flax import nnx
       >>> net = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
-      >>> model, optimizer, _ = gshard.paddle.group_sharded_parallel(
-      ...     net, tx, "p_g_os", segment_size=0
-      ... )
+      >>> model, optimizer, _ = gshard.paddle.group_sharded_parallel(net, tx, "dp")
       >>> gshard.paddle.save_group_sharded_model(model, "output", optimizer)
     """
     _check(model, optimizer, "save_group_sharded_model")
@@ -66,9 +64,7 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
     _check(model, optimizer, call)
     values = load(output)
     if "model" not in values:
-        raise GShardError(
-            f"{call}: {output} has no model. It was not written by save_group_sharded_model."
-        )
+        raise GShardError(f"{call}: {output} was not written by save_group_sharded_model.")
     if optimizer is not None and "optimizer" not in values:
         raise GShardError(
             f"{call}: {output} has no optimizer state. It was saved without optimizer=; leave it "
@@ -92,14 +88,7 @@ def _check(model: Any, optimizer: Any, call: str) -> None:
             f"{call}: {shown(model)} is not a wrapped model. Pass the one that "
             "group_sharded_parallel returned."
         )
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, WrappedOptimizer):
-        raise GShardError(
-            f"{call}: {shown(optimizer)} is not a wrapped optimizer. Pass the one that "
-            "group_sharded_parallel returned."
-        )
-    if kept(optimizer) is not kept(model):
+    if optimizer is not None and kept_by(optimizer, call) is not kept(model):
         raise GShardError(
             f"{call}: the optimizer was wrapped with another model. Pass the one that "
             "group_sharded_parallel returned with this model."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,11 +17,7 @@ from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 class Scaler:
-    """A `GradScaler` with its state, for wrapped models and their optimizers.
-
-    Attributes:
-      settings: the `GradScaler`.
-    """
+    """A `GradScaler`, its `settings`, with its state, for wrapped models and their optimizers."""
 
     def __init__(self, settings: GradScaler):
         self.settings = settings
@@ -30,9 +27,9 @@ class Scaler:
 
     def scale(self, loss_fn: Any) -> Any:
         """Multiplies a loss function, for `model.backward`, or a number by the scale."""
-        if not callable(loss_fn):
-            return loss_fn * self.loss_scaling if self.settings.enable else loss_fn
-        return Scaled(loss_fn, self) if self.settings.enable else loss_fn
+        if not self.settings.enable:
+            return loss_fn
+        return Scaled(loss_fn, self) if callable(loss_fn) else loss_fn * self.loss_scaling
 
     @property
     def loss_scaling(self) -> jax.Array:
@@ -41,7 +38,7 @@ class Scaler:
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients by the scale, once before a step, to examine or clip them."""
-        keep = _kept(optimizer, "unscale_")
+        keep = kept_by(optimizer, "unscale_")
         if not self.settings.enable:
             return
         if keep.finite is not None:
@@ -49,14 +46,14 @@ class Scaler:
         keep.take()
         if keep.scaler is not self:
             raise GShardError(
-                "unscale_: the gradients are not multiplied by this scaler's scale. Take "
+                "unscale_: the gradients are not multiplied by this scaler's scale. Call "
                 "model.backward(scaler.scale(loss_fn), batch)."
             )
         self._found.append(keep.unscale(self.loss_scaling))
 
     def step(self, optimizer: Any) -> None:
         """Steps the optimizer, unless a gradient is not finite on any device."""
-        keep = _kept(optimizer, "step")
+        keep = kept_by(optimizer, "step")
         if not self.settings.enable:
             optimizer.step()
             return
@@ -73,14 +70,12 @@ class Scaler:
             return
         if not self._found:
             raise CallOrderError("update() was called without a step() or unscale_() before it.")
-        finite = self._found[0]
-        for other in self._found[1:]:
-            finite = finite & other
+        finite = functools.reduce(jnp.logical_and, self._found)
         self._state = self.settings.after(self._state, finite)
         self._found, self._stepped = [], []
 
     def minimize(self, optimizer: Any, loss: Any = None) -> None:
-        """`step` and `update`; the loss, which `backward` has returned, is not needed."""
+        """Calls `step` and `update`; the loss is ignored."""
         del loss
         self.step(optimizer)
         self.update()
@@ -98,22 +93,24 @@ class Scaler:
         return self.settings.state_dict(self._state)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Goes on as the scaler whose `state_dict` this is."""
-        if not state_dict and self.settings.enable:
+        """Continues as the scaler that returned this `state_dict`."""
+        if not self.settings.enable:
+            return
+        if not state_dict:
             raise CallOrderError(
-                f"load_state_dict({shown(state_dict)}): that of a scaler that is not enabled, and "
-                "this one is."
+                f"load_state_dict({shown(state_dict)}): the state is from a scaler that is not "
+                "enabled, but this one is enabled."
             )
-        if self.settings.enable:
-            self.settings, self._state = GradScaler.from_state_dict(state_dict)
+        self.settings, self._state = GradScaler.from_state_dict(state_dict)
 
     set_state_dict = load_state_dict
 
 
-def _kept(optimizer: Any, call: str) -> Accumulation:
+def kept_by(optimizer: Any, call: str) -> Accumulation:
+    """Returns the gradients of a wrapped optimizer, or raises a `GShardError`."""
     if not isinstance(optimizer, WrappedOptimizer):
         raise GShardError(
-            f"{call}(optimizer): {shown(optimizer)} is no wrapped optimizer. Pass the one that "
+            f"{call}: {shown(optimizer)} is not a wrapped optimizer. Pass the one that "
             "group_sharded_parallel returned."
         )
     return kept(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -93,7 +94,7 @@ def group_sharded_parallel(
     module = as_module(model, call)
     chosen = parse_level(level)
     if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):
-        raise GShardError(f"scaler={shown(scaler)} is not a gshard.GradScaler.")
+        raise GShardError(f"scaler={shown(scaler)} is not a gshard.paddle.GradScaler.")
     flag("sync_buffers", sync_buffers)
     flag("sync_comm", sync_comm)
     check_integer("segment_size", segment_size, 0, " of elements")
@@ -102,28 +103,36 @@ def group_sharded_parallel(
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, replica_axes = mesh_of(group, dp_group)
     alone = data_group(mesh, None, replica_axes).size == 1
-    useless = _useless(chosen, pair, alone, segment_size, sync_comm, sync_buffers, rules)
+    shards = chosen.shards_params
+    at_p_g_os = [
+        ("segment_size", segment_size != SEGMENT_SIZE),
+        ("sync_comm", sync_comm),
+        ("exclude_layer", rules is not None),
+    ]
+    useless = [f"{name} at level {chosen.name!r}" for name, yes in at_p_g_os if yes and not shards]
+    if shards and alone and sync_comm:
+        useless.append("sync_comm on one device")
+    buffers = nnx.state(module, nnx.Not(nnx.Any(pair[1].wrt, nnx.RngState)))
+    if sync_buffers and not jax.tree.leaves(buffers):
+        useless.append("sync_buffers for a model without buffers")
     if useless:
-        warn(f"{call}: " + "; ".join(useless) + ". Leave out what is not meant.")
-    divides = chosen.shards_params
-    options = ShardingOptions(
-        rules=rules if divides else None, offload=offload, replica_axes=replica_axes
-    )
-    if divides:
-        options["min_shard_size"] = segment_size
+        warn(f"{call}: these have no effect: {'; '.join(useless)}. Leave them out.")
+    options = ShardingOptions(offload=offload, replica_axes=replica_axes)
+    if shards:
+        options |= ShardingOptions(min_shard_size=segment_size, rules=rules)
     (model, optimizer), plan = shard_and_advise(pair, mesh, chosen, options, _advice(chosen))
-    if scaler is None and _float16(module):
+    params = jax.tree.leaves(nnx.state(module, nnx.Param))
+    if scaler is None and any(x.dtype == jnp.float16 for x in params):
         warn(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
-            "scaler=gshard.GradScaler()."
+            "scaler=gshard.paddle.GradScaler()."
         )
-    options = {"prefetch": False} if sync_comm and divides and not alone else {}
     keep = Accumulation(
         plan,
         bucket_size=buffer_max_size,
         end_bucket_size=END_BUCKET_SIZE,
         sync_buffers=sync_buffers,
-        **options,
+        prefetch=not (sync_comm and shards and not alone),
     )
     scaler = Scaler(scaler) if isinstance(scaler, GradScaler) else scaler
     return wrapped(model, GroupSharded, keep), wrapped(optimizer, WrappedOptimizer, keep), scaler
@@ -142,76 +151,27 @@ def _advice(level: Level) -> str:
 def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
     if isinstance(optimizer, WrappedOptimizer):
         raise GShardError("this optimizer is wrapped already. Pass the one that it was made from.")
-    if isinstance(optimizer, nnx.Optimizer):
-        _check_fits(optimizer, model)
-        return optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-    raise GShardError(
-        f"optimizer={shown(optimizer)} is not an optimizer. Pass an optax transformation such as "
-        "optax.adamw(1e-3), or nnx.Optimizer(model, tx, wrt=nnx.Param), which also takes "
-        "optax.MultiSteps and the like."
-    )
-
-
-def _check_fits(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> None:
+    if not isinstance(optimizer, nnx.Optimizer):
+        raise GShardError(
+            f"optimizer={shown(optimizer)} is not an optimizer. Pass an optax transformation such "
+            "as optax.adamw(1e-3), or nnx.Optimizer(model, tx, wrt=nnx.Param), which also takes "
+            "optax.MultiSteps and the like."
+        )
     params = nnx.as_pure(nnx.state(model, optimizer.wrt))
-    wanted = jax.eval_shape(optimizer.tx.init, params)
-    have = nnx.as_pure(optimizer.opt_state)
-    if [x.shape for x in jax.tree.leaves(wanted)] != [x.shape for x in jax.tree.leaves(have)]:
+    wanted = jax.tree.leaves(jax.eval_shape(optimizer.tx.init, params))
+    have = jax.tree.leaves(nnx.as_pure(optimizer.opt_state))
+    if [x.shape for x in wanted] != [x.shape for x in have]:
         raise GShardError(
             "the optimizer was made for another model: its state has other shapes. Make one for "
             "this model: nnx.Optimizer(model, tx, wrt=nnx.Param)."
         )
-
-
-def _useless(
-    level: Level,
-    pair: tuple[nnx.Module, nnx.Optimizer[Any]],
-    alone: bool,
-    segment_size: int,
-    sync_comm: bool,
-    sync_buffers: bool,
-    rules: Any,
-) -> list[str]:
-    """Describes the arguments that have no effect here, for a warning."""
-    model, optimizer = pair
-    found = []
-    if not level.shards_params:
-        given = [
-            ("segment_size", segment_size != SEGMENT_SIZE),
-            ("sync_comm", sync_comm),
-            ("exclude_layer", rules is not None),
-        ]
-        names = [name for name, yes in given if yes]
-        if names:
-            found.append(
-                f"{', '.join(names)} changes nothing at level {level.name!r}, where parameters are "
-                "replicated"
-            )
-    elif alone and sync_comm:
-        found.append("sync_comm changes nothing on one device")
-    buffers = nnx.state(model, nnx.Not(nnx.Any(optimizer.wrt, nnx.RngState)))
-    if sync_buffers and not jax.tree.leaves(buffers):
-        found.append("sync_buffers changes nothing: the model has no buffers")
-    return found
-
-
-def _float16(model: nnx.Module) -> bool:
-    return any(x.dtype == jnp.float16 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return optimizer
 
 
 def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | None]:
-    """Returns a rule that keeps the parameters of these layers and their sublayers replicated.
-
-    Args:
-      entries: a list of class names (`"GroupNorm"`), `id(layer)`s, paths of layers
-        (`"decoder.norm"`), and regular expressions that are searched for in parameter paths.
-      model: the user's own model, whose layers have these ids.
-
-    Raises:
-      GShardError: `entries` has another type, or an entry matches no layer.
-    """
+    """Returns a rule that keeps the parameters of these layers and their sublayers replicated."""
     if not isinstance(entries, (list, tuple)):
         raise GShardError(
             f"exclude_layer={shown(entries)} must be a list of class names, ids of layers or "
@@ -219,15 +179,10 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | Non
         )
     layers = [("/".join(map(str, path)), layer) for path, layer in nnx.iter_modules(model)]
     paths = flatten(nnx.as_pure(nnx.state(model)))[0]
-    beginnings: list[str] = []
     patterns: list[re.Pattern[str]] = []
     for entry in entries:
-        found = [path for path, layer in layers if _is(path, layer, entry)]
-        if found:
-            beginnings += found
-        elif isinstance(entry, str) and (compiled := _pattern(entry, paths)) is not None:
-            patterns.append(compiled)
-        else:
+        found = _patterns(entry, layers, paths)
+        if not found:
             classes = {type(layer).__name__ for _, layer in layers}
             hint = did_you_mean(entry, classes | {path for path, _ in layers if path})
             raise GShardError(
@@ -236,30 +191,26 @@ def excluding(entries: Any, model: nnx.Module) -> Callable[[LeafInfo], str | Non
                 "id(model.head), and patterns are searched in paths such as "
                 f"{paths[0] if paths else ''!r}."
             )
+        patterns += found
 
     def excluded(leaf: LeafInfo) -> str | None:
-        inside = any(not p or leaf.path.startswith(f"{p}/") for p in beginnings)
-        return "replicate" if inside or any(p.search(leaf.path) for p in patterns) else None
+        return "replicate" if any(p.search(leaf.path) for p in patterns) else None
 
     return excluded
 
 
-def _is(path: str, layer: Any, entry: Any) -> bool:
-    if isinstance(entry, str):
-        return entry == type(layer).__name__ or bool(path) and entry.replace(".", "/") == path
-    return isinstance(entry, int) and id(layer) == entry
-
-
-def _pattern(entry: str, paths: list[str]) -> re.Pattern[str] | None:
-    """The entry as a regular expression, if it matches a path.
-
-    Dots in it may stand for slashes, as in Paddle's parameter names.
-    """
-    for text in (entry, entry.replace(".", "/")):
-        try:
-            compiled = re.compile(text)
-        except re.error:
-            continue
-        if any(compiled.search(path) for path in paths):
-            return compiled
-    return None
+def _patterns(entry: Any, layers: list[tuple[str, Any]], paths: list[str]) -> list[re.Pattern[str]]:
+    """Returns what matches paths inside the layers that an entry names, or the entry itself."""
+    # Paddle's parameter names have dots.
+    texts = (entry, entry.replace(".", "/")) if isinstance(entry, str) else ()
+    found = [
+        re.compile(f"^{re.escape(path)}/" if path else "")
+        for path, layer in layers
+        if entry in (id(layer), type(layer).__name__) or path and path in texts
+    ]
+    for text in () if found else texts:
+        with contextlib.suppress(re.error):
+            pattern = re.compile(text)
+            if any(map(pattern.search, paths)):
+                return [pattern]
+    return found
