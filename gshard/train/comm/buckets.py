@@ -37,33 +37,23 @@ def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int)
 
     A leaf of more than a quarter of that, or of more than `LARGE_LEAF`, is communicated alone, so
     that it is not copied. Between several processes on CPU all leaves share buckets, of at most
-    `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone.
-
-    Args:
-      sizes: number of elements of each full leaf.
-      kinds: a hashable kind for each leaf; only leaves of one kind share a bucket.
-      bucket_size: largest number of elements of a bucket; 0 for no buckets.
-
-    Returns:
-      Lists of indices, which together contain every index once.
+    `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone. Returns the indices of each bucket.
     """
     alone = min(LARGE_LEAF, bucket_size // 4)
     if _uses_gloo():
         alone = bucket_size = min(GLOO_BUCKET_SIZE, bucket_size)
     found: list[list[int]] = []
-    open_bucket: dict[Any, list[int]] = {}
-    filled: dict[Any, int] = {}
+    latest: dict[Any, list[int]] = {}  # the bucket that is being filled, by kind
     for i, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
         if size > alone:
             found.append([i])
             continue
-        bucket = open_bucket.get(kind)
-        if bucket is None or filled[kind] + size > bucket_size or len(bucket) >= MAX_LEAVES:
-            bucket, filled[kind] = [], 0
-            open_bucket[kind] = bucket
-            found.append(bucket)
-        bucket.append(i)
-        filled[kind] += size
+        bucket = latest.get(kind, ())
+        full = sum(sizes[j] for j in bucket) + size > bucket_size or len(bucket) >= MAX_LEAVES
+        if not bucket or full:
+            latest[kind] = []
+            found.append(latest[kind])
+        latest[kind].append(i)
     return found
 
 
@@ -75,14 +65,6 @@ def ordered_buckets(
     A bucket has at most `bucket_size` elements, the first and the last at most `end_bucket_size`; a
     larger leaf is alone in its bucket. All leaves share one bucket if `bucket_size` is 0, and
     between several processes on CPU, where collectives do not overlap with computation.
-
-    Args:
-      sizes: number of elements of each leaf.
-      bucket_size: largest number of elements of a bucket.
-      end_bucket_size: largest number of elements of the first and the last bucket.
-
-    Returns:
-      Lists of indices, which together contain every index once.
     """
     if not bucket_size or _uses_gloo():
         return [list(range(len(sizes)))]
@@ -90,9 +72,9 @@ def ordered_buckets(
     last, middle = _filled(sizes, rest[::-1], min(end_bucket_size, bucket_size))
     found, middle = [first], middle[::-1]
     while middle:
-        turn, middle = _filled(sizes, middle, bucket_size)
-        found.append(turn)
-    return [turn for turn in (*found, last[::-1]) if turn]
+        bucket, middle = _filled(sizes, middle, bucket_size)
+        found.append(bucket)
+    return [bucket for bucket in (*found, last[::-1]) if bucket]
 
 
 def _filled(sizes: Sequence[int], order: Sequence[int], most: int) -> tuple[list[int], list[int]]:
@@ -139,11 +121,11 @@ def map_in_buckets(
     packed: Callable[[list[jax.Array], list[Layout]], list[jax.Array]],
 ) -> list[jax.Array]:
     """Communicates sharded leaves by `alone` (one) or `packed` (several); keeps replicated ones."""
-    divided = [i for i, layout in enumerate(layouts) if layout.dim is not None]
-    kinds = [(leaves[i].dtype, layouts[i].group) for i in divided]
+    sharded = [i for i, layout in enumerate(layouts) if layout.dim is not None]
+    kinds = [(leaves[i].dtype, layouts[i].group) for i in sharded]
     out = list(leaves)
-    for bucket in assign_buckets([layouts[i].stored_size for i in divided], kinds, bucket_size):
-        members = [divided[j] for j in bucket]
+    for bucket in assign_buckets([layouts[i].stored_size for i in sharded], kinds, bucket_size):
+        members = [sharded[j] for j in bucket]
         if len(members) == 1:
             results = [alone(leaves[members[0]], layouts[members[0]])]
         else:
@@ -180,12 +162,8 @@ def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
 
     It is for arrays that a loop reads and does not change. XLA's layout assignment gives such an
     array the order that suits one use in the loop best, and copies all of it before the loop; with
-    this constraint that use transposes what it reads.
-
-    Args:
-      x: an array on one device of `group`. Vectors and PRNG keys are returned as they are.
-      group: axes of the mesh. The array is returned as it is on other platforms, and with
-        model-parallel axes, over which XLA:GPU would gather it.
+    this constraint that use transposes what it reads. Model-parallel axes exclude it: XLA:GPU would
+    gather the array over them.
     """
     keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     if group.platform not in _ORDERED_PLATFORMS or group.model_axes or keys or x.ndim < 2:

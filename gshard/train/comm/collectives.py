@@ -33,116 +33,103 @@ from gshard.train.comm.buckets import (
 )
 
 
-def gather(part: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
+def gather(shard: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
     """All-gathers one leaf: from this device's shard to the full array of logical shape."""
     if layout.dim is None:
-        return part
-    return layout.unpad(_over_hops(part, layout, layout.group.hops, purpose))
+        return shard
+    return layout.unpad(_over_hops(shard, layout, layout.group.hops, purpose))
 
 
-def gather_across(part: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
-    """Runs the first half of `gather`, after which a sub-group of `n` devices has the full leaf.
-
-    Dimension `layout.dim` of the result contains one shard of every sub-group, in their order.
-    """
-    return _over_hops(part, layout, layout.group.sub_group(n)[0], purpose)
+def gather_across(shard: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
+    """Runs the first half of `gather`: to one shard of every sub-group of `n` devices, in order."""
+    return _over_hops(shard, layout, layout.group.sub_group(n)[0], purpose)
 
 
-def gather_within(held: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
+def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
     """Runs the second half of `gather`: from the result of `gather_across` to the full array."""
-    whole = _over_hops(held, layout, layout.group.sub_group(n)[1], purpose)
+    full = _over_hops(kept, layout, layout.group.sub_group(n)[1], purpose)
     dim, size = layout.dim or 0, layout.shard_shape[layout.dim or 0]
     # The shards are ordered by index in the sub-group, then by sub-group: swap the two.
-    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-    parts = whole.reshape(*before, n, -1, size, *after)
-    return layout.unpad(jnp.swapaxes(parts, dim, dim + 1).reshape(whole.shape))
+    shards = full.reshape(*full.shape[:dim], n, -1, size, *full.shape[dim + 1 :])
+    return layout.unpad(jnp.swapaxes(shards, dim, dim + 1).reshape(full.shape))
 
 
-def _over_hops(part: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
-    def gathered(parts: list[jax.Array]) -> list[jax.Array]:
-        return [_all_gather(x, hops, layout.dim) for x in parts]
+def _over_hops(shard: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [_all_gather(x, hops, layout.dim) for x in xs]
 
-    return _moved(gathered, [part], [layout], purpose)[0]
+    return _communicated(gathered, [shard], [layout], purpose)[0]
 
 
 def gather_into(
-    old: jax.Array, part: jax.Array, layout: Layout, purpose: str = "gather"
+    old: jax.Array, shard: jax.Array, layout: Layout, purpose: str = "gather"
 ) -> jax.Array:
-    """All-gathers a stack layer by layer, into the memory of the array that it replaces.
+    """All-gathers a stack layer by layer, into the memory of the full array that it replaces.
 
     On GPU an array that is gathered along another dimension than the first has that dimension first
     in memory, and is then copied into its own order: a stack gathered at once would need its memory
     twice. A layer is in order as soon as it is gathered.
-
-    Args:
-      old: the full array of logical shape that is replaced, of the same dtype.
-      part: this device's shard.
-      layout: layout of the shard, sharded on another dimension than the first.
-      purpose: name of the collective in profiles.
     """
 
     def layer_by_layer(leaves: list[jax.Array]) -> list[jax.Array]:
-        old, part = leaves
+        old, shard = leaves
         dim = layout.dim or 0
-        size = old.shape[dim]
         stack = old.reshape(-1, *old.shape[dim:])
 
-        def layer(stack: jax.Array, turn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-            i, x = turn
-            whole = lax.slice_in_dim(_all_gather(x, layout.group.hops, 0), 0, size)
-            return lax.dynamic_update_index_in_dim(stack, whole, i, 0), None
+        def layer(stack: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            full = _all_gather(x[1], layout.group.hops, 0)
+            full = lax.slice_in_dim(full, 0, old.shape[dim])
+            return lax.dynamic_update_index_in_dim(stack, full, x[0], 0), None
 
-        layers = jnp.arange(stack.shape[0]), part.reshape(-1, *part.shape[dim:])
-        return [lax.scan(layer, stack, layers)[0].reshape(old.shape), part]
+        layers = jnp.arange(stack.shape[0]), shard.reshape(-1, *shard.shape[dim:])
+        return [lax.scan(layer, stack, layers)[0].reshape(old.shape), shard]
 
-    return _moved(layer_by_layer, [old, part], [layout, layout], purpose)[0]
+    return _communicated(layer_by_layer, [old, shard], [layout, layout], purpose)[0]
 
 
-def scatter(whole: jax.Array, layout: Layout) -> jax.Array:
+def scatter(full: jax.Array, layout: Layout) -> jax.Array:
     """Reduce-scatters one leaf: from the full array of logical shape to this device's shard."""
     if layout.dim is None:
-        return whole
+        return full
 
-    def sums(wholes: list[jax.Array]) -> list[jax.Array]:
-        return [_psum_scatter(x, layout.group, layout.dim) for x in wholes]
+    def sums(xs: list[jax.Array]) -> list[jax.Array]:
+        return [_psum_scatter(x, layout.group, layout.dim) for x in xs]
 
-    return _moved(sums, [layout.pad(whole)], [layout], "scatter")[0]
+    return _communicated(sums, [layout.pad(full)], [layout], "scatter")[0]
 
 
 def gather_bucket(
-    parts: Sequence[jax.Array], layouts: Sequence[Layout], purpose: str = "gather"
+    shards: Sequence[jax.Array], layouts: Sequence[Layout], purpose: str = "gather"
 ) -> list[jax.Array]:
     """All-gathers several sharded leaves of one dtype and group in one collective."""
-    places = [layout.local() for layout in layouts]
+    local = [layout.local() for layout in layouts]
+    group = local[0].group
 
-    def packed(parts: list[jax.Array]) -> list[jax.Array]:
-        rows = [pack(x, place, 1) for x, place in zip(parts, places, strict=True)]
-        row = _all_gather(jnp.concatenate(rows, axis=1), places[0].group.hops, 0)
-        n = places[0].group.size
-        return [
-            place.unpad(unpack(r, place, n))
-            for r, place in zip(split_packed(row, rows), places, strict=True)
-        ]
+    def packed(shards: list[jax.Array]) -> list[jax.Array]:
+        rows = [pack(x, layout, 1) for x, layout in zip(shards, local, strict=True)]
+        row = _all_gather(jnp.concatenate(rows, axis=1), group.hops, 0)
+        split = zip(split_packed(row, rows), local, strict=True)
+        return [layout.unpad(unpack(r, layout, group.size)) for r, layout in split]
 
-    return _moved(packed, parts, layouts, purpose)
+    return _communicated(packed, shards, layouts, purpose)
 
 
-def scatter_bucket(wholes: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+def scatter_bucket(full: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
     """Reduce-scatters several sharded leaves of one dtype and group in one collective."""
-    places = [layout.local() for layout in layouts]
+    local = [layout.local() for layout in layouts]
+    group = local[0].group
 
-    def packed(wholes: list[jax.Array]) -> list[jax.Array]:
-        n = places[0].group.size
-        rows = [pack(place.pad(x), place, n) for x, place in zip(wholes, places, strict=True)]
-        row = _psum_scatter(jnp.concatenate(rows, axis=1), places[0].group, 0)
-        return [
-            unpack(r, place, 1) for r, place in zip(split_packed(row, rows), places, strict=True)
-        ]
+    def packed(full: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(full, local, strict=True)
+        rows = [pack(layout.pad(x), layout, group.size) for x, layout in pairs]
+        row = _psum_scatter(jnp.concatenate(rows, axis=1), group, 0)
+        split = zip(split_packed(row, rows), local, strict=True)
+        return [unpack(r, layout, 1) for r, layout in split]
 
-    return _moved(packed, wholes, layouts, "scatter")
+    return _communicated(packed, full, layouts, "scatter")
 
 
-def _moved(
+def _communicated(
     fun: Callable[[list[jax.Array]], list[jax.Array]],
     leaves: Sequence[jax.Array],
     layouts: Sequence[Layout],
@@ -162,12 +149,8 @@ def on_model_axes(
 ) -> list[jax.Array]:
     """Calls `fun(leaves)` with the model-parallel axes manual too.
 
-    Args:
-      fun: maps arrays to as many arrays with the same sharding over these axes; it sees the shapes
-        of `Layout.local`.
-      leaves: arrays on one device of the data group.
-      specs: the sharding of each array over the model-parallel axes.
-      group: the axes of the mesh.
+    `fun` maps arrays to as many arrays with the same sharding over these axes, which `specs` say;
+    it sees the shapes of `Layout.local`.
     """
     if not group.model_axes or not leaves:
         return fun(list(leaves))
@@ -180,13 +163,13 @@ def on_model_axes(
     )(list(leaves))
 
 
-def local_shard(whole: jax.Array, layout: Layout) -> jax.Array:
+def local_shard(full: jax.Array, layout: Layout) -> jax.Array:
     """Slices this device's shard from a full leaf, without communication."""
     if layout.dim is None:
-        return whole
+        return full
     size = layout.shard_shape[layout.dim]
     start = group_index(layout.group.shard) * size
-    return lax.dynamic_slice_in_dim(layout.pad(whole), start, size, axis=layout.dim)
+    return lax.dynamic_slice_in_dim(layout.pad(full), start, size, axis=layout.dim)
 
 
 def group_index(axes: Sequence[str]) -> jax.Array:
@@ -195,14 +178,14 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    wholes: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
+    full: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
 ) -> list[jax.Array]:
     """Reduce-scatters many leaves in buckets; leaves with a replicated layout pass through."""
-    return map_in_buckets(wholes, layouts, bucket_size, scatter, scatter_bucket)
+    return map_in_buckets(full, layouts, bucket_size, scatter, scatter_bucket)
 
 
 def all_gather_updated(
-    parts: Sequence[jax.Array],
+    shards: Sequence[jax.Array],
     layouts: Sequence[Layout],
     bucket_size: int,
     purpose: str = "update",
@@ -210,22 +193,17 @@ def all_gather_updated(
 ) -> list[jax.Array]:
     """All-gathers many updated leaves in buckets: from local shards to full arrays.
 
-    Args:
-      parts: this device's shards of the leaves.
-      layouts: layouts of the shards.
-      bucket_size: elements of a bucket.
-      purpose: name of the collectives in profiles.
-      into: the full arrays that the results replace; large stacks are gathered in their memory.
+    `into` are the full arrays that the results replace; large stacks are gathered in their memory.
     """
-    out, rest = list(parts), []
+    out, rest = list(shards), []
     for i, layout in enumerate(layouts):
         if into and layer_size(layout) >= LARGE_LAYER:
-            out[i] = gather_into(into[i], parts[i], layout, purpose)
+            out[i] = gather_into(into[i], shards[i], layout, purpose)
         else:
             rest.append(i)
     alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
-    some, places = [parts[i] for i in rest], [layouts[i] for i in rest]
-    found = map_in_buckets(some, places, bucket_size, alone, packed)
+    chosen, layouts = [shards[i] for i in rest], [layouts[i] for i in rest]
+    found = map_in_buckets(chosen, layouts, bucket_size, alone, packed)
     for i, x in zip(rest, found, strict=True):
         out[i] = x
     return out
@@ -234,17 +212,11 @@ def all_gather_updated(
 def broadcast_from_owners(
     leaves: Sequence[jax.Array], owners: Sequence[int], axes: Sequence[str]
 ) -> list[jax.Array]:
-    """Broadcasts every leaf from the device that owns it, with one all-reduce each.
-
-    Args:
-      leaves: full arrays; only the value on the owner counts.
-      owners: index of each owner along `axes`, as `group_index` returns it.
-      axes: axes of the mesh.
-    """
-    place = group_index(axes)
+    """Broadcasts every leaf from its owner, an index along `axes`, with one all-reduce each."""
+    index = group_index(axes)
     with jax.named_scope("gshard/update"):
         return [
-            lax.psum(jnp.where(place == owner, x, jnp.zeros_like(x)), tuple(axes))
+            lax.psum(jnp.where(index == owner, x, jnp.zeros_like(x)), tuple(axes))
             for x, owner in zip(leaves, owners, strict=True)
         ]
 
@@ -267,24 +239,14 @@ def reduce_leaves(
 
 
 def reduce_bucket_by_bucket(
-    leaves: Sequence[jax.Array],
-    axes: Sequence[str],
-    bucket_size: int,
-    end_bucket_size: int,
+    leaves: Sequence[jax.Array], axes: Sequence[str], bucket_size: int, end_bucket_size: int
 ) -> list[jax.Array]:
-    """Sums leaves bucket by bucket (`ordered_buckets`), which XLA does not merge.
-
-    Args:
-      leaves: arrays to sum over `axes`, in the order in which they become available.
-      axes: axes of the mesh.
-      bucket_size: elements of one bucket.
-      end_bucket_size: elements of the first and the last bucket.
-    """
+    """Sums leaves in `ordered_buckets`, which XLA does not merge."""
     out, before = list(leaves), ()
-    for turn in ordered_buckets([x.size for x in leaves], bucket_size, end_bucket_size):
-        chosen = [leaves[i] for i in turn]
+    for bucket in ordered_buckets([x.size for x in leaves], bucket_size, end_bucket_size):
+        chosen = [leaves[i] for i in bucket]
         sums, before = _reduced(chosen, axes, bucket_size, "reduce", lax.psum, before)
-        for i, x in zip(turn, sums, strict=True):
+        for i, x in zip(bucket, sums, strict=True):
             out[i] = x
     return out
 
@@ -356,10 +318,7 @@ def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = l
 
 
 def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
-    """Reduces arrays that differ by device: inexact ones to their mean, others to the largest.
-
-    With `first` the result is the value of the first device.
-    """
+    """Reduces inexact arrays to their mean, others to the largest; with `first` to device 0's."""
     leaves, structure = jax.tree.flatten(tree)
     if group.devices == 1 or not leaves:
         return tree
@@ -398,15 +357,13 @@ def _nothing(x: jax.Array) -> Any:
     return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min
 
 
-def _all_gather(part: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:
+def _all_gather(x: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:
     for hop in hops:
-        part = lax.all_gather(
-            part, hop.axis, axis=dim or 0, tiled=True, axis_index_groups=hop.groups
-        )
-    return part
+        x = lax.all_gather(x, hop.axis, axis=dim or 0, tiled=True, axis_index_groups=hop.groups)
+    return x
 
 
-def _psum_scatter(whole: jax.Array, group: Group, dim: int | None) -> jax.Array:
+def _psum_scatter(x: jax.Array, group: Group, dim: int | None) -> jax.Array:
     for axis in group.shard:
-        whole = lax.psum_scatter(whole, axis, scatter_dimension=dim or 0, tiled=True)
-    return whole
+        x = lax.psum_scatter(x, axis, scatter_dimension=dim or 0, tiled=True)
+    return x

@@ -62,16 +62,9 @@ def reduce(
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
     """Sums over all devices, and divides once by the weight of the global batch.
 
-    Args:
-      own: one device's gradients, loss, weight and aux, as sums.
-      plan: the plan, which has the layouts.
-      accumulate: how the gradients were accumulated: `local`, `scatter` or `sync`.
-      options: options of the step, which have the bucket sizes.
-      order: indices of the gradients in the order in which they become available.
-      scale: factor by which the gradients were multiplied.
-
-    Returns:
-      Gradients, loss, aux, weight and the norm of the gradient: the fields of `Gradients`.
+    `own` are one device's gradients, loss, weight and aux, as sums; `order` is the order in which
+    gradients become available, `scale` the factor by which they were multiplied. Returns gradients,
+    loss, aux, weight and the norm of the gradient: the fields of `Gradients`.
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
@@ -82,7 +75,7 @@ def reduce(
         grads = _sum_over_devices(grads, targets, plan, options, order)
     factor = divisor if scale is None else divisor * scale
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
-    grads = [_divided(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
+    grads = [_quotient(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
     return (
         grads,
         reduce_scalar(value, axes) / divisor,
@@ -92,7 +85,7 @@ def reduce(
     )
 
 
-def _divided(g: jax.Array, by: jax.Array) -> jax.Array:
+def _quotient(g: jax.Array, by: jax.Array) -> jax.Array:
     # XLA recomputes a product in each kernel that reads it, but writes a quotient to memory.
     dtype = jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
     return (g * (1 / by.astype(dtype))).astype(g.dtype)
@@ -121,8 +114,8 @@ def _sum_over_devices(
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
-        for axes, of_parts in ((plan.group.axes, False), (plan.group.replica, True)):
-            chosen = [i for i in order if (reduced[i].dim is not None) == of_parts]
+        for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
+            chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
             totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, size, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total

@@ -97,11 +97,10 @@ class GatherSpec:
     @property
     def kept_shape(self) -> tuple[int, ...]:
         """Shape of the array kept for the backward pass, before its all-gather."""
-        times = self.stored.group.size // (self.subgroup_size or self.stored.group.size)
-        return tuple(
-            size * times if d == self.stored.dim else size
-            for d, size in enumerate(self.stored.shard_shape)
-        )
+        shape = list(self.stored.shard_shape)
+        if self.subgroup_size:
+            shape[self.stored.dim or 0] *= self.stored.group.size // self.subgroup_size
+        return tuple(shape)
 
 
 def gather_specs(
@@ -276,8 +275,8 @@ class GatherScope:
     """Orders the all-gathers of one scope, so that each starts shortly before its first use.
 
     A compiler that looks far ahead (XLA on GPU) would gather many parameters first, in an unrolled
-    model all of them. This is a context manager: on exit, when all derivatives have been taken, it
-    drops its arrays, since rules of JAX keep it alive beyond its trace.
+    model all of them. On exit from this context, when all derivatives have been taken, its arrays
+    are dropped, since JAX keeps it alive beyond its trace.
 
     Attributes:
       sync: an all-gather starts when the other operands of its use are available; else it starts

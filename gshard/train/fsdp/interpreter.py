@@ -53,18 +53,9 @@ def with_sharded_params(
 ) -> Any:
     """Evaluates `fun(params, *args)` with sharded parameters, all-gathered at their first use.
 
-    Runs inside a `shard_map` over the data axes.
-
-    Args:
-      fun: takes a list of full parameters, then `args`; returns a pytree of arrays.
-      specs: one per parameter; None for one that is replicated and differentiated as it is.
-      axes: the data axes, which `fun` may not constrain.
-      leaves: this device's shards, or the full arrays of replicated parameters.
-      grad_sinks: one per parameter, `spec.grad_sink()`; ignored where the spec is None.
-      *args: further pytrees of arrays, for `fun`.
-      scope: orders the all-gathers; a context that is open.
-      prepare: `prepare(jaxpr, inputs, trace)` gives the inputs that the traced `fun` is evaluated
-        with; `trace(*args)` is its jaxpr for other arguments.
+    Runs inside a `shard_map` over the data axes `axes`, which `fun` may not constrain. `specs` are
+    None for parameters that are replicated, and differentiated as they are. `prepare(jaxpr, inputs,
+    trace)` may replace the inputs; `trace(*args)` is the jaxpr for other arguments.
     """
     values = [
         leaf if spec is None else LazyParam.alone(spec, leaf, grad_sink, scope)
@@ -110,7 +101,7 @@ def _evaluate(
     """Evaluates a scope, or what a `jit` inside it calls; the results are full arrays."""
 
     def settle(variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """The values; a parameter that would be gathered more than once is gathered now."""
+        """Gathers parameters that would otherwise be gathered more than once."""
         settled = []
         for v, value in zip(variables, values, strict=True):
             if isinstance(value, LazyParam):
@@ -154,18 +145,22 @@ def _evaluate_checkpoint(
     """Rebuilds it with the all-gather inside, which happens again in the backward pass."""
     _, consts = body_of(eqn)
     order_gathers(values, scope)
-    flat, restore = _pass_to_scope([_gather_if_kept(v) for v in values])
+    # A parameter that is kept gathered, or is a view, is gathered now.
+    flat, restore = _pass_to_scope(
+        [
+            v.all_gather()
+            if isinstance(v, LazyParam) and (v.base is not None or not v.spec.reshard)
+            else v
+            for v in values
+        ]
+    )
 
-    def evaluate(*flat: Any) -> Sequence[Any]:
+    def run(*flat: Any) -> Sequence[Any]:
         within = scope.rematerialized()
         return _evaluate_scope(uses, consts, restore(flat, within), within)
 
-    again = jax.checkpoint(
-        evaluate,
-        policy=eqn.params["policy"],
-        prevent_cse=eqn.params["prevent_cse"],
-    )
-    return again(*flat)
+    names = ("policy", "prevent_cse")
+    return jax.checkpoint(run, **{name: eqn.params[name] for name in names})(*flat)
 
 
 def _evaluate_scan(
@@ -174,18 +169,15 @@ def _evaluate_scan(
     """Rebuilds it with scanned parameters all-gathered in its body, and others before it."""
     body, consts = body_of(eqn)
     fixed, carried, _ = scan_sizes(eqn)
-    _warn_of_sharded_stacks(values[fixed + carried :])
-    layers = [
-        v
-        if not isinstance(v, LazyParam) or (v.spec.scannable and v.base is None)
-        else v.all_gather()
-        for v in values[fixed + carried :]
-    ]
-    # The stack of gradients that a scan makes stays in the dtype of its layers.
-    layers = [
-        x.with_gradient_in(uses.only_cast(v)) if isinstance(x, LazyParam) else x
-        for x, v in zip(layers, body.invars[fixed + carried :], strict=True)
-    ]
+    first = fixed + carried
+    _warn_of_sharded_stacks(values[first:])
+    layers = []
+    for x, v in zip(values[first:], body.invars[first:], strict=True):
+        if isinstance(x, LazyParam):
+            # The stack of gradients that a scan makes stays in the dtype of its layers.
+            layered = x.spec.scannable and x.base is None
+            x = x.with_gradient_in(uses.only_cast(v)) if layered else x.all_gather()
+        layers.append(x)
     flat, restore = _pass_to_scope(layers, layer=True)
     again = [v for v in layers if isinstance(v, LazyParam) and v.spec.reshard]
 
@@ -198,25 +190,17 @@ def _evaluate_scan(
 
         if again and not _has_checkpoint(body):
             step = jax.checkpoint(step, policy=_keep_all_but_layers(again), prevent_cse=False)
-        carry, stacked = jax.lax.scan(
-            step,
-            list(values[fixed : fixed + carried]),
-            list(values[fixed + carried :]),
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-            unroll=eqn.params["unroll"],
-        )
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(step, values[fixed:first], values[first:], **options)
         return [*carry, *stacked]
 
-    return apply_gathered(scan, [*values[: fixed + carried], *flat], scope, saves_operands(eqn))
+    return apply_gathered(scan, [*values[:first], *flat], scope, saves_operands(eqn))
 
 
 def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
     """Warns of stacks that are sharded on the scanned dimension, unless a rule asked for that."""
     specs = [v.spec for v in values if isinstance(v, LazyParam) and not v.spec.scannable]
-    others = [
-        spec.stored.path for spec in specs if spec.stored.model_axes and spec.stored.model_axes[0]
-    ]
+    others = [x.path for x in (s.stored for s in specs) if x.model_axes and x.model_axes[0]]
     if others:
         warn(
             f"a scan iterates over dimension 0 of {some(others)}, which is sharded over your own "
@@ -229,8 +213,8 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
         warn(
             f"a scan iterates over dimension 0 of {some(paths)}, which is the sharded one: the "
             "full stack is all-gathered before the scan, and not a layer at a time. Name that "
-            "dimension: "
-            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
+            f"dimension: shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for "
+            "all."
         )
 
 
@@ -287,12 +271,6 @@ def _pass_to_scope(
     return flat, restore
 
 
-def _gather_if_kept(value: Any) -> Any:
-    """A parameter that is kept gathered, or is a view, gathered now; else the value as it is."""
-    kept = isinstance(value, LazyParam) and (value.base is not None or not value.spec.reshard)
-    return value.all_gather() if kept else value
-
-
 def _raise_readable(error: ValueError, axes: Sequence[str]) -> None:
     """Raises a readable error for JAX's refusal of a constraint; returns for any other error."""
     said = str(error)
@@ -300,8 +278,8 @@ def _raise_readable(error: ValueError, axes: Sequence[str]) -> None:
     if missing:
         raise GShardError(
             f"the model constrains an array to {missing[2]}, and the mesh has no axis "
-            f"{missing[1]}. Make one, gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or remove the "
-            "axis names from the model."
+            f"{missing[1]}. Add it with gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or remove "
+            "the axis names from the model."
         ) from error
     spec = re.search(r"P\(.*?\)", said)
     if "with_sharding_constraint" not in said or not spec:

@@ -128,9 +128,8 @@ class LazyParam:
 
 def share_bucket(params: Sequence[LazyParam]) -> None:
     """Moves parameters that are not gathered yet into one bucket, and so into one all-gather."""
-    specs = [param.spec for param in params]
-    stored = [param.stored for param in params]
-    sinks = [param.grad_sink for param in params]
-    bucket = GatherBucket(specs, stored, sinks, params[0].bucket.scope)
+    stored, sinks = [param.stored for param in params], [param.grad_sink for param in params]
+    scope = params[0].bucket.scope
+    bucket = GatherBucket([param.spec for param in params], stored, sinks, scope)
     for index, param in enumerate(params):
         param.bucket, param.index = bucket, index

@@ -18,13 +18,7 @@ from gshard.train.fsdp.gather_bucket import GatherScope
 from gshard.train.fsdp.lazy_param import LazyParam
 
 # Primitives whose backward pass uses their operands as they are.
-_SAVING = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot_general",
-    "custom_vjp_call",
-    "scan",
-)
+_SAVING = {"dot_general", "conv_general_dilated", "ragged_dot_general", "custom_vjp_call", "scan"}
 
 
 def saves_operands(eqn: Any) -> bool:
@@ -43,11 +37,7 @@ def apply_gathered(
 ) -> Sequence[Any]:
     """Calls `fun(values)` with gathered parameters, and saves only shards for the backward pass.
 
-    Args:
-      fun: takes and returns arrays.
-      values: arrays and `LazyParam`s.
-      scope: orders the all-gathers.
-      saves: whether a backward pass of `fun` uses its operands as they are.
+    `saves` says whether a backward pass of `fun` uses its operands as they are.
     """
     order_gathers(values, scope)
     reshards = [isinstance(v, LazyParam) and v.regathers for v in values]

@@ -1,8 +1,4 @@
-"""Where a traced loss uses each parameter: first uses, repeated gathers and shared buckets.
-
-`ParamUses` counts the uses in one scope. `share_buckets_of_layers` groups the small sharded
-parameters of one layer into one all-gather.
-"""
+"""Where a traced loss uses each parameter: first uses, repeated gathers and shared buckets."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ _Seen = tuple[Any, tuple[Any, ...], bool]
 
 
 class ParamUses:
-    """The uses of every value in one scope.
-
-    Attributes:
-      jaxpr: the jaxpr of the scope.
-    """
+    """The uses of every value in one scope, which has a jaxpr."""
 
     def __init__(self, jaxpr: Any):
         self.jaxpr = jaxpr
@@ -157,13 +149,7 @@ class ParamUses:
 
 
 def share_buckets_of_layers(uses: ParamUses, args: Sequence[Any], bucket_size: int) -> None:
-    """Groups the small sharded parameters of one layer into one all-gather.
-
-    Args:
-      uses: uses in a scope that is not evaluated yet.
-      args: inputs of the scope.
-      bucket_size: elements of one bucket.
-    """
+    """Groups small sharded parameters of one layer, among the inputs of a scope to evaluate."""
     given = zip(uses.jaxpr.invars, args, strict=True)
     leaves = {v: x for v, x in given if isinstance(x, LazyParam)}
     if len(leaves) < 2 or not bucket_size:

@@ -10,7 +10,7 @@ device (of a stack sharded on its layers) and everything else is left as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,25 +31,15 @@ _LAYOUT_PRIMITIVES = ("sharding_constraint", "shard_map", "reshard")
 
 @dataclass
 class TracedEquation:
-    """One equation, with its operands and results as numbers of values.
-
-    Attributes:
-      eqn: the equation of the jaxpr.
-      ins: value numbers of its operands.
-      outs: value numbers of its results.
-      can_be_mapped: whether it can run inside a `shard_map`.
-      has_product: whether it is, or contains, a primitive that calls are inlined for.
-      replicated: whether it runs on gathered values, on every device.
-      branches: branches of a `cond` that replace its own.
-    """
+    """One equation, with its operands and results as numbers of values."""
 
     eqn: Any
     ins: list[int]
     outs: list[int]
-    can_be_mapped: bool
-    has_product: bool
-    replicated: bool = False
-    branches: Sequence[Callable[[Sequence[Any]], Any]] = ()
+    can_be_mapped: bool  # inside a `shard_map`
+    has_product: bool  # is, or contains, a matrix product
+    replicated: bool = False  # runs on gathered values, on every device
+    branches: Sequence[Callable[[Sequence[Any]], Any]] = ()  # replace those of a `cond`
 
     def run(self, values: dict[int, Any]) -> None:
         """Evaluates the equation and adds its results to `values`."""
@@ -64,26 +54,16 @@ class TracedEquation:
 
 
 class TracedUpdate:
-    """The equations of a jaxpr in order, with calls that contain certain primitives inlined.
+    """The equations of a jaxpr in order, with calls that contain matrix products inlined."""
 
-    Attributes:
-      steps: the equations.
-      avals: shape and dtype of every value, by its number.
-      inputs: numbers of the inputs.
-      outputs: numbers of the results.
-      literals: literal values, by number.
-      consts: arrays that the function closed over, by number.
-      unknown_layout: constants whose layout is not known, such as a batch.
-    """
-
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], opened: Collection[str]):
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
         self.steps: list[TracedEquation] = []
-        self.avals: list[Any] = []
+        self.avals: list[Any] = []  # shape and dtype of every value, by its number
         self.literals: dict[int, Any] = {}
-        self.consts: dict[int, Any] = {}
-        self.unknown_layout: set[int] = set()
+        self.consts: dict[int, Any] = {}  # arrays that the function closed over
+        self.unknown_layout: set[int] = set()  # constants of unknown layout, such as a batch
         self.inputs = [self.add_value(v.aval) for v in jaxpr.invars]
-        self.outputs = self._add_equations(jaxpr, consts, self.inputs, opened)
+        self.outputs = self._add_equations(jaxpr, consts, self.inputs)
 
     def add_value(self, aval: Any) -> int:
         """Adds a value and returns its number."""
@@ -91,7 +71,7 @@ class TracedUpdate:
         return len(self.avals) - 1
 
     def bytes(self, *values: int) -> int:
-        """Returns the total size in bytes of these values, unsharded."""
+        """Returns the total size of these values, unsharded."""
         return sum(self.avals[i].size * self.avals[i].dtype.itemsize for i in values)
 
     def computed_from(self, values: Iterable[int]) -> set[int]:
@@ -102,9 +82,7 @@ class TracedUpdate:
                 found.update(step.outs)
         return found
 
-    def _add_equations(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int], opened: Collection[str]
-    ) -> list[int]:
+    def _add_equations(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[int]:
         known = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(v: Any) -> int:
@@ -121,30 +99,30 @@ class TracedUpdate:
                 self.unknown_layout.add(i)
         for eqn in jaxpr.eqns:
             ins, body = [read(v) for v in eqn.invars], called(eqn)
-            holds = any(inner.primitive.name in opened for inner in with_inner(eqn))
-            if body and holds:
-                outs = self._add_equations(*body, ins, opened)
+            has_product = any(inner.primitive.name in PRODUCTS for inner in with_inner(eqn))
+            if body and has_product:
+                outs = self._add_equations(*body, ins)
             else:
                 outs = [self.add_value(v.aval) for v in eqn.outvars]
-                self.steps.append(TracedEquation(eqn, ins, outs, _can_be_mapped(eqn), holds))
+                can_be_mapped = not any(
+                    inner.effects or inner.primitive.name in _LAYOUT_PRIMITIVES
+                    for inner in with_inner(eqn)
+                )
+                self.steps.append(TracedEquation(eqn, ins, outs, can_be_mapped, has_product))
             known.update(zip(eqn.outvars, outs, strict=True))
         return [read(v) for v in jaxpr.outvars]
-
-
-def _can_be_mapped(eqn: Any) -> bool:
-    return not any(
-        inner.effects or inner.primitive.name in _LAYOUT_PRIMITIVES for inner in with_inner(eqn)
-    )
 
 
 class GatheredUpdate:
     """A traced update for which it is decided what is gathered and which equations run replicated.
 
-    Attributes:
-      in_order: buckets wait for each other. Buckets of offloaded state wait for their copies
-        (`offload`), and an order of their own would tie these together.
+    `dims` are the sharded dimensions of its inputs, `gathered` positions of inputs that are
+    gathered already, `ends` the dimensions on which its outputs will be sharded, and `read`
+    positions of outputs that later products need gathered.
     """
 
+    # Buckets wait for each other. Buckets of offloaded state wait for their copies (`offload`), and
+    # an order of their own would tie these together.
     in_order = True
 
     def __init__(
@@ -156,16 +134,6 @@ class GatheredUpdate:
         read: Sequence[int],
         plan: Plan,
     ):
-        """Decides what is gathered.
-
-        Args:
-          traced: the equations.
-          dims: the sharded dimension of every input.
-          gathered: positions of inputs that are gathered already.
-          ends: the dimension on which every output will be sharded.
-          read: positions of outputs that later products need gathered.
-          plan: the plan, which has the mesh.
-        """
         self._plan, self._traced = plan, traced
         self._steps, self._outputs = traced.steps, traced.outputs
         self._dims: dict[int, Dim] = dict.fromkeys(range(len(traced.avals)))
@@ -176,12 +144,7 @@ class GatheredUpdate:
     @property
     def gathers(self) -> bool:
         """Whether anything is gathered."""
-        return bool(self._sources) or any(step.branches for step in self._steps)
-
-    @property
-    def sources(self) -> list[int]:
-        """The numbers of the values that are gathered."""
-        return list(self._sources.values())
+        return bool(self.sources) or any(step.branches for step in self._steps)
 
     def _trace_back(self, ends: Sequence[Dim], read: Sequence[int]) -> None:
         """Finds the values that products are computed from, and the final layouts of the others."""
@@ -205,7 +168,7 @@ class GatheredUpdate:
             found |= wanted
         made = {i for step in self._steps if step.replicated for i in step.outs}
         copies = {i: self._traced.add_value(self._traced.avals[i]) for i in sorted(found - made)}
-        self._sources = {copy: i for i, copy in copies.items()}
+        self.sources = {copy: i for i, copy in copies.items()}  # gathered copies of values
         for step in self._steps:
             if step.replicated or step.branches or step.has_product:
                 step.ins = [copies.get(i, i) for i in step.ins]
@@ -213,8 +176,8 @@ class GatheredUpdate:
     def _find_wanted(self, known: set[int]) -> set[int]:
         """Follows the sharded dimensions, given the gathered values; returns what else to gather.
 
-        For an operand these are the values that it is computed from, if they are no larger: so a
-        transposed and a scaled copy of one matrix are gathered once.
+        For an operand this is what it is computed from, unless that is larger: so a transposed and
+        a scaled copy of one matrix are gathered once.
         """
         traced, wanted = self._traced, set()
         self._gathered = set(known)
@@ -238,9 +201,8 @@ class GatheredUpdate:
                 self._gathered.add(one)
                 outs, _ = sharded_dims(step.eqn, self._dims_of(step))
             elif step.can_be_mapped and (moved == math.inf or (follows and not sharded)):
-                step.replicated = (
-                    True  # XLA would gather, maybe often; or all operands are gathered
-                )
+                # XLA would gather, maybe often; or all operands are gathered
+                step.replicated = True
                 wanted |= makers
                 self._gathered.update(sharded, step.outs)
             elif step.can_be_mapped and moved:  # a sum over devices, unless all sums send more
@@ -273,9 +235,7 @@ class GatheredUpdate:
         ends = [None if i in self._product_inputs else self._ends.get(i) for i in step.outs]
         read = [n for n, i in enumerate(step.outs) if i in self._product_inputs]
         found = [
-            GatheredUpdate(
-                TracedUpdate(*opened(branch), PRODUCTS), dims, given, ends, read, self._plan
-            )
+            GatheredUpdate(TracedUpdate(*opened(branch)), dims, given, ends, read, self._plan)
             for branch in step.eqn.params["branches"]
         ]
         step.branches = found
@@ -291,7 +251,7 @@ class GatheredUpdate:
         """Runs the update on arguments in the global view."""
         inputs = zip(self._traced.inputs, args, strict=True)
         values = {**self._traced.literals, **self._traced.consts, **dict(inputs)}
-        rest, waiting, ends = self._steps, list(self._sources), []
+        rest, waiting, ends = self._steps, list(self.sources), []
         while rest:
             later: list[TracedEquation] = []
             for step in rest:
@@ -315,7 +275,7 @@ class GatheredUpdate:
         two are gathered at a time.
         """
         copies, size = [], 0
-        for i in [i for i in waiting if self._sources[i] in values]:
+        for i in [i for i in waiting if self.sources[i] in values]:
             size += self._traced.avals[i].size
             if copies and size > BUCKET_SIZE:
                 break
@@ -333,7 +293,7 @@ class GatheredUpdate:
         results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
         if not results:
             return later
-        sources = [self._sources[i] for i in copies]
+        sources = [self.sources[i] for i in copies]
         layouts = [self._layout(i, self._dims[i]) for i in sources]
         needed = {i for step in later if step.replicated or step.branches for i in step.ins}
         kept = [self._layout(i, None if i in needed else self._ends.get(i)) for i in results]
@@ -378,12 +338,8 @@ def with_gathered_operands(
 ) -> Any:
     """Computes `fun(*args)` in the global view, with its matrix products on gathered operands.
 
-    Args:
-      fun: a function that takes and returns pytrees of arrays of logical shape.
-      plan: the plan, which has the mesh.
-      args: pytrees of arrays.
-      layouts: layouts of all their leaves, in order.
-      results: layouts of the leaves of the result.
+    `fun` takes and returns pytrees of arrays of logical shape; `layouts` and `results` are the
+    layouts of their leaves.
     """
     # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
     abstract = jax.tree.map(
@@ -391,10 +347,10 @@ def with_gathered_operands(
     )
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*abstract)
     flat = jax.tree.leaves(args)
-    traced = TracedUpdate(closed.jaxpr, closed.consts, PRODUCTS)
+    traced = TracedUpdate(closed.jaxpr, closed.consts)
     ends = [layout.dim for layout in results]
     update = GatheredUpdate(traced, [layout.dim for layout in layouts], [], ends, [], plan)
     on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
-    update.in_order = traced.computed_from(on_host).isdisjoint(update.sources)
+    update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
     out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)

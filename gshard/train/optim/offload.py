@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 
 from gshard._util.jaxpr import JIT, Bindings, bind_in_scope, body_of, evaluate
-from gshard._util.pytree import flatten, same_leaves
+from gshard._util.pytree import flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
@@ -27,14 +27,7 @@ Update = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any]:
-    """Computes `fun(state, params)` on the device, and copies offloaded results back to the host.
-
-    Args:
-      fun: a function that returns a tree like the parameters, and the new state.
-      state: the stored optimizer state.
-      params: the trained parameters.
-      plan: the plan, which says what is stored on the host.
-    """
+    """Computes `fun(state, params)`, new parameters and state, and copies them back to the host."""
     if not plan.bytes_per_device["host"]:
         return fun(state, params)
     closed, shapes, groups = _trace(fun, state, params, plan)
@@ -59,9 +52,7 @@ def to_host(tree: Any, layouts: Any, plan: Plan) -> Any:
 
 
 def _moved(tree: Any, layouts: Any, move: Callable[[Any, Layout], Any]) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    pairs = zip(leaves, jax.tree.leaves(layouts), strict=True)
-    return jax.tree.unflatten(structure, [move(x, p) if p.on_host else x for x, p in pairs])
+    return map_leaves(lambda x, p: move(x, p) if p.on_host else x, tree, layouts)
 
 
 def _trace(
@@ -192,38 +183,31 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Equations that use the same arrays of the host.
+    """Equations that use the same arrays of the host."""
 
-    Attributes:
-      size: bytes of these arrays on one device.
-      inputs: indices of these arrays among the inputs.
-      equations: indices of the equations in the program.
-      chunks: number of chunks, along dimension 0, that are updated one after the other.
-    """
-
-    size: int
-    inputs: list[int]
-    equations: list[int]
-    chunks: int = 1
+    size: int  # bytes of these arrays on one device
+    inputs: list[int]  # indices of these arrays among the inputs
+    equations: list[int]  # indices of the equations in the program
+    chunks: int = 1  # along dimension 0, which are updated one after the other
 
     def __add__(self, other: TransferGroup) -> TransferGroup:
         return TransferGroup(
             self.size + other.size,
-            [*self.inputs, *other.inputs],
-            sorted([*self.equations, *other.equations]),
+            self.inputs + other.inputs,
+            sorted(self.equations + other.equations),
         )
 
 
 def transfer_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGroup]:
-    """Returns the groups of a program in order; consecutive small ones are joined.
-
-    Args:
-      jaxpr: the program, without calls of `jit`.
-      layouts: layouts of its inputs.
-    """
-    return _packed(
-        [_in_chunks(group, jaxpr, layouts) for group in _smallest_groups(jaxpr, layouts)]
-    )
+    """Returns the groups of a jaxpr in order; consecutive ones are joined up to `GROUP_SIZE`."""
+    found: list[TransferGroup] = []
+    for group in _smallest_groups(jaxpr, layouts):
+        group = _in_chunks(group, jaxpr, layouts)
+        if found and found[-1].size + group.size <= GROUP_SIZE:
+            found[-1] += group
+        else:
+            found.append(group)
+    return found
 
 
 def variables_of(operands: Sequence[Any]) -> list[Any]:
@@ -257,10 +241,7 @@ def _smallest_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGrou
 
 
 def _add_inputs_of_one_group(groups: Sequence[TransferGroup], jaxpr: Any) -> None:
-    """Adds equations to the only group that needs them, such as squares of gradients.
-
-    Otherwise all their results would be alive from the start.
-    """
+    """Adds equations, such as squares of gradients, to their only user: else all are alive."""
     owner: dict[int, TransferGroup | None] = {n: group for group in groups for n in group.equations}
     users: dict[Any, list[TransferGroup | None]] = {v: [None] for v in variables_of(jaxpr.outvars)}
     for number in reversed(range(len(jaxpr.eqns))):
@@ -288,14 +269,3 @@ def _in_chunks(group: TransferGroup, jaxpr: Any, layouts: Sequence[Layout]) -> T
     rows = shapes.pop()[0]
     fitting = [n for n in range(1, rows + 1) if rows % n == 0 and group.size <= n * GROUP_SIZE]
     return dataclasses.replace(group, chunks=min(fitting, default=rows))
-
-
-def _packed(groups: Sequence[TransferGroup]) -> list[TransferGroup]:
-    """Joins consecutive groups, up to `GROUP_SIZE`."""
-    packed: list[TransferGroup] = []
-    for group in groups:
-        if packed and packed[-1].size + group.size <= GROUP_SIZE:
-            packed[-1] += group
-        else:
-            packed.append(group)
-    return packed

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
-from gshard._util.pytree import flatten, same_leaves
+from gshard._util.pytree import flatten, map_leaves, same_leaves
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.gradients import refuse_local_gradients
@@ -40,13 +40,13 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
     The updates have the layouts of the parameters (replicated at `dp`, `os` and `os_g`), so that
     `optax.apply_updates` keeps every layout.
     """
-    tx = plan.tx
 
     def init(params: Any) -> ShardedOptState:
         params = to_device(plan.kind.trained(params), plan.params)
         own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        state = ShardedOptState(plan.pin(tx.init(own), plan.opt_state), _master_copies(own, plan))
+        inner = plan.pin(plan.tx.init(own), plan.opt_state)
+        state = ShardedOptState(inner, _master_copies(own, plan))
         return to_host(state, plan.layouts.opt_state, plan)
 
     def update(
@@ -57,24 +57,24 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
         # With a master copy the new value must be all-gathered: the sum of both would be rounded.
-        copied = [layout.path in plan.master for layout in jax.tree.leaves(plan.grads)]
-        replicated = [layout.dim is None for layout in jax.tree.leaves(plan.params)]
-        late = [c and w for c, w in zip(copied, replicated, strict=True)]
+        stored = jax.tree.leaves(plan.params)
+        copied = [layout.path in plan.master for layout in stored]
+        early = [layout.path in plan.master and layout.dim is not None for layout in stored]
+        late = [layout.path in plan.master and layout.dim is None for layout in stored]
 
         def on_device(state: ShardedOptState, trained: Any) -> tuple[Any, ShardedOptState]:
-            changes, state, own = _update_shards(tx, plan, grads, state, trained, extra)
+            changes, state, own = _update_shards(plan, grads, state, trained, extra)
             new, state = _in_compute_dtype(optax.apply_updates(own, changes), state, plan)
-            moved = plan.pin(_select_leaves(copied, new, changes), plan.grads)
-            early = [c and not w for c, w in zip(copied, replicated, strict=True)]
-            return _differences(early, moved, trained), state
+            new = map_leaves(lambda x, y, c: y if c else x, changes, new, copied)
+            return _differences(early, plan.pin(new, plan.grads), trained), state
 
-        moved, state = update_through_device(on_device, state, trained, plan)
-        moved = all_gather_params(moved, plan, BUCKET_SIZE)
-        return plan.kind.full_update(_differences(late, moved, trained), params), state
+        new, state = update_through_device(on_device, state, trained, plan)
+        new = all_gather_params(new, plan, BUCKET_SIZE)
+        return plan.kind.full_update(_differences(late, new, trained), params), state
 
-    made = ShardedTransformation(init, update)  # pyright: ignore[reportArgumentType]
-    made.plan, made.fetch_sizes = plan, partial(_transfer_sizes, plan)
-    return made
+    wrapped = ShardedTransformation(init, update)  # pyright: ignore[reportArgumentType]
+    wrapped.plan, wrapped.fetch_sizes = plan, partial(_transfer_sizes, plan)
+    return wrapped
 
 
 def update_and_all_gather(
@@ -103,7 +103,7 @@ def _shard_update(
     """Makes the update: a function of state and parameters that returns new shards and state."""
 
     def on_device(state: ShardedOptState, params: Any) -> tuple[Any, ShardedOptState]:
-        changes, after, own = _update_shards(plan.tx, plan, grads, state, params, extra, updates)
+        changes, after, own = _update_shards(plan, grads, state, params, extra, updates)
         new = optax.apply_updates(own, changes)
         if updates is not None:
             new = keep_unless(updates, new, own)
@@ -131,10 +131,7 @@ def _transfer_sizes(plan: Plan) -> tuple[int, ...]:
 def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
     """Casts new shards to their compute dtypes, and puts the new master copies into the state."""
     state = state._replace(master=_master_copies(new, plan))
-    dtypes = (layout.dtype for layout in jax.tree.leaves(plan.params))
-    leaves, structure = jax.tree.flatten(new)
-    leaves = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
-    return jax.tree.unflatten(structure, leaves), state
+    return map_leaves(lambda x, layout: x.astype(layout.dtype), new, plan.params), state
 
 
 def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
@@ -143,30 +140,20 @@ def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
     return plan.pin({path: leaves[path] for path in plan.master}, plan.master)
 
 
-def _select_leaves(first: Sequence[bool], xs: Any, ys: Any) -> Any:
-    """Returns a tree like `ys`, with the leaves of `xs` where `first` is true."""
-    leaves, structure = jax.tree.flatten(ys)
-    pairs = zip(first, jax.tree.leaves(xs), leaves, strict=True)
-    return jax.tree.unflatten(structure, [x if one else y for one, x, y in pairs])
-
-
 def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
     """Returns a tree like `new`, with `new - old` where `chosen` is true.
 
     Differences have at least the precision of float32, so that adding `old` gives `new` again.
     """
 
-    def difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    def difference(x: jax.Array, y: jax.Array, chosen: bool) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        return x.astype(wide) - y.astype(wide)
+        return x.astype(wide) - y.astype(wide) if chosen else x
 
-    leaves, structure = jax.tree.flatten(new)
-    triples = zip(chosen, leaves, jax.tree.leaves(old), strict=True)
-    return jax.tree.unflatten(structure, [difference(x, y) if c else x for c, x, y in triples])
+    return map_leaves(difference, new, old, chosen)
 
 
 def _update_shards(
-    tx: optax.GradientTransformation,
     plan: Plan,
     grads: Any,
     state: ShardedOptState,
@@ -174,28 +161,25 @@ def _update_shards(
     extra: dict[str, Any],
     updates: jax.Array | None = None,
 ) -> tuple[Any, ShardedOptState, Any]:
-    """Runs `tx` on every device's shards, in the global view and on logical shapes.
+    """Runs `plan.tx` on every device's shards, in the global view and on logical shapes.
 
-    Where `updates` is false the state does not change.
-
-    Returns:
-      Updates, the new stored state, and the shards of the parameters.
+    Returns updates, the new state, which where `updates` is false is the old one, and the shards of
+    the parameters.
     """
     reduced = jax.tree.leaves(plan.grads)
-    structure = same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
-    logical = [
-        layout.unpad(layout.as_stored(g, "the gradients"))
-        for g, layout in zip(jax.tree.leaves(grads), reduced, strict=True)
-    ]
-    own, params_structure = local_shards(params, state.master, plan)
+    same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
+    logical = map_leaves(
+        lambda g, layout: layout.unpad(layout.as_stored(g, "the gradients")), grads, reduced
+    )
+    own, structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
-        logical = [g.astype(x.dtype) for g, x in zip(logical, own, strict=True)]
-    own = jax.tree.unflatten(params_structure, own)
+        logical = map_leaves(lambda g, x: g.astype(x.dtype), logical, own)
+    own = jax.tree.unflatten(structure, own)
     results = [*reduced, *jax.tree.leaves(plan.opt_state)]
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
         inner = constrain_logical(cut_padding(state.inner, plan.opt_state), plan.opt_state, plan)
-        arguments = (jax.tree.unflatten(structure, logical), inner, own)
-        update = user_update(tx, plan, extra)
+        arguments = (logical, inner, own)
+        update = user_update(plan, extra)
         if updates is not None:
             update = skip_state_where(update, updates)
         changes, inner = with_gathered_operands(
@@ -206,15 +190,15 @@ def _update_shards(
     return changes, state._replace(inner=inner), own
 
 
-def user_update(
-    tx: optax.GradientTransformation, plan: Plan, extra: dict[str, Any]
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Makes `tx.update(grads, state, params)` with the arguments of `extra` that it accepts."""
-    accepted = _accepted(tx, extra)
+def user_update(plan: Plan, extra: dict[str, Any]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """Makes `plan.tx.update(grads, state, params)` with what it accepts of `extra`."""
+    parameters = inspect.signature(plan.tx.update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):  # most of optax accepts any
+        extra = {p.name: extra[p.name] for p in parameters if p.name in extra}
 
     def update(grads: Any, inner: Any, own: Any) -> tuple[Any, Any]:
         try:
-            updates, inner = tx.update(grads, inner, own, **accepted)
+            updates, inner = plan.tx.update(grads, inner, own, **extra)
         except (TypeError, ValueError) as error:
             _raise_readable(error)
             raise
@@ -222,14 +206,6 @@ def user_update(
         return updates, inner
 
     return update
-
-
-def _accepted(tx: optax.GradientTransformation, extra: dict[str, Any]) -> dict[str, Any]:
-    """Returns the extra arguments that the update accepts; most of optax accepts any."""
-    parameters = inspect.signature(tx.update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return extra
-    return {name: value for name, value in extra.items() if name in {p.name for p in parameters}}
 
 
 def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
@@ -244,7 +220,7 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
             if jnp.shape(x) != layout.shape:
                 raise GShardError(
                     f"{name} not of the plan's shapes: {layout.path} has {jnp.shape(x)}, not "
-                    f"{layout.shape}. Return an array of its shape for every leaf."
+                    f"{layout.shape}. Return an array of the planned shape for every leaf."
                 )
 
 
@@ -253,7 +229,7 @@ def _raise_readable(error: Exception) -> None:
     said = str(error)
     if "batch dimension" in said:
         raise GShardError(
-            "the optimizer wants one gradient for each example, and a train step has their mean: "
+            "the optimizer needs one gradient per example, and a train step has only their mean: "
             f"{said}"
         ) from error
     if "required keyword-only argument" in said or "must be provided" in said:
@@ -274,9 +250,8 @@ def skip_state_where(
 ) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
     """Wraps `update(grads, state, params)` to keep the state where `updates` is false.
 
-    The caller keeps the parameters. Every new leaf of the state is selected where it is computed,
-    so that later equations read the selected one. Selected at the end, the old and the new state
-    would both be alive, and the state could not be updated in place.
+    Every new leaf is selected where it is computed, so that later equations read the selected one.
+    Selected at the end, old and new state would both be alive, with no update in place.
     """
 
     def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

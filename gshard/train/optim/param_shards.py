@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.pytree import same_leaves
+from gshard._util.pytree import map_leaves, same_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import all_gather_updated, local_shard
@@ -28,10 +28,7 @@ def local_shards(
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
-    leaves = [
-        layout.as_stored(x, "the parameters")
-        for x, layout in zip(jax.tree.leaves(params), stored, strict=True)
-    ]
+    leaves = map_leaves(lambda p, x: p.as_stored(x, "the parameters"), stored, params)
 
     def take(xs: list[jax.Array], layouts: list[Layout]) -> list[jax.Array]:
         return [local_shard(x, layout) for x, layout in zip(xs, layouts, strict=True)]
@@ -44,17 +41,13 @@ def local_shards(
             if layout.path in master:  # a parameter that was replaced takes precedence
                 copy = master[layout.path]
                 leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
-    return [layout.unpad(x) for x, layout in zip(leaves, reduced, strict=True)], structure
+    return cut_padding(leaves, reduced), structure
 
 
 def all_gather_params(tree: Any, plan: Plan, bucket_size: int, into: Any = None) -> Any:
-    """All-gathers updated shards of parameters that are stored replicated.
+    """All-gathers updated shards, in the layouts of the gradients, of replicated parameters.
 
-    Args:
-      tree: updated parameters, stored in the layouts of the gradients.
-      plan: the plan, which has the layouts.
-      bucket_size: elements of a bucket.
-      into: the parameters that these replace, whose memory may be used.
+    `into` are the parameters that these replace, whose memory may be used.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     leaves, structure = jax.tree.flatten(tree)
@@ -104,8 +97,4 @@ def constrain_logical(tree: Any, layouts: Any, plan: Plan) -> Any:
 
 def cut_padding(tree: Any, layouts: Any) -> Any:
     """Removes the padding of stored arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    flat = jax.tree.leaves(layouts)
-    return jax.tree.unflatten(
-        structure, [layout.unpad(x) for x, layout in zip(leaves, flat, strict=True)]
-    )
+    return map_leaves(lambda x, layout: layout.unpad(x), tree, layouts)
