@@ -51,7 +51,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
         examples = check_examples(batch, plan.group.devices, 1) // plan.group.devices
-        form: list[Any] = []  # what fn returned: structure, and which leaves are means
+        structure: list[Any] = []  # of what fn returned
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
             out = pure(params, non_trainable, batch, None)[0]
@@ -60,16 +60,15 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
             flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=has_reduction)
-            flat = [_over_devices(x, examples, plan) for x in flat]
-            form[:] = [tree, [is_mean for _, is_mean in flat]]
-            flat = [(plan.output(x), is_mean) for x, is_mean in flat]
-            return [x for x, is_mean in flat if is_mean], [x for x, is_mean in flat if not is_mean]
+            structure.append(tree)
+            found = [_over_devices(x, examples, plan) for x in flat]
+            means = {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if is_mean}
+            return means, {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if not is_mean}
 
         specs = (jax.P(), plan.batch_spec)
         means, arrays = evaluate_on_devices(outputs, on_device, specs, parts, batch, plan)
-        tree, are_means = form
-        means, arrays = iter(means), iter(arrays)
-        return jax.tree.unflatten(tree, [next(means if x else arrays) for x in are_means])
+        leaves = sorted({**means, **arrays}.items())
+        return jax.tree.unflatten(structure[-1], [x for _, x in leaves])
 
     jitted = jax.jit(run)
     check = Fit(plan.abstract_components().params, "the parameters are")

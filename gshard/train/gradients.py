@@ -44,24 +44,17 @@ _REFUSAL = (
 
 @dataclass(frozen=True)
 class Gradients:
-    """The results of the gradient stage, as global arrays.
+    """The results of the gradient stage, as global arrays of the whole batch; scalars are float32.
 
-    Attributes:
-      grads: a tree like the parameters, in the layouts of `plan.grads`.
-      loss: float32 scalar, the loss of the global batch.
-      aux: the loss's auxiliary output, reduced over the batch, or None.
-      weight: float32 scalar by which the sums over the global batch were divided; if it is 0, loss
-        and gradient are 0.
-      norm: float32 scalar, the norm of the full gradient; finite only if every entry is.
-      updates: non-trainable state by name: what the loss changed, and what its gradient replaces.
+    If the weight is 0, so are loss and gradient. The norm is finite only if every entry is.
     """
 
-    grads: Any
+    grads: Any  # in the layouts of `plan.grads`
     loss: jax.Array
-    aux: Any
-    weight: jax.Array
-    norm: jax.Array
-    updates: dict[str, Any]
+    aux: Any  # the loss's auxiliary output, or None
+    weight: jax.Array  # by which sums over the batch were divided
+    norm: jax.Array  # of the full gradient
+    updates: dict[str, Any]  # non-trainable state that the loss changed or its gradient replaces
 
     @property
     def finite(self) -> jax.Array:
@@ -139,9 +132,8 @@ def refuse_local_gradients(grads: Any, known: list[str]) -> None:
 class GradientStage:
     """Computes gradients of the mean of a loss over the examples of the global batch.
 
-    The loss is a pure function of full parameters and the examples of one device. A call takes the
-    components of the state, with `params` in storage shapes; global arrays, their examples sharded
-    over the data axes; and a key or None, which is folded with device and micro-batch.
+    The loss is a pure function of full parameters and the examples of one device. Components have
+    `params` in storage shapes; a key is folded with device and micro-batch.
     """
 
     loss: PureLoss
@@ -176,10 +168,9 @@ class GradientStage:
     ) -> tuple[LocalGradients, dict[str, Any]]:
         """Returns each device's sums over its examples, and the non-trainable state that changed.
 
-        Gradients that accumulate locally are not communicated; others are reduce-scattered as soon
-        as they are computed. `own_non_trainable` is state that differs by device, with a leading
-        axis over the devices. If it is given, what the loss changes stays local and is returned
-        together with it, for `mean_non_trainable`.
+        `own_non_trainable` is state that differs by device, with a leading axis over the devices.
+        If it is given, what the loss changes stays local and is returned together with it, for
+        `mean_non_trainable`.
         """
         options = self.options
         how = accumulation(self.plan, options.micro_batches, options.accumulate, sync=False)

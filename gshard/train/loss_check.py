@@ -58,18 +58,10 @@ def is_on() -> bool:
 def check_mean(
     loss: PureLoss, parts: Components, batch: Any, options: TrainStepOptions, plan: Plan
 ) -> None:
-    """Warns if the loss is not a mean over examples; a loss that cannot be checked passes.
-
-    Args:
-      loss: a pure function of full parameters and the examples of one device.
-      parts: the components of the state.
-      batch: global arrays.
-      options: the options of the step.
-      plan: the plan, which has the layouts.
-    """
+    """Warns if the loss is not a mean over examples; a loss that cannot be checked passes."""
     devices, k = plan.group.devices, options.micro_batches
-    rows = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
-    count = min(rows // k, _MOST) // 2 * 2
+    examples = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
+    count = min(examples // k, _MOST) // 2 * 2
     parts = dataclasses.replace(parts, opt_state=None, step=None)
     given = jax.tree.leaves((parts, batch))
     if devices * k == 1 or not count or any(isinstance(x, jax_core.Tracer) for x in given):
@@ -91,14 +83,14 @@ def check_mean(
         return out.astype(jnp.float32)
 
     def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
-        few = [x[:: rows // count][:count] if jnp.ndim(x) else x for x in jax.tree.leaves(batch)]
-        structure = jax.tree.structure(batch)
+        every = examples // count
+        few = jax.tree.map(lambda x: x[::every][:count] if jnp.ndim(x) else x, batch)
         order = np.arange(count)
 
         def losses(*picks: Any) -> jax.Array:
             def one(_: None, pick: jax.Array) -> tuple[None, jax.Array]:
-                examples = [x[pick] if jnp.ndim(x) else x for x in few]
-                return None, evaluate(jax.tree.unflatten(structure, examples), per_call=True)
+                picked = jax.tree.map(lambda x: x[pick] if jnp.ndim(x) else x, few)
+                return None, evaluate(picked, per_call=True)
 
             return jax.lax.scan(one, None, jnp.stack(picks))[1]
 
@@ -125,39 +117,33 @@ def check_mean(
     try:
         with warnings.catch_warnings():  # the step itself gives these warnings
             warnings.simplefilter("ignore")
-            run = jax.jit(
-                partial(evaluate_on_devices, without_draws, on_device, jax.P(), plan=plan)
-            )
-            traced = run.trace(parts, batch)
+            run = partial(evaluate_on_devices, without_draws, on_device, jax.P(), plan=plan)
+            traced = jax.jit(run).trace(parts, batch)
     except Exception:  # the loss does not take such a batch, or the step will report the error
         return
     worst, together, other = jax.device_get(traced.lower().compile()(parts, batch))
     if worst > 1:
         warn(
             f"the loss is not a mean over examples: for {count} examples of one device it is "
-            f"{together:.6g}, and the mean of the losses of its parts is {other:.6g}. gshard "
-            "averages it over devices and micro-batches, so training on "
+            f"{together:.6g}, and the mean of the losses of subsets of them is {other:.6g}. gshard "
+            "averages the loss over devices and micro-batches, so training on "
             f"{devices} devices with {k} micro-batch{'es' * (k > 1)} does not match single-device "
             "training. In place of a masked mean, (losses * mask).sum() / mask.sum(), return "
             "gshard.Weighted((losses * mask).sum(), mask.sum()); give a BatchNorm "
-            "axis_name=plan.data_axes. If the loss is meant so, pass check_loss=False."
+            "axis_name=plan.data_axes. If this is intended, pass check_loss=False."
         )
 
 
 def _tolerance(jaxpr: Any) -> float:
     """Returns the largest relative difference that rounding can cause."""
-    made = {v.aval.dtype for eqn in all_equations(jaxpr) for v in eqn.outvars if _is_float(v)}
-    loss = jaxpr.outvars[0].aval.dtype
-    if not jnp.issubdtype(loss, jnp.floating) or jaxpr.outvars[0].aval.shape:
+    loss = jaxpr.outvars[0].aval
+    if not jnp.issubdtype(loss.dtype, jnp.floating) or loss.shape:
         raise _NotComparableError
-    smallest = min((dtype.itemsize for dtype in made), default=4)
-    inside = {1: 5e-2, 2: 1e-3}.get(smallest, 1e-4)
-    return max(inside, 2 * float(jnp.finfo(loss).eps))
-
-
-def _is_float(v: Any) -> bool:
-    dtype = getattr(v.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    results = (v.aval for eqn in all_equations(jaxpr) for v in eqn.outvars)
+    dtypes = {x.dtype for x in results if hasattr(x, "dtype")}
+    sizes = (dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
+    inside = {1: 5e-2, 2: 1e-3}.get(min(sizes, default=4), 1e-4)
+    return max(inside, 2 * float(jnp.finfo(loss.dtype).eps))
 
 
 def _check_comparable(jaxpr: Any, data_axes: Sequence[str]) -> None:
@@ -173,8 +159,7 @@ def _check_comparable(jaxpr: Any, data_axes: Sequence[str]) -> None:
 def _without_draws(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     """Evaluates a jaxpr with one constant for all random bits, and without what it prints.
 
-    Draws depend on the shape, and so on the number of examples. The constant is small, so that a
-    dropout keeps everything up to a rate of 7/8.
+    The constant is small, so that a dropout keeps everything up to a rate of 7/8.
     """
     return evaluate(jaxpr, consts, args, _evaluate_equation)
 
@@ -202,12 +187,8 @@ def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
             out = _without_draws(body, consts, *values[:fixed], *carry, *x)
             return out[:carried], out[carried:]
 
-        carry, stacked = jax.lax.scan(
-            step,
-            values[fixed : fixed + carried],
-            values[fixed + carried :],
-            length=eqn.params["length"],
-            reverse=eqn.params["reverse"],
-        )
+        options = {name: eqn.params[name] for name in ("length", "reverse")}
+        first = fixed + carried
+        carry, stacked = jax.lax.scan(step, values[fixed:first], values[first:], **options)
         return [*carry, *stacked]
     raise _NotComparableError  # such as a loop that draws until it likes what it drew

@@ -19,7 +19,7 @@ from gshard.train.comm.collectives import group_index
 from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
-from gshard.train.fsdp.regather import gathered
+from gshard.train.fsdp.lazy_param import gathered
 from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.options import StepOptions
@@ -38,17 +38,14 @@ from gshard.train_state import OVERWRITTEN, PureLoss
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MicroBatchSums:
-    """Sums over the examples that one device has processed so far.
-
-    `updates` contains the latest values, `overwritten` the largest.
-    """
+    """Sums over the examples that one device has processed so far."""
 
     grads: list[jax.Array]
     loss: jax.Array
     weight: jax.Array
     aux: Any
-    updates: dict[str, Any]
-    overwritten: dict[str, Any]
+    updates: dict[str, Any]  # the latest values
+    overwritten: dict[str, Any]  # the largest values
 
 
 class DeviceInputs(NamedTuple):
@@ -62,12 +59,7 @@ class DeviceInputs(NamedTuple):
 
 
 class MicroBatchLoss:
-    """Computes the loss and gradient of one micro-batch on one device, as sums.
-
-    Attributes:
-      order: the indices of the leaves in the order in which their gradients become available; valid
-        after the first call.
-    """
+    """Computes the loss and gradient of one micro-batch on one device, as sums."""
 
     def __init__(
         self,
@@ -87,7 +79,7 @@ class MicroBatchLoss:
         self.targets = accumulation_layouts(plan, accumulate)
         self.reshard = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
-        self.order = list(range(len(self.targets)))
+        self.order: list[int] = []  # in which gradients become available, after the first call
         self.uses = gather_specs(self.stored, self.targets, converts=converts, reshard=self.reshard)
 
     def __call__(self, given: DeviceInputs, i: Any) -> MicroBatchSums:
@@ -198,10 +190,7 @@ def sum_over_micro_batches(
     given: DeviceInputs,
     finish: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> MicroBatchSums:
-    """Sums `one` over slices of this device's examples, one after the other.
-
-    With more than one slice, `finish` reduces the gradients of each slice before they are added.
-    """
+    """Sums `one` over micro-batches; of several, `finish` reduces each gradient before the sum."""
     k, non_trainable = one.options.micro_batches, given.non_trainable
     if k == 1:
         return one(given, 0)
@@ -254,9 +243,8 @@ def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array:
 def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
     """Constrains the dimension order of replicated leaves, so that XLA keeps one copy of each.
 
-    XLA would keep two copies, in two orders, of an embedding table that is also the output head.
-    Sharded leaves need no constraint: a copy of a shard is small, and an all-gather produces the
-    order that its use wants.
+    It would keep an embedding table that is also the output head in two orders. A copy of a shard
+    is small, and an all-gather produces the order that its use wants.
     """
 
     def constrained(x: jax.Array, layout: Layout) -> jax.Array:

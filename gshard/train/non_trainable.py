@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from gshard._util.pytree import flatten, same_leaves
-from gshard.sharding.layout import all_replicated
+from gshard._util.pytree import flatten, map_leaves, same_leaves
+from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
@@ -23,35 +23,30 @@ PURPOSE = "non_trainable"  # the purpose under which a budget counts these all-g
 
 
 def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Returns the layouts of non-trainable state by name; state unknown to the plan is replicated.
-
-    Raises:
-      GShardError: a tree differs from the one that the plan has under its name.
-    """
-    known = plan.non_trainable
-    for name in non_trainable.keys() & known.keys():
-        same_leaves(non_trainable[name], flatten(known[name])[0], f"{name} is")
-    return {
-        name: known[name] if name in known else all_replicated(tree, plan.group)
-        for name, tree in non_trainable.items()
-    }
+    """Returns the layouts of non-trainable state; what the plan does not know is replicated."""
+    layouts = {}
+    for name, tree in non_trainable.items():
+        layouts[name] = plan.non_trainable.get(name)
+        if layouts[name] is None:
+            layouts[name] = all_replicated(tree, plan.group)
+        same_leaves(tree, flatten(layouts[name])[0], f"{name} is")
+    return layouts
 
 
 def to_storage(
     non_trainable: dict[str, Any], layouts: dict[str, Any], plan: Plan
 ) -> dict[str, Any]:
     """Pads non-trainable state to storage shapes and casts frozen parameters to compute dtypes."""
-    leaves = [
-        layout.as_stored(x, "the state") if layout.dim is not None else x
-        for x, layout in zip(jax.tree.leaves(non_trainable), jax.tree.leaves(layouts), strict=True)
-    ]
-    stored = jax.tree.unflatten(jax.tree.structure(non_trainable), leaves)
+
+    def padded(x: Any, layout: Layout) -> Any:
+        return x if layout.dim is None else layout.as_stored(x, "the state")
+
+    stored = map_leaves(padded, non_trainable, layouts)
     if FROZEN in stored and plan.precision is not None:
         for path, x in stored[FROZEN].items():
             dtype = plan.precision.compute(path) if is_floating(x.dtype) else x.dtype
             if x.dtype != dtype:
-                place = layouts[FROZEN][path]
-                stored[FROZEN][path] = to_device(x, place).astype(dtype)
+                stored[FROZEN][path] = to_device(x, layouts[FROZEN][path]).astype(dtype)
     return stored
 
 
@@ -73,24 +68,17 @@ def non_trainable_uses(
 
 def split_sharded(
     non_trainable: dict[str, Any], layouts: dict[str, Any]
-) -> tuple[list[jax.Array], Callable[[list[jax.Array]], dict[str, Any]]]:
-    """Returns the sharded leaves, and a function that rebuilds the tree with other ones."""
+) -> tuple[dict[int, jax.Array], Callable[[dict[int, jax.Array]], dict[str, Any]]]:
+    """Returns the sharded leaves by position, and what rebuilds the tree with other ones."""
     leaves, structure = jax.tree.flatten(non_trainable)
-    places = [i for i, x in enumerate(jax.tree.leaves(layouts)) if x.dim is not None]
+    sharded = {i: leaves[i] for i, x in enumerate(jax.tree.leaves(layouts)) if x.dim is not None}
 
-    def put(parts: list[jax.Array]) -> dict[str, Any]:
-        new = list(leaves)
-        for i, part in zip(places, parts, strict=True):
-            new[i] = part
-        return jax.tree.unflatten(structure, new)
+    def rebuild(shards: dict[int, jax.Array]) -> dict[str, Any]:
+        return jax.tree.unflatten(structure, [shards.get(i, x) for i, x in enumerate(leaves)])
 
-    return [leaves[i] for i in places], put
+    return sharded, rebuild
 
 
 def all_gather_tree(tree: Any, layouts: Any) -> Any:
     """All-gathers one tree of non-trainable state, for a loss that changes it."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layouts)
-    return jax.tree.unflatten(
-        structure, [gather(x, place, PURPOSE) for x, place in zip(leaves, places, strict=True)]
-    )
+    return map_leaves(lambda x, layout: gather(x, layout, PURPOSE), tree, layouts)

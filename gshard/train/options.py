@@ -19,11 +19,7 @@ from gshard.train_state.nonfinite import GradScaler
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How gradients are computed; the names are those of `make_train_step`.
-
-    With `by_examples` a loss that is not `Weighted` weighs its number of examples, since other
-    calls may have another number.
-    """
+    """How gradients are computed; the names are those of `make_train_step`."""
 
     has_aux: bool = False
     micro_batches: int = 1
@@ -32,7 +28,7 @@ class StepOptions:
     sync_buffers: bool = False
     reshard_after_forward: bool | int = True
     prefetch: bool = True
-    by_examples: bool = False
+    by_examples: bool = False  # a plain loss weighs its number of examples, which differs by call
     end_bucket_size: int = END_BUCKET_SIZE
 
     def __post_init__(self) -> None:
@@ -82,6 +78,6 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
         value = getattr(options, name)
         if value is not default:
             warn(
-                f"{name}={value} changes nothing {why}, where no parameter is divided. Leave it "
+                f"{name}={value} changes nothing {why}, where no parameter is sharded. Leave it "
                 "out, or use level 'p_g_os' on several devices."
             )

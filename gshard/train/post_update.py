@@ -1,8 +1,4 @@
-"""Runs a user's function after the update, inside the compiled step, such as for averages.
-
-It gets the traced state as `plan.unwrap` returns it: logical shapes, the user's optimizer and its
-state.
-"""
+"""Runs a user's function after the update, inside the compiled step, such as for averages."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import differences, flatten
+from gshard._util.pytree import differences, flatten, map_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.optim.offload import to_device, to_host
-from gshard.train.optim.optimizer import keep_unless
+from gshard.train.optim.optimizer import cut_padding, keep_unless
 from gshard.train_state import Components
 
 
@@ -26,25 +22,17 @@ def apply_post_update(
 ) -> Components:
     """Applies `fn` to the updated components; where `updates` is false they do not change.
 
-    Arrays that `fn` returns unchanged keep their layout and cost nothing.
-
-    Args:
-      fn: the user's `post_update`.
-      parts: the components after the update, in storage shapes.
-      static: `Components.static` of the state that the step was given.
-      plan: the plan, which has the layouts.
-      updates: boolean scalar, whether the step updates the state.
-
-    Raises:
-      GShardError: `fn` changes the tree, a shape or a dtype.
+    `fn` gets the traced state as `plan.unwrap` returns it: logical shapes, the user's optimizer and
+    its state. Arrays that it returns unchanged keep their layout and cost nothing.
     """
-    precise, places = plan.master_params(parts.params, parts.opt_state)
+    precise, layouts = plan.master_params(parts.params, parts.opt_state)
     rest = (parts.step, parts.non_trainable)
     stored = Components(precise, parts.opt_state.inner, *rest, static)
-    wanted = plan.layouts
-    layouts = jax.tree.leaves(Components(places, plan.opt_state, wanted.step, wanted.non_trainable))
+    layouts = jax.tree.leaves(
+        Components(layouts, plan.opt_state, plan.layouts.step, plan.layouts.non_trainable)
+    )
     paths, leaves, structure = flatten(stored)
-    given = [layout.unpad(x) for x, layout in zip(to_device(leaves, layouts), layouts, strict=True)]
+    given = cut_padding(to_device(leaves, layouts), layouts)
     state = plan.kind.merge(
         jax.tree.unflatten(structure, given), plan.template, plan.kind.plain_tx(plan.tx)
     )
@@ -59,45 +47,32 @@ def apply_post_update(
         )
         raise
     found = _fitting(plan.kind.split(made), paths, layouts)
-    leaves = [
-        old if new is seen else _where(updates, plan.pin(new, layout), old, layout, plan)
-        for new, seen, old, layout in zip(found, given, leaves, layouts, strict=True)
-    ]
-    new = jax.tree.unflatten(structure, leaves)
+
+    def kept(old: Any, new: Any, seen: Any, layout: Layout) -> Any:
+        if new is seen:
+            return old
+        chosen = keep_unless(updates, plan.pin(new, layout), to_device(old, layout))
+        return to_host(chosen, layout, plan)
+
+    def rounded(old: Any, copy: Any, layout: Layout) -> Any:
+        """Rounds a parameter again from its master copy, if that changed."""
+        if layout.path not in plan.master:
+            return copy
+        if copy is parts.opt_state.master[layout.path]:
+            return old
+        master = plan.master[layout.path]
+        copy = master.unpad(to_device(copy, master)).astype(layout.dtype)
+        return to_host(plan.pin(copy, layout), layout, plan)
+
+    new = jax.tree.unflatten(structure, map_leaves(kept, leaves, found, given, layouts))
     copies = dict(zip(*flatten(new.params)[:2], strict=True))
     master = {path: copies[path] for path in plan.master}
     return Components(
-        _computed(parts, new, plan),
+        map_leaves(rounded, parts.params, new.params, plan.params),
         parts.opt_state._replace(inner=new.opt_state, master=master),
         new.step,
         new.non_trainable,
     )
-
-
-def _where(updates: jax.Array, new: Any, old: Any, layout: Layout, plan: Plan) -> Any:
-    """Returns the new value where a step updates, else the old one, in the leaf's own memory."""
-    return to_host(keep_unless(updates, new, to_device(old, layout)), layout, plan)
-
-
-def _computed(parts: Components, new: Components, plan: Plan) -> Any:
-    """Returns the stored parameters, rounded again from every master copy that changed."""
-    before = parts.opt_state.master
-    leaves, structure = jax.tree.flatten(parts.params)
-    rounded = [
-        copy
-        if layout.path not in plan.master
-        else old
-        if copy is before[layout.path]
-        else to_host(_rounded(copy, plan.master[layout.path], layout, plan), layout, plan)
-        for old, copy, layout in zip(
-            leaves, jax.tree.leaves(new.params), jax.tree.leaves(plan.params), strict=True
-        )
-    ]
-    return jax.tree.unflatten(structure, rounded)
-
-
-def _rounded(copy: Any, master: Layout, layout: Layout, plan: Plan) -> Any:
-    return plan.pin(master.unpad(to_device(copy, master)).astype(layout.dtype), layout)
 
 
 def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:
@@ -105,9 +80,8 @@ def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list
     paths, leaves, _ = flatten(parts)
     if paths != known:
         raise GShardError(
-            f"post_update changes the tree of the state: {differences(paths, known)}. Give new "
-            "values to the fields that the state has; a new field is added before "
-            "shard_train_state."
+            f"post_update changes the tree of the state: {differences(paths, known)}. Replace only "
+            "values of fields that the state has; add a new field before shard_train_state."
         )
     for path, x, layout in zip(paths, leaves, layouts, strict=True):
         shape, dtype = jnp.shape(x), jnp.result_type(x)

@@ -80,14 +80,9 @@ class _Origin:
 
 @dataclass
 class Draws:
-    """The random numbers of a traced loss.
+    """The random numbers of a traced loss: each draw's inputs, by position, and its shape."""
 
-    Attributes:
-      raw: positions of inputs that are used as old-style keys, as they are.
-      drawn: for each draw the positions of the inputs that its key is computed from, and its shape.
-    """
-
-    raw: set[int] = field(default_factory=set)
+    raw: set[int] = field(default_factory=set)  # inputs that are used as old-style keys
     drawn: list[tuple[frozenset[int], tuple[int, ...]]] = field(default_factory=list)
 
     def without(self, inputs: set[int]) -> list[tuple[int, ...]]:

@@ -40,9 +40,7 @@ from gshard.train_state.linen import TrainState
 from gshard.train_state.nnx import nnx
 
 LevelChoice = LevelName | int | Level
-State = TypeVar("State", bound=TrainState)
-Model = TypeVar("Model", bound=nnx.Module)
-Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
+State = TypeVar("State", bound=TrainState | tuple[nnx.Module, nnx.Optimizer])
 Plain = tuple[Any, optax.GradientTransformation]
 
 # The share of a device's memory for the state and gradients. The memory of activations is not known
@@ -66,13 +64,6 @@ class ShardingOptions(TypedDict, total=False):
     replica_axes: str | Sequence[str] | None
 
 
-@overload
-def shard_train_state(
-    state: tuple[Model, Optimizer] | Callable[..., tuple[Model, Optimizer]],
-    mesh: Mesh | AbstractMesh,
-    level: LevelChoice,
-    **options: Unpack[ShardingOptions],
-) -> tuple[tuple[Model, Optimizer], Plan]: ...
 @overload
 def shard_train_state(
     state: Plain | Callable[..., Plain],
@@ -249,10 +240,7 @@ def shard_leaves(parts: Components, plan: Plan) -> Components:
 
 
 def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
-    """Copies one leaf to its layout; the result never shares memory with `x`.
-
-    `device_put` would share the caller's buffer, and donating the result would delete it.
-    """
+    """Copies one leaf; `device_put` would share its buffer, which donating the result deletes."""
     if jnp.issubdtype(layout.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(x)
         layout = dataclasses.replace(layout, shape=data.shape, dtype=data.dtype)
@@ -277,13 +265,13 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
             "level='auto' depends on the memory of the devices, and an AbstractMesh has none. "
             "Choose a level; gshard.forecast and gshard advise show what each one needs."
         )
-    sizes = [memory_of(device) for device in mesh.local_devices]
-    if not sizes or None in sizes:
+    sizes = [size for device in mesh.local_devices if (size := memory_of(device)) is not None]
+    if not sizes or len(sizes) < len(mesh.local_devices):
         raise GShardError(
             f"level='auto': {mesh.local_devices[0]} does not report how much memory it has. "
             "Choose a level: 'os', 'os_g' or 'p_g_os'."
         )
-    least_here = min(size for size in sizes if size is not None)
+    least_here = min(sizes)
     if jax.process_count() > 1:  # all processes must choose the same level
         least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
     memory = int(SHARE * least_here)
@@ -311,10 +299,7 @@ def _bytes_of_a_step(plan: Plan, budget: Budget) -> int:
 
 
 def _seconds(budget: Budget, chip: Chip) -> float:
-    """Estimates the time in which levels differ: network, update and host link, to two digits.
-
-    These are the terms of `gshard.analysis.cost_model` that do not depend on the loss.
-    """
+    """Estimates what differs by level, the terms of the cost model that no loss is needed for."""
     host = sum(budget.host.values())
     wire = budget.wire_bytes / chip.link
     update = 2 * (budget.resident["optimizer"] + host) / chip.memory_bandwidth

@@ -164,7 +164,7 @@ class TrainStep:
         self._check = Fit(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
-            self._run_leaves,
+            self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, plan.sharding(), plan.sharding()),
@@ -173,12 +173,8 @@ class TrainStep:
     @property
     def budget(self) -> Budget:
         """The memory and traffic of this step, computed from its plan."""
-        return budget(
-            self.plan,
-            micro_batches=self.options.micro_batches,
-            accumulate=self.options.accumulate,
-            reshard_after_forward=self.options.reshard_after_forward,
-        )
+        names = ("micro_batches", "accumulate", "reshard_after_forward")
+        return budget(self.plan, **{name: getattr(self.options, name) for name in names})
 
     @overload
     def __call__(self, state: State, batch: Any, /) -> tuple[State, dict[str, Any]]: ...
@@ -221,72 +217,63 @@ class TrainStep:
         check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
-    def _run_leaves(
+    def _run(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
     ) -> tuple[list[Any], dict[str, Any], Guard]:
-        """Runs the step on a list of leaves, which a jitted call passes twice as fast as a tree."""
-        new, metrics, guard = self._run(jax.tree.unflatten(structure, leaves), batch, rng)
-        return jax.tree.leaves(new), metrics, guard
+        """Runs the stages on a list of leaves, which a jitted call passes twice as fast as a tree.
 
-    def _run(
-        self, parts: Components, batch: Any, rng: Any
-    ) -> tuple[Components, dict[str, Any], Guard]:
-        """Runs the stages: gradients, then the update; returns the guard too."""
-        loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
+        These are gradients, the update with its all-gather, and what depends on whether the step
+        updates the state.
+        """
+        plan, options = self.plan, self.options
+        parts: Components = jax.tree.unflatten(structure, leaves)
+        before: ShardedOptState = parts.opt_state
+        loss = plan.kind.loss(self._loss_fn, options.mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
-        before: ShardedOptState = parts.opt_state
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        result = GradientStage(loss, self.plan, self.options).reduced(now, batch, rng, scale)
+        result = GradientStage(loss, plan, options).reduced(now, batch, rng, scale)
         updates = result.finite & (result.weight != 0)
         params, opt_state = update_and_all_gather(
-            self.plan,
+            plan,
             result.grads,
             before,
             parts.params,
             {"value": result.loss},
             updates,
-            self.options.bucket_size,
+            options.bucket_size,
         )
         guard = before.guard.after(result.finite, updates, parts.step)
         opt_state = opt_state._replace(guard=guard)
+        metrics = {"loss": result.loss, "grad_norm": result.norm, "skipped_steps": guard.skipped}
         if self._scaler is not None:
             scaled = self._scaler.after(before.scaler, result.finite)
-            opt_state = opt_state._replace(
-                scaler=keep_unless(result.weight != 0, scaled, before.scaler)
-            )
-        non_trainable = {name: parts.non_trainable[name] for name in result.updates}
-        metrics = {
-            "loss": result.loss,
-            "grad_norm": result.norm,
-            "skipped_steps": guard.skipped,
-        }
-        if scale is not None:
+            scaler = keep_unless(result.weight != 0, scaled, before.scaler)
+            opt_state = opt_state._replace(scaler=scaler)
             metrics["loss_scale"] = scale
-        if self.options.has_aux:
+        if options.has_aux:
             metrics["aux"] = result.aux
+        non_trainable = {name: parts.non_trainable[name] for name in result.updates}
         new = Components(
             params,
             opt_state,
             parts.step + updates.astype(parts.step.dtype),
             {**parts.non_trainable, **keep_unless(updates, result.updates, non_trainable)},
         )
-        if self.options.post_update is not None:
-            new = apply_post_update(self.options.post_update, new, parts.static, self.plan, updates)
-        return new, metrics, guard
+        if options.post_update is not None:
+            new = apply_post_update(options.post_update, new, parts.static, plan, updates)
+        return jax.tree.leaves(new), metrics, guard
 
     def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
         """Returns state, components, their leaves and structure, and batch, after checking them."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments
-        if len(state) != len(wanted):
-            raise GShardError(
-                f"step({', '.join((*wanted, 'batch'))}) was called with {len(args)} arguments."
-            )
-        state = state[0] if len(state) == 1 else tuple(state)
         call = f"step({', '.join((*wanted, 'batch'))})"
+        if len(state) != len(wanted):
+            raise GShardError(f"{call} was called with {len(args)} arguments.")
+        state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
         parts = self.plan.kind.split(state)
         leaves = self._check(parts, batch)

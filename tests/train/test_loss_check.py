@@ -162,7 +162,7 @@ def test_of_every_level_and_of_micro_batches(level, devices, k):
 
 def test_an_example_without_weight_is_not_taken_for_an_overflow():
     (text,) = said(WRONG["masked"])
-    assert "its parts is nan" in text
+    assert "subsets of them is nan" in text
 
     def overflows(params, batch):
         return (entropies(params, batch) / batch["mask"]).mean()

@@ -10,7 +10,7 @@ The user's loss is traced to a jaxpr and evaluated with sharded parameters:
                 |              scan, checkpoint           are rebuilt with the gather in their body
                 |              anything else              all-gathers its operands
                 v
-    gather_bucket: all-gather in the forward pass; in the backward pass regather,
+    gather_bucket: all-gather in the forward pass; in the backward pass re-gather,
                    then reduce-scatter the gradient
 
 `use_analysis` finds where a parameter is used first and which ones share a bucket.

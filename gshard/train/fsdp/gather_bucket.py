@@ -33,35 +33,16 @@ from gshard.train.optim.offload import to_device
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """How a parameter is all-gathered, and how its gradient is reduce-scattered.
+    """How a parameter is all-gathered, and how its gradient is reduce-scattered."""
 
-    Attributes:
-      stored: layout of the stored parameter, which is all-gathered when it is sharded.
-      reduced: layout of the gradient at its sink, reduce-scattered when it is sharded.
-      purpose: the purpose that a budget counts the all-gather under.
-      converts: the gradient is reduce-scattered in the dtype of `reduced`; else in its own.
-      reshard: the full parameter is not kept for the backward pass, which gathers it again. A
-        number: a sub-group of that many devices keeps the parameter sharded among them, and
-        re-gathers it from them. False: the full parameter is kept.
-      from_subgroup: the parameter is given as the shard that a sub-group keeps.
-      layer: layer of the model, as named by `buckets.layer_names`; small parameters of one layer
-        share a bucket.
-      of_stack: this is one layer of a stack, in the body of a scan.
-    """
-
-    stored: Layout
-    reduced: Layout
-    purpose: str = "gather"
-    converts: bool = False
-    reshard: bool | int = True
-    from_subgroup: bool = False
-    layer: str = ""
-    of_stack: bool = False
-
-    @property
-    def is_local(self) -> bool:
-        """Whether there is nothing to gather and nothing to reduce-scatter."""
-        return self.stored.dim is None and self.reduced.dim is None
+    stored: Layout  # all-gathered when it is sharded
+    reduced: Layout  # of the gradient at its sink, reduce-scattered when it is sharded
+    purpose: str = "gather"  # that a budget counts the all-gather under
+    converts: bool = False  # reduce-scatters in the dtype of `reduced`, else in the gradient's
+    reshard: bool | int = True  # re-gathers in the backward pass; a number: from that many devices
+    from_subgroup: bool = False  # the parameter is given as the shard that a sub-group keeps
+    layer: str = ""  # by `layer_names`; small parameters of one layer share a bucket
+    of_stack: bool = False  # one layer of a stack, in the body of a scan
 
     @property
     def scannable(self) -> bool:
@@ -116,7 +97,7 @@ def gather_specs(
         GatherSpec(s, r, purpose, converts, s.dim is None or reshard, layer=layer)
         for s, r, layer in zip(stored, reduced, names, strict=True)
     ]
-    return [None if spec.is_local else spec for spec in specs]
+    return [None if s.stored.dim is None and s.reduced.dim is None else s for s in specs]
 
 
 def grad_sinks(leaves: Sequence[jax.Array], specs: Sequence[GatherSpec | None]) -> list[jax.Array]:
@@ -128,14 +109,7 @@ class GatherBucket:
     """Parameters that are all-gathered at the first use of one of them.
 
     The backward pass re-gathers them together, and reduce-scatters their gradients together once
-    the last gradient is computed.
-
-    Attributes:
-      specs: one for each parameter. Several differ in their layouts only, which are of one group.
-      stored: this device's shards, or the full arrays of parameters that are stored replicated.
-      grad_sinks: the inputs that receive the gradients.
-      scope: the scope that they are gathered in.
-      to_regather: indices of the parameters that the backward pass needs in full.
+    the last gradient is computed. Their specs differ in their layouts only, which are of one group.
     """
 
     def __init__(
@@ -151,7 +125,7 @@ class GatherBucket:
             scope.buckets.append(self)
         self._kept: list[jax.Array] | None = None
         self._gathered: list[jax.Array] | None = None
-        self.to_regather: set[int] = set()
+        self.to_regather: set[int] = set()  # indices that the backward pass needs in full
         self._regathered: dict[int, jax.Array] = {}
 
     @property
@@ -278,19 +252,14 @@ class GatherScope:
     model all of them. On exit from this context, when all derivatives have been taken, its arrays
     are dropped, since JAX keeps it alive beyond its trace.
 
-    Attributes:
-      sync: an all-gather starts when the other operands of its use are available; else it starts
-        one use earlier, so that it overlaps with computation.
-      bucket_size: elements of a bucket.
-      saves: the forward pass saves what the backward pass needs; else it is rematerialized.
-      order: inputs of the loss in the order of their first uses; set once the loss is traced.
-      buckets: the buckets of this scope.
-      scattered: a shard of each bucket of gradients that has been reduce-scattered.
+    With `sync` an all-gather starts when the other operands of its use are available; else it
+    starts one use earlier, so that it overlaps with computation. `saves` is false in a scope whose
+    forward pass is rematerialized.
     """
 
     def __init__(self, sync: bool, bucket_size: int, saves: bool = True):
         self.sync, self.bucket_size, self.saves = sync, bucket_size, saves
-        self.order: list[int] = []
+        self.order: list[int] = []  # inputs of the loss by first use, once it is traced
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
         self._backward: Sequence[jax.Array] = ()

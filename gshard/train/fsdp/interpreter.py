@@ -34,8 +34,13 @@ from gshard._util.jaxpr import (
 )
 from gshard.sharding.mesh import entry_axes
 from gshard.train.fsdp.gather_bucket import GatherScope, GatherSpec
-from gshard.train.fsdp.lazy_param import LazyParam
-from gshard.train.fsdp.regather import apply_gathered, gathered, order_gathers, saves_operands
+from gshard.train.fsdp.lazy_param import (
+    LazyParam,
+    apply_gathered,
+    gathered,
+    order_gathers,
+    saves_operands,
+)
 from gshard.train.fsdp.use_analysis import ParamUses, by_first_use, share_buckets_of_layers
 
 _LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")

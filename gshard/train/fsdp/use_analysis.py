@@ -52,10 +52,9 @@ class ParamUses:
         self._inner: dict[int, ParamUses] = {}
 
     def gathered_repeatedly(self, var: Any) -> bool:
-        """Whether a parameter would be gathered more than once: here, and again in another scope.
+        """Whether a parameter would be gathered more than once, here and in other scopes.
 
-        Then it is gathered once for all uses. Used by scans alone it stays sharded, and is gathered
-        layer by layer.
+        Used by scans alone it stays sharded, and is gathered layer by layer.
         """
         here, others, scans = self._gathers(var)
         gathers = here + others
@@ -85,11 +84,7 @@ class ParamUses:
         return eqn.params["new_dtype"] if cast else None
 
     def gathered_here(self) -> dict[Any, list[Any]]:
-        """Inputs that this scope gathers itself, in the order of their first uses.
-
-        For each the dtypes that it is cast to before, in order. Inputs that are gathered before
-        their first use are left out: they are returned, or `gathered_repeatedly`.
-        """
+        """Inputs that this scope gathers at their first use, in that order, and casts before it."""
         found: dict[Any, list[Any] | None] = {}
         self._follow([(v, (), False) for v in self.jaxpr.invars], found)
         return {v: list(casts) for v, casts in found.items() if casts is not None}
