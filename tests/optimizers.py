@@ -170,7 +170,7 @@ UNSUPPORTED: dict[str, tuple[Factory, tuple[str, ...]]] = {
     "sophia": (partial(contrib.sophia, RATE), ("obj_fn", "your own loop")),
     "differentially_private_aggregate": (
         lambda: contrib.differentially_private_aggregate(1.0, 1.0, key=jax.random.key(0)),
-        ("one gradient for each example",),
+        ("one gradient per example",),
     ),
 }
 
