@@ -67,8 +67,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         specs = (jax.P(), plan.batch_spec)
         means, arrays = evaluate_on_devices(outputs, on_device, specs, parts, batch, plan)
-        leaves = sorted({**means, **arrays}.items())
-        return jax.tree.unflatten(structure[-1], [x for _, x in leaves])
+        return jax.tree.unflatten(structure[-1], [x for _, x in sorted((means | arrays).items())])
 
     jitted = jax.jit(run)
     check = Fit(plan.abstract_components().params, "the parameters are")

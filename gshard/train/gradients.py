@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -143,16 +144,10 @@ class GradientStage:
     def reduced(
         self, parts: Components, batch: Any, rng: Any, scale: jax.Array | None = None
     ) -> Gradients:
-        """Returns reduced gradients; the loss is multiplied by `scale`, and they are divided by it.
-
-        `scale` is a float32 scalar.
-        """
+        """Returns reduced gradients; `scale`, a float32 scalar, multiplies the loss alone."""
         plan, options = self.plan, self.options
         how = accumulation(plan, options.micro_batches, options.accumulate)
-
-        def end(own: Any, order: list[int], scale: jax.Array | None) -> Any:
-            return reduce(own, plan, how, options, order, scale)
-
+        end = partial(reduce, plan=plan, accumulate=how, options=options)
         (grads, value, aux, weight, norm), updates = self._on_devices(
             end, reduce_out_specs(plan), how, parts, batch, rng, scale
         )
@@ -175,7 +170,7 @@ class GradientStage:
         options = self.options
         how = accumulation(self.plan, options.micro_batches, options.accumulate, sync=False)
 
-        def end(own: Any, *_: Any) -> Any:
+        def end(own: Any, **_: Any) -> Any:
             return jax.tree.map(lambda x: x[None], own)
 
         (grads, value, weight, aux), updates = self._on_devices(
@@ -186,7 +181,7 @@ class GradientStage:
 
     def _on_devices(
         self,
-        end: Callable[[Any, list[int], Any], Any],
+        end: Callable[..., Any],
         out_specs: Any,
         accumulate: str,
         parts: Components,
@@ -195,7 +190,7 @@ class GradientStage:
         scale: jax.Array | None,
         own_non_trainable: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs `end(own, order, scale)` on each device; also returns the state the loss changed.
+        """Runs `end(own, order=, scale=)` on each device; also returns the state the loss changed.
 
         `own` contains one device's gradients, loss, weight and aux, as sums; `order` is the order
         in which gradients become available. The changed state is by name, in storage shapes.
@@ -221,16 +216,15 @@ class GradientStage:
             def make(scale: jax.Array | None) -> MicroBatchLoss:
                 return MicroBatchLoss(self.loss, structure, plan, options, accumulate, scale, step)
 
-            def finish(grads: list[jax.Array]) -> list[jax.Array]:
-                return reduce_micro_batch(grads, plan, accumulate, options)
-
             if OVERWRITTEN in inputs.non_trainable:
                 # fp8 statistics of gradients need gradients at the scale of a single device
                 weight = reduce_scalar(total_weight(make(None), inputs), group.axes)
                 scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
             one = make(scale)
+            finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
             total = sum_over_micro_batches(one, inputs, finish)
-            result = end((total.grads, total.loss, total.weight, total.aux), one.order, scale)
+            own = (total.grads, total.loss, total.weight, total.aux)
+            result = end(own, order=one.order, scale=scale)
             if own_non_trainable is not None:
                 changed = {**own_state, **total.updates}
                 return result, jax.tree.map(lambda x: x[None], changed)

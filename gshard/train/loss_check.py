@@ -1,10 +1,8 @@
 """Checks that a loss is a mean over examples, which averaging over devices relies on.
 
-The check runs forward only, at the first step. On each device it compares the loss of n examples
-with the mean of n losses, each of a batch that repeats one example n times. One compiled loop
-evaluates all of them, so that an example gives the same bits at any position of the batch, also in
-bfloat16. A sum over examples passes this comparison, but not the one with the losses of both
-halves.
+On each device it compares the loss of n examples with the mean of n losses, each of a batch that
+repeats one example n times. One compiled loop evaluates all of them, so that an example gives the
+same bits at any position, also in bfloat16. A sum passes, but not with the losses of both halves.
 """
 
 from __future__ import annotations

@@ -23,15 +23,7 @@ from gshard.train.fsdp.lazy_param import gathered
 from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.options import StepOptions
-from gshard.train.random_keys import (
-    DEVICE,
-    Draws,
-    draws_of,
-    fold_keys,
-    fold_raw_key,
-    fold_scalar_keys,
-    refuse_keys,
-)
+from gshard.train.random_keys import DEVICE, Draws, draws_of, fold_keys, refuse_keys
 from gshard.train_state import OVERWRITTEN, PureLoss
 
 
@@ -108,10 +100,14 @@ class MicroBatchLoss:
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """Returns the loss as a function of what is differentiated, and those values."""
         rng, non_trainable = fold_keys((given.rng, given.non_trainable), self.device, i)
-        batch = fold_scalar_keys(given.batch, self.device, i)
+        # Keys with one per example stay as they are.
+        batch = jax.tree.map(
+            lambda x: x if jnp.ndim(x) else fold_keys(x, self.device, i), given.batch
+        )
         names, more, structure = flatten(non_trainable)
         n, leaves = len(self.uses), given.leaves
         more_uses = non_trainable_uses(given.layouts, self.reshard)
+        uses = [*self.uses, *more_uses]
         points, more_sinks = grad_sinks(leaves, self.uses), grad_sinks(more, more_uses)
         overwritten = {name: tree for name, tree in non_trainable.items() if name == OVERWRITTEN}
 
@@ -128,16 +124,9 @@ class MicroBatchLoss:
                 for leaf, point, use in zip(leaves, points, self.uses, strict=True)
             ]
             values += jax.tree.leaves({**non_trainable, **overwritten})
+            sinks, axes = [*points, *more_sinks], self.group.axes
             loss, rest = with_sharded_params(
-                form,
-                [*self.uses, *more_uses],
-                self.group.axes,
-                values,
-                [*points, *more_sinks],
-                batch,
-                rng,
-                scope=scope,
-                prepare=prepare,
+                form, uses, axes, values, sinks, batch, rng, scope=scope, prepare=prepare
             )
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
@@ -159,7 +148,8 @@ class MicroBatchLoss:
         numbers = [x for x in (self.step, self.device, i) if x is not None]
         for at in draws.raw & non_trainable.keys():
             self.raw_keys.add(non_trainable[at])
-            inputs[at] = fold_raw_key(gathered(inputs[at]), *numbers)
+            key = jax.random.wrap_key_data(gathered(inputs[at]))
+            inputs[at] = jax.random.key_data(fold_keys(key, *numbers))
         unsigned = {
             at for at in non_trainable if jnp.issubdtype(inputs[at].dtype, jnp.unsignedinteger)
         }
@@ -243,8 +233,7 @@ def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array:
 def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:
     """Constrains the dimension order of replicated leaves, so that XLA keeps one copy of each.
 
-    It would keep an embedding table that is also the output head in two orders. A copy of a shard
-    is small, and an all-gather produces the order that its use wants.
+    Of shards copies are small, and an all-gather produces the order that its use wants.
     """
 
     def constrained(x: jax.Array, layout: Layout) -> jax.Array:

@@ -1,7 +1,4 @@
-"""Non-trainable state on a device, which may be sharded.
-
-A loss may read it (frozen parameters, batch statistics, a teacher) and may return new values.
-"""
+"""Non-trainable state, which a loss may read and change: frozen parameters, batch statistics."""
 
 from __future__ import annotations
 

@@ -44,16 +44,6 @@ def fold_keys(tree: Any, *numbers: Any) -> Any:
     return jax.tree.map(fold, tree)
 
 
-def fold_raw_key(key: jax.Array, *numbers: Any) -> jax.Array:
-    """Folds an old-style key (uint32), or an array of them, with `numbers`."""
-    return jax.random.key_data(fold_keys(jax.random.wrap_key_data(key), *numbers))
-
-
-def fold_scalar_keys(batch: Any, *numbers: Any) -> Any:
-    """Folds the typed keys of a batch that are replicated; keys with one per example stay."""
-    return jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), batch)
-
-
 def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
     """Refuses keys that the loss changes; `raw` are paths of arrays used as old-style keys."""
     paths, leaves, _ = flatten(updates)

@@ -277,7 +277,12 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}
     found = {name: budget(plan) for name, plan in plans.items()}
-    needs = {name: _bytes_of_a_step(plan, found[name]) for name, plan in plans.items()}
+    needs = {  # of a step, without batch and activations
+        name: sum(found[name].resident.values())
+        + sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
+        + largest_layer(plan)
+        for name, plan in plans.items()
+    }
     fitting = [name for name in LEVELS if needs[name] <= memory]
     if fitting:
         chip = chip_of(mesh.local_devices[0]) or CHIPS["h100"]  # the order is the same on others
@@ -290,12 +295,6 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
         f"its memory). Use more devices, or offload=True."
     )
     return plans[least]
-
-
-def _bytes_of_a_step(plan: Plan, budget: Budget) -> int:
-    """Returns the bytes that a step needs on one device in addition to batch and activations."""
-    step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
-    return sum(budget.resident.values()) + step + largest_layer(plan)
 
 
 def _seconds(budget: Budget, chip: Chip) -> float:

@@ -96,10 +96,9 @@ def make_train_step(
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
-        `post_update(model, optimizer)`, in place. It sees the state after the update as
-        `plan.unwrap` gives it: your own optimizer's state, logical shapes, and with a `Precision`
-        the master copies (at `os` and `os_g` reading them all-gathers them). Whatever
-        it changes keeps its path, shape, dtype and layout.
+        `post_update(model, optimizer)`, in place. It sees the state as `plan.unwrap` gives it: your
+        own optimizer's state, logical shapes, and with a `Precision` the master copies. Whatever it
+        changes keeps its path, shape, dtype and layout.
       donate: whether the step reuses the memory of the state that it is given.
       check_loss: whether the first call warns if the loss is not a mean over examples (a masked
         mean, a sum). It evaluates up to 8 examples of each device, forward only. A
@@ -147,11 +146,7 @@ def make_train_step(
 class TrainStep:
     """The train step that `make_train_step` returns; call it, or `lower` it as a jitted function.
 
-    Attributes:
-      plan: the plan that the step follows.
-      options: the options of the step.
-      jitted: the jitted program, a function of the leaves of the state, their structure, the batch
-        and the key.
+    `jitted` is a function of the leaves of the state, their structure, the batch and the key.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
@@ -220,11 +215,7 @@ class TrainStep:
     def _run(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
     ) -> tuple[list[Any], dict[str, Any], Guard]:
-        """Runs the stages on a list of leaves, which a jitted call passes twice as fast as a tree.
-
-        These are gradients, the update with its all-gather, and what depends on whether the step
-        updates the state.
-        """
+        """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
         plan, options = self.plan, self.options
         parts: Components = jax.tree.unflatten(structure, leaves)
         before: ShardedOptState = parts.opt_state
@@ -236,14 +227,9 @@ class TrainStep:
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         result = GradientStage(loss, plan, options).reduced(now, batch, rng, scale)
         updates = result.finite & (result.weight != 0)
+        extra = {"value": result.loss}
         params, opt_state = update_and_all_gather(
-            plan,
-            result.grads,
-            before,
-            parts.params,
-            {"value": result.loss},
-            updates,
-            options.bucket_size,
+            plan, result.grads, before, parts.params, extra, updates, options.bucket_size
         )
         guard = before.guard.after(result.finite, updates, parts.step)
         opt_state = opt_state._replace(guard=guard)

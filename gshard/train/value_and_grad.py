@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,8 +111,8 @@ def value_and_grad(
         sums, updates = stage.local(parts, batch, rng)
         updates = plan.kind.absorb(target, parts, updates)
         losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
-        value = _value(losses, (updates, bool(names)))
-        return value, dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, target, {}))
+        grads = plan.kind.gradients(sums.grads, target, {})
+        return _value(losses, (updates, bool(names))), dataclasses.replace(sums, grads=grads)
 
     return on_batch
 
@@ -164,7 +165,7 @@ def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:
 
 
 def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> Gradients:
-    """Computes the result of `compute_gradients` from the sums of one call or several."""
+    """Computes the result of `GradientStage.reduced` from the sums of one call or several."""
     targets = accumulation_layouts(plan, sums.accumulate)
     structure = same_leaves(sums.grads, (x.path for x in targets), "the gradients are")
     leaves = jax.tree.leaves(sums.grads)
@@ -175,10 +176,8 @@ def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> 
                 f"{(plan.group.devices, *target.shard_shape)}. Reduce it with the plan that it was "
                 "made with."
             )
-
-    def end(own: Any) -> Any:
-        return reduce(own, plan, sums.accumulate, options, list(range(len(leaves))))
-
+    order = list(range(len(leaves)))
+    end = partial(reduce, plan=plan, accumulate=sums.accumulate, options=options, order=order)
     given = (leaves, sums.loss, sums.weight, sums.aux)
     grads, value, aux, weight, norm = _on_devices(end, given, reduce_out_specs(plan), plan)
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
@@ -186,10 +185,7 @@ def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> 
 
 def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) -> dict[str, Any]:
     """Averages non-trainable state that differs by device; the result is in storage layouts."""
-
-    def end(own: Any) -> Any:
-        return mean_over_devices(own, plan.group, options.sync_buffers)
-
+    end = partial(mean_over_devices, group=plan.group, first=options.sync_buffers)
     return pin_updates(_on_devices(end, own, jax.P(), plan), plan)
 
 

@@ -180,7 +180,7 @@ def test_the_two_numbers():
     ):
         (text,) = said(WRONG[name], batch=one)
         found = re.search(
-            r"for 6 examples of one device it is (\S+), and .* parts is (\S+)\. gshard", text
+            r"for 6 examples of one device it is (\S+), and .* of them is (\S+)\. gshard", text
         )
         np.testing.assert_allclose([float(x) for x in found.groups()], want, rtol=1e-5)
 

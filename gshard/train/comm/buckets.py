@@ -62,8 +62,7 @@ def ordered_buckets(
 ) -> list[list[int]]:
     """Groups consecutive leaves into buckets that are reduced one after the other.
 
-    A bucket has at most `bucket_size` elements, the first and the last at most `end_bucket_size`; a
-    larger leaf is alone in its bucket. All leaves share one bucket if `bucket_size` is 0, and
+    A larger leaf is alone in its bucket. All leaves share one bucket if `bucket_size` is 0, and
     between several processes on CPU, where collectives do not overlap with computation.
     """
     if not bucket_size or _uses_gloo():
@@ -160,10 +159,9 @@ def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 def keep_dimension_order(x: jax.Array, group: Group) -> jax.Array:
     """Constrains an array on GPU to have its first dimension outermost in memory.
 
-    It is for arrays that a loop reads and does not change. XLA's layout assignment gives such an
-    array the order that suits one use in the loop best, and copies all of it before the loop; with
-    this constraint that use transposes what it reads. Model-parallel axes exclude it: XLA:GPU would
-    gather the array over them.
+    XLA gives an array that a loop only reads the order that suits one use best, and copies all of
+    it before the loop; with this constraint that use transposes what it reads. Model-parallel axes
+    exclude it: XLA:GPU would gather the array over them.
     """
     keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     if group.platform not in _ORDERED_PLATFORMS or group.model_axes or keys or x.ndim < 2:

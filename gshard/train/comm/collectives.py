@@ -1,10 +1,9 @@
 """Every collective of the core: all-gather, reduce-scatter, all-reduce. No other module calls one.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
-gathered minor to major and scattered major to minor, so that a torus sees one ring per axis; the
-other order would permute the shards silently. For an array that is also sharded over
-model-parallel axes, these axes are manual as well (`on_model_axes`); otherwise XLA would first
-gather it over them.
+gathered minor to major and scattered major to minor, one ring of a torus after the other; the other
+order would permute the shards silently. Model-parallel axes of an array are manual as well
+(`on_model_axes`); otherwise XLA would first gather it over them.
 """
 
 from __future__ import annotations
@@ -281,10 +280,7 @@ def _reduced(
 
 
 def _not_before(x: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    """Returns `x`, made to depend on `after` by a condition on it that is never true.
-
-    XLA merges all-reduces that do not depend on each other, also across an optimization barrier.
-    """
+    """Returns `x`, made to depend on `after`; else XLA merges all-reduces, also across barriers."""
     if not after or not x.size:
         return x
     known = [jnp.real(a.ravel()[0]).astype(jnp.float32) for a in after if a.size]
@@ -342,11 +338,9 @@ def max_over_devices(tree: Any, group: Group) -> Any:
     """Computes the elementwise maximum over the devices; NaN where any of the values is NaN."""
     leaves, structure = jax.tree.flatten(tree)
     if group.devices > 1:
-
-        def over_devices(leaves: list[jax.Array]) -> list[jax.Array]:
-            return reduce_leaves(leaves, group.axes, BUCKET_SIZE, "agree", _extreme)
-
-        leaves = on_model_axes(over_devices, leaves, [jax.P()] * len(leaves), group)
+        options = {"axes": group.axes, "bucket_size": BUCKET_SIZE, "purpose": "agree"}
+        largest = partial(reduce_leaves, **options, reduce=_extreme)
+        leaves = on_model_axes(largest, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -1,7 +1,4 @@
-"""The end of the gradient stage: reduces the sums of each device over all devices.
-
-These functions run inside the `shard_map` of `gradients`.
-"""
+"""Reduces the gradient sums of each device over all devices, in the `shard_map` of `gradients`."""
 
 from __future__ import annotations
 

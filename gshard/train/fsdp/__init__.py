@@ -14,7 +14,6 @@ The user's loss is traced to a jaxpr and evaluated with sharded parameters:
                    then reduce-scatter the gradient
 
 `use_analysis` finds where a parameter is used first and which ones share a bucket.
-docs/architecture.md draws the same.
 
 Start reading: `interpreter`.
 """

@@ -124,7 +124,7 @@ class GatherBucket:
         if scope.saves:
             scope.buckets.append(self)
         self._kept: list[jax.Array] | None = None
-        self._gathered: list[jax.Array] | None = None
+        self.gathered: list[jax.Array] | None = None  # by the forward pass
         self.to_regather: set[int] = set()  # indices that the backward pass needs in full
         self._regathered: dict[int, jax.Array] = {}
 
@@ -135,18 +135,11 @@ class GatherBucket:
             self._kept = [_kept_shard(s, x) for s, x in zip(self.specs, self.stored, strict=True)]
         return self._kept
 
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the forward pass has gathered the parameters."""
-        return self._gathered is not None
-
     def all_gather(self) -> list[jax.Array]:
         """Returns the full parameters, gathered at the first call."""
-        result = self._gathered
+        result = self.gathered
         if result is None:
-            result = self._gathered = _all_gather(
-                self.specs, self.scope, self.kept, self.grad_sinks
-            )
+            result = self.gathered = _all_gather(self.specs, self.scope, self.kept, self.grad_sinks)
         return result
 
     def wait(self, after: Sequence[jax.Array]) -> None:
@@ -175,7 +168,7 @@ class GatherBucket:
 
     def end_forward(self) -> None:
         """Releases what only the forward pass needs."""
-        self.grad_sinks, self._gathered = [], None
+        self.grad_sinks, self.gathered = [], None
 
 
 def _kept_shard(spec: GatherSpec, stored: jax.Array) -> jax.Array:
@@ -206,10 +199,7 @@ def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _all_gather(
-    specs: tuple[GatherSpec, ...],
-    scope: GatherScope,
-    kept: list[jax.Array],
-    grad_sinks: list[jax.Array],
+    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
 ) -> list[jax.Array]:
     del scope, grad_sinks
     return _gather_kept(specs, kept)

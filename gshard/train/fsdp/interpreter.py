@@ -1,10 +1,7 @@
 """Evaluates a traced loss with sharded parameters, and all-gathers each at its first use.
 
-The loss is traced to a jaxpr and evaluated equation by equation. A parameter stays sharded through
-casts (so that it is gathered in the compute dtype), into `jit`, `checkpoint` and the scanned inputs
-of `scan`, and is all-gathered where an equation first needs the full array. Hence a scanned model
-has one gathered layer at a time, and a `checkpoint` gathers again in the backward pass. The model
-is not changed.
+A parameter stays sharded through casts, so that it is gathered in the compute dtype. A scanned
+model has one gathered layer at a time, and a `checkpoint` gathers again in the backward pass.
 """
 
 from __future__ import annotations
@@ -224,10 +221,9 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
 
 
 def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
-    """A `jax.checkpoint` policy that saves all but the gathered layers and their views.
+    """A `jax.checkpoint` policy that saves all but gathered layers, which a scan would stack.
 
-    Else a scan would stack every gathered layer for its backward pass. A policy sees a primitive
-    and the shapes of its operands, so all-gathers are known by those of the shard and its sink.
+    It sees a primitive and the shapes of its operands: all-gathers are known by those.
     """
     specs = [v.spec.of_one_layer() for v in layers]
     known = {(spec.kept_shape, spec.reduced.shard_shape) for spec in specs}
@@ -258,10 +254,7 @@ def _has_checkpoint(jaxpr: Any) -> bool:
 def _pass_to_scope(
     values: Sequence[Any], layer: bool = False
 ) -> tuple[list[Any], Callable[[Sequence[Any], GatherScope], list[Any]]]:
-    """Arrays to pass into another scope, and a function that restores the values there.
-
-    A parameter that is given twice is passed once, and is a single parameter in that scope.
-    """
+    """Arrays to pass into another scope, each once, and what restores the values there."""
     leaves = {id(v): v for v in values if isinstance(v, LazyParam)}
     others = [v for v in values if not isinstance(v, LazyParam)]
     flat = [*others, *(x for v in leaves.values() for x in v.scope_inputs(layer))]

@@ -68,7 +68,7 @@ class LazyParam:
     @property
     def is_ordered(self) -> bool:
         """Whether its all-gather waits for earlier values; it does not if used several times."""
-        return not self.bucket.is_gathered and (self.used_once or len(self.bucket.specs) > 1)
+        return self.bucket.gathered is None and (self.used_once or len(self.bucket.specs) > 1)
 
     def all_gather(self) -> jax.Array:
         """Returns the full parameter, all-gathered at the first call."""
@@ -146,10 +146,7 @@ def apply_gathered(
     scope: GatherScope,
     saves: bool,
 ) -> Sequence[Any]:
-    """Calls `fun(values)` with gathered parameters, and saves only shards for the backward pass.
-
-    `saves` says whether a backward pass of `fun` uses its operands as they are.
-    """
+    """Calls `fun` with gathered parameters; only shards are kept if its backward pass `saves`."""
     order_gathers(values, scope)
     reshards = [isinstance(v, LazyParam) and v.regathers for v in values]
     if not (saves and scope.saves and any(reshards)):

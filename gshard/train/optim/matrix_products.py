@@ -3,8 +3,7 @@
 XLA shards every product of sharded matrices in its own way and gathers for each: fifteen times in
 Newton-Schulz. Here the update is traced. What its products need is gathered once, and the equations
 between there and the last product run replicated on every device, in a `shard_map`, where XLA
-cannot shard them again; each device keeps its shard of the result. A product that needs no other
-device (of a stack sharded on its layers) and everything else is left as it is.
+cannot shard them again; each device keeps its shard of the result. All else is left as it is.
 """
 
 from __future__ import annotations
@@ -140,11 +139,6 @@ class GatheredUpdate:
         self._dims.update(zip(traced.inputs, dims, strict=True))
         self._trace_back(ends, read)
         self._decide({traced.inputs[i] for i in gathered})
-
-    @property
-    def gathers(self) -> bool:
-        """Whether anything is gathered."""
-        return bool(self.sources) or any(step.branches for step in self._steps)
 
     def _trace_back(self, ends: Sequence[Dim], read: Sequence[int]) -> None:
         """Finds the values that products are computed from, and the final layouts of the others."""
@@ -352,5 +346,6 @@ def with_gathered_operands(
     update = GatheredUpdate(traced, [layout.dim for layout in layouts], [], ends, [], plan)
     on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
     update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
-    out = update(flat) if update.gathers else core.jaxpr_as_fun(closed)(*flat)
+    gathers = update.sources or any(step.branches for step in traced.steps)
+    out = update(flat) if gathers else core.jaxpr_as_fun(closed)(*flat)
     return jax.tree.unflatten(jax.tree.structure(shapes), out)

@@ -58,10 +58,7 @@ def _moved(tree: Any, layouts: Any, move: Callable[[Any, Layout], Any]) -> Any:
 def _trace(
     fun: Update, state: Any, params: Any, plan: Plan
 ) -> tuple[Any, Any, list[TransferGroup]]:
-    """Traces `fun` with its host copies; returns the jaxpr, its result shapes and its groups.
-
-    Inputs and results of the jaxpr are the parameters, then the state.
-    """
+    """Traces `fun(params, state)` with host copies; returns jaxpr, result shapes and groups."""
     state_layouts = plan.layouts.opt_state
     same_leaves(state, flatten(state_layouts)[0], "the optimizer state is")
     same_leaves(params, flatten(plan.params)[0], "the parameters are")
@@ -123,10 +120,7 @@ def _run_in_chunks(
     indices: Sequence[int],
     group: TransferGroup,
 ) -> None:
-    """Runs a group a chunk of rows at a time, updating arrays on the host in place.
-
-    `indices` are the positions of its results, and of the inputs that they replace.
-    """
+    """Runs a group in chunks; `indices` are those of its results and of what they replace."""
     made = {v for eqn in equations for v in eqn.outvars}
     used = list({v: None for eqn in equations for v in variables_of(eqn.invars) if v not in made})
     results = [jaxpr.outvars[i] for i in indices]
@@ -153,17 +147,12 @@ def _run_in_chunks(
             for x, new in zip(now, chunk.read(results), strict=True)
         ]
 
-    start = [
-        scope.read([old])[0] if same else _zeros_like(new)
-        for old, new, same in zip(replaced, results, in_place, strict=True)
-    ]
+    start = scope.read(replaced)
+    for i, new in enumerate(results):
+        if not in_place[i]:
+            zeros = jnp.zeros(new.aval.shape, new.aval.dtype)
+            start[i] = jax.device_put(zeros, jax.memory.Space.Host) if _on_host(new) else zeros
     scope.write(results, lax.fori_loop(0, group.chunks, run_chunk, start))
-
-
-def _zeros_like(v: Any) -> jax.Array:
-    """Makes zeros into which a loop writes its results."""
-    zeros = jnp.zeros(v.aval.shape, v.aval.dtype)
-    return jax.device_put(zeros, jax.memory.Space.Host) if _on_host(v) else zeros
 
 
 def _on_host(x: Any) -> bool:

@@ -172,7 +172,8 @@ def _update_shards(
     own = jax.tree.unflatten(structure, own)
     results = [*reduced, *jax.tree.leaves(plan.opt_state)]
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
-        inner = constrain_logical(cut_padding(state.inner, plan.opt_state), plan.opt_state, plan)
+        inner = cut_padding(state.inner, plan.opt_state)
+        inner = cut_padding(plan.pin(inner, plan.opt_state), plan.opt_state)
         arguments = (logical, inner, own)
         update = user_update(plan, extra)
         if updates is not None:
@@ -180,7 +181,7 @@ def _update_shards(
         changes, inner = with_gathered_operands(
             update, plan, arguments, [*results, *reduced], results
         )
-        changes = constrain_logical(changes, plan.grads, plan)
+        changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.pin(inner, plan.opt_state)
     return changes, state._replace(inner=inner), own
 
@@ -262,10 +263,7 @@ def skip_state_where(
 def _choosing(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
 ) -> list[Any]:
-    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false.
-
-    The choice is made where the result is computed, or at the end if that is not possible.
-    """
+    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false."""
     due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
     chosen: dict[Any, Any] = {}  # the old value by variable
 
@@ -295,8 +293,7 @@ def local_shards(
 ) -> tuple[list[jax.Array], Any]:
     """Returns the shards that the devices update, as global arrays of logical shape.
 
-    For each parameter this is its master copy. If there is none, or the parameter was replaced
-    after it was rounded from the copy, it is the parameter in the dtype of the master copy.
+    These are master copies, or parameters that have none or were replaced after the rounding.
     """
     stored, reduced = jax.tree.leaves(plan.params), jax.tree.leaves(plan.grads)
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
@@ -343,10 +340,7 @@ def _where_layouts_differ(
     plan: Plan,
     *others: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Runs `fun` on every device's shards of the leaves whose layout changes.
-
-    `others` are lists of as many leaves in the layouts `after`, which `fun` is given too.
-    """
+    """Runs `fun` on every device's shards of leaves whose layout changes; `others` are `after`."""
     moved = [i for i, (b, a) in enumerate(zip(before, after, strict=True)) if b.dim != a.dim]
     if moved:
         specs = [after[i].spec for i in moved]
@@ -360,11 +354,6 @@ def _where_layouts_differ(
         for i, result in zip(moved, results, strict=True):
             leaves[i] = result
     return leaves
-
-
-def constrain_logical(tree: Any, layouts: Any, plan: Plan) -> Any:
-    """Constrains logical values to their layouts; resharding counts as the optimizer's."""
-    return cut_padding(plan.pin(tree, layouts), layouts)
 
 
 def cut_padding(tree: Any, layouts: Any) -> Any:
