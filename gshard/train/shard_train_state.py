@@ -40,7 +40,9 @@ from gshard.train_state.linen import TrainState
 from gshard.train_state.nnx import nnx
 
 LevelChoice = LevelName | int | Level
-State = TypeVar("State", bound=TrainState | tuple[nnx.Module, nnx.Optimizer])
+State = TypeVar("State", bound=TrainState)
+Model = TypeVar("Model", bound=nnx.Module)
+Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
 Plain = tuple[Any, optax.GradientTransformation]
 
 # The share of a device's memory for the state and gradients. The memory of activations is not known
@@ -64,6 +66,13 @@ class ShardingOptions(TypedDict, total=False):
     replica_axes: str | Sequence[str] | None
 
 
+@overload
+def shard_train_state(
+    state: tuple[Model, Optimizer] | Callable[..., tuple[Model, Optimizer]],
+    mesh: Mesh | AbstractMesh,
+    level: LevelChoice,
+    **options: Unpack[ShardingOptions],
+) -> tuple[tuple[Model, Optimizer], Plan]: ...
 @overload
 def shard_train_state(
     state: Plain | Callable[..., Plain],

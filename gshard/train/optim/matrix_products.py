@@ -263,11 +263,7 @@ class GatheredUpdate:
         waiting: list[int],
         ends: list[Any],
     ) -> list[TracedEquation]:
-        """Gathers a bucket, runs the equations that it enables, and returns the remaining ones.
-
-        A bucket is gathered during the computation with the one before it, and not earlier, so that
-        two are gathered at a time.
-        """
+        """Gathers a bucket, runs what it enables and returns the rest; two are gathered at most."""
         copies, size = [], 0
         for i in [i for i in waiting if self.sources[i] in values]:
             size += self._traced.avals[i].size
@@ -330,11 +326,7 @@ def with_gathered_operands(
     layouts: Sequence[Layout],
     results: Sequence[Layout],
 ) -> Any:
-    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands.
-
-    `fun` takes and returns pytrees of arrays of logical shape; `layouts` and `results` are the
-    layouts of their leaves.
-    """
+    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands."""
     # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), args

@@ -136,10 +136,7 @@ def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
 
 
 def _differences(chosen: Sequence[bool], new: Any, old: Any) -> Any:
-    """Returns a tree like `new`, with `new - old` where `chosen` is true.
-
-    Differences have at least the precision of float32, so that adding `old` gives `new` again.
-    """
+    """Returns `new`, minus `old` where chosen, in float32 or wider so that adding it is exact."""
 
     def difference(x: jax.Array, y: jax.Array, chosen: bool) -> jax.Array:
         wide = jnp.promote_types(x.dtype, jnp.float32)
