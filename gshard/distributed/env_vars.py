@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gshard._util.errors import GShardError
@@ -38,18 +38,15 @@ class JobPosition(NamedTuple):
     process_id: int | None
 
 
-def read_position(environment: Mapping[str, str] = os.environ) -> JobPosition:
+def read_position() -> JobPosition:
     """Reads this process's position from the environment variables."""
-    return JobPosition(
-        environment.get(COORDINATOR) or None,
-        read_integer(NUM_PROCESSES, environment),
-        read_integer(PROCESS_ID, environment),
-    )
+    coordinator = os.environ.get(COORDINATOR) or None
+    return JobPosition(coordinator, read_integer(NUM_PROCESSES), read_integer(PROCESS_ID))
 
 
-def read_integer(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+def read_integer(name: str) -> int | None:
     """Reads an integer from an environment variable; None if it is not set."""
-    text = environment.get(name)
+    text = os.environ.get(name)
     if not text:
         return None
     try:

@@ -73,27 +73,26 @@ def initialize(
     if _joined:
         _check_again(asked)
         return
-    heartbeat = _seconds(
-        "heartbeat_timeout_seconds",
-        heartbeat_timeout_seconds,
-        env_vars.HEARTBEAT_TIMEOUT,
-        HEARTBEAT_TIMEOUT,
-    )
-    start = _seconds(
-        "initialization_timeout",
-        initialization_timeout,
-        env_vars.START_TIMEOUT,
-        INITIALIZATION_TIMEOUT,
-    )
+    if heartbeat_timeout_seconds is None:
+        variable = env_vars.HEARTBEAT_TIMEOUT
+        heartbeat_timeout_seconds = env_vars.read_seconds(variable, HEARTBEAT_TIMEOUT)
+    if initialization_timeout is None:
+        variable = env_vars.START_TIMEOUT
+        initialization_timeout = env_vars.read_seconds(variable, INITIALIZATION_TIMEOUT)
+    options = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
+        "initialization_timeout": initialization_timeout,
+    }
+    for name, value in options.items():
+        options[name] = check_integer(name, value, 1, " of seconds")
     _check_secure(secure)
     position = resolve_position(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if position.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        timeouts = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": start}
         join = _join_detected if position.num_processes is None else _join
-        join(position, coordinator_bind_address, **timeouts, **secure)
+        join(position, coordinator_bind_address, **options, **secure)
     _joined.append((asked, position))
     if not jax.distributed.is_initialized():
         _known[:] = [(1, 0)]
@@ -148,12 +147,6 @@ def _check_again(asked: JobPosition) -> None:
             )
 
 
-def _seconds(name: str, value: int | None, variable: str, default: int) -> int:
-    if value is None:
-        name, value = variable, env_vars.read_integer(variable)
-    return default if value is None else check_integer(name, value, 1, " of seconds")
-
-
 def _check_secure(secure: dict[str, Any]) -> None:
     parameters = inspect.signature(jax.distributed.initialize).parameters
     known = [name for name in parameters if "mtls" in name or "secure" in name]
@@ -181,7 +174,10 @@ def _join(position: JobPosition, bind_address: str | None, **options: Any) -> No
     count, rank = int(position.num_processes or 1), int(position.process_id or 0)
     if _jax_has_started():
         raise CallOrderError(f"initialize: JAX has already started in process {rank}. {_NEED}")
-    _reach_directly(at.host)
+    # gRPC would ask a web proxy for the coordinator, and hang.
+    if any(name.lower().endswith("_proxy") and os.environ[name] for name in os.environ):
+        without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+        os.environ["no_proxy"] = f"{without},{at.host}" if without else at.host
     reserved = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
     meet(bind if rank == 0 else at, count, rank, options["initialization_timeout"], reserved)
     _initialize(
@@ -192,13 +188,6 @@ def _join(position: JobPosition, bind_address: str | None, **options: Any) -> No
         cluster_detection_method="deactivate",  # the arguments are complete
         **options,
     )
-
-
-def _reach_directly(host: str) -> None:
-    """Keeps gRPC from connecting to the coordinator through a web proxy, which hangs."""
-    if any(name.lower().endswith("_proxy") and os.environ[name] for name in os.environ):
-        without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        os.environ["no_proxy"] = f"{without},{host}" if without else host
 
 
 def _join_detected(_: JobPosition, bind_address: str | None, **options: Any) -> None:

@@ -61,9 +61,6 @@ class _Reminder:
             print(f"gshard: {what} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
 
 
-# ---- process 0 -----------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class _Peer:
     """A connection; its rank is known once it has sent a valid line."""
@@ -181,9 +178,6 @@ class _RollCall:
         end = time.monotonic() + 1
         while self._arrived() and time.monotonic() < end:
             self._receive(0.05)
-
-
-# ---- the others ----------------------------------------------------------------------------------
 
 
 def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> None:

@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import check_integer, flag, shown
 from gshard.paddle.grad_scaler import Scaler
-from gshard.sharding.level import Level, parse_level
+from gshard.sharding.level import Level, LevelName, parse_level
 from gshard.sharding.mesh import data_group
 from gshard.sharding.rules import LeafInfo
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
@@ -39,7 +39,7 @@ class GroupSharded(Wrapped):
 def group_sharded_parallel(
     model: Any,
     optimizer: Any,
-    level: str,
+    level: LevelName,
     scaler: Any = None,
     group: Any = None,
     offload: bool = False,

@@ -141,9 +141,8 @@ def budget(
     ]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
     for kind, purpose, at_most, times, (elements, sent) in communicated:
-        before = totals.get((kind, purpose, at_most), (0, 0))
-        after = before[0] + times * elements, before[1] + times * sent
-        totals[kind, purpose, at_most] = after
+        n, total = totals.get((kind, purpose, at_most), (0, 0))
+        totals[kind, purpose, at_most] = n + times * elements, total + times * sent
     return Budget(
         plan.level.name,
         plan.group.size,

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from gshard._util.errors import GShardError
+from gshard._util.pytree import map_leaves
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import PARAMETERS, Components, kind_of
@@ -67,10 +68,8 @@ def plan_of(state: Any, call: str) -> Any:
 
 def to_host(tree: Any, layouts: Any) -> Any:
     """Gathers a tree of stored arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
-    leaves, structure = jax.tree.flatten(tree)
-    refuse_donated(leaves)
-    pairs = zip(leaves, jax.tree.leaves(layouts), strict=True)
-    return jax.tree.unflatten(structure, [_leaf_to_host(x, layout) for x, layout in pairs])
+    refuse_donated(jax.tree.leaves(tree))
+    return map_leaves(_leaf_to_host, tree, layouts)
 
 
 def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
@@ -89,7 +88,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
     if not isinstance(x, jax.Array):
         return np.asarray(x, layout.dtype)
     if x.is_fully_addressable:
-        return _assembled([s for s in x.addressable_shards if s.replica_id == 0], x)
+        return _assemble([s for s in x.addressable_shards if s.replica_id == 0], x)
     if x.is_fully_replicated:
         return np.asarray(x.addressable_data(0))
     if layout.on_host:  # an all-gather needs device memory
@@ -97,7 +96,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def _assembled(shards: list[Any], x: jax.Array) -> np.ndarray:
+def _assemble(shards: list[Any], x: jax.Array) -> np.ndarray:
     """Copies shards into one array one at a time; `np.asarray(x)` would keep a second copy."""
     if len(shards) == 1:
         return _on_host(shards[0].data)

@@ -37,14 +37,11 @@ class Level:
     accumulate: Literal["local", "scatter"]
 
 
-LEVELS = {
-    level.name: level
-    for level in (
-        Level("dp", shards_params=False, shards_opt_state=False, accumulate="local"),
-        Level("os", shards_params=False, shards_opt_state=True, accumulate="local"),
-        Level("os_g", shards_params=False, shards_opt_state=True, accumulate="scatter"),
-        Level("p_g_os", shards_params=True, shards_opt_state=True, accumulate="scatter"),
-    )
+LEVELS: dict[str, Level] = {  # name, shards_params, shards_opt_state, accumulate
+    "dp": Level("dp", False, False, "local"),
+    "os": Level("os", False, True, "local"),
+    "os_g": Level("os_g", False, True, "scatter"),
+    "p_g_os": Level("p_g_os", True, True, "scatter"),
 }
 
 _ACCUMULATE = get_args(Accumulate)

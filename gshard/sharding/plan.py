@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.pytree import flatten
+from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
 from gshard.sharding.host_arrays import to_host
@@ -132,27 +132,26 @@ class Plan:
     @property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes stored per device: by component in device memory, and in total on the `host`."""
-        layouts, found, host = self.layouts, {}, 0
+        found = dict.fromkeys(("params", "opt_state", "non_trainable", "host"), 0)
+        layouts = self.layouts
         for name in ("params", "opt_state", "non_trainable"):
-            leaves = jax.tree.leaves(getattr(layouts, name))
-            found[name] = sum(x.bytes_per_device for x in leaves if not x.on_host)
-            host += sum(x.bytes_per_device for x in leaves if x.on_host)
-        return found | {"host": host}
+            for x in jax.tree.leaves(getattr(layouts, name)):
+                found["host" if x.on_host else name] += x.bytes_per_device
+        return found
 
     @property
     def gathers(self) -> bool:
         """Whether the loss needs any all-gather: of parameters or non-trainable state."""
-        leaves = jax.tree.leaves((self.params, self.non_trainable))
-        return any(layout.dim is not None for layout in leaves)
+        return any(x.dim is not None for x in jax.tree.leaves((self.params, self.non_trainable)))
 
     def pin(self, tree: Any, layouts: Any) -> Any:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
-        leaves, structure = jax.tree.flatten(tree)
-        pinned = [
-            jax.lax.with_sharding_constraint(layout.pad(x), self.sharding(layout.in_memory(DEVICE)))
-            for x, layout in zip(leaves, jax.tree.leaves(layouts), strict=True)
-        ]
-        return jax.tree.unflatten(structure, pinned)
+
+        def constrain(x: Any, layout: Layout) -> Any:
+            sharding = self.sharding(layout.in_memory(DEVICE))
+            return jax.lax.with_sharding_constraint(layout.pad(x), sharding)
+
+        return map_leaves(constrain, tree, layouts)
 
     def abstract_components(self) -> Components:
         """Returns every array of the state as stored, abstract, with its sharding."""

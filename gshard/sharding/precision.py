@@ -6,6 +6,7 @@ Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,8 +55,7 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
             given = getattr(self, name)
-            optional = name in ("reduce_dtype", "output_dtype")
-            if not (given is None and optional):
+            if given is not None or name in ("compute_dtype", "param_dtype"):
                 object.__setattr__(self, name, _floating(given, name))
         if not isinstance(self.exceptions, Mapping):
             raise GShardError(
@@ -69,10 +69,8 @@ class Precision:
 
     def compute(self, path: str) -> Any:
         """Returns the compute dtype of the parameter at `path`."""
-        for text, dtype in self.exceptions.items():
-            if validation.pattern(text, "exceptions").search(path):
-                return dtype
-        return self.compute_dtype
+        found = (dtype for text, dtype in self.exceptions.items() if re.search(text, path))
+        return next(found, self.compute_dtype)
 
     def output(self, tree: Any) -> Any:
         """Casts the floating arrays of a tree to the output dtype."""
@@ -96,15 +94,14 @@ def is_floating(dtype: Any) -> bool:
 
 
 def _floating(value: Any, name: str) -> Any:
+    choices = f"Choose one of {', '.join(_NAMES)}."
     try:
         dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)
     except (TypeError, ValueError) as error:
         hint = did_you_mean(value, _NAMES)
-        raise GShardError(
-            f"{name}={shown(value)} is no dtype.{hint} Choose one of {', '.join(_NAMES)}."
-        ) from error
+        raise GShardError(f"{name}={shown(value)} is no dtype.{hint} {choices}") from error
     if not is_floating(dtype):
-        raise GShardError(f"{name}={dtype} is not floating. Choose one of {', '.join(_NAMES)}.")
+        raise GShardError(f"{name}={dtype} is not floating. {choices}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise GShardError(f"{name}={dtype} needs jax.config.update('jax_enable_x64', True).")
     return dtype
