@@ -22,7 +22,7 @@ from typing import Any
 RANK, SIZE, ADDRESS = "BENCHMARK_RANK", "BENCHMARK_SIZE", "BENCHMARK_ADDRESS"
 
 
-class Group:
+class ProcessGroup:
     """Processes of one program, one for each rank; all of them know a free address of this machine.
 
     Args:

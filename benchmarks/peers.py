@@ -26,7 +26,7 @@ from flax.traverse_util import flatten_dict
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.groups import Group
+from benchmarks.groups import ProcessGroup
 from benchmarks.machine import versions, write_cells
 from benchmarks.models import gpt
 from benchmarks.peers_gshard import PARTITIONS
@@ -63,10 +63,12 @@ def measured(processes: int, examples: int, rounds: int, torch_python: str) -> l
         np.savez(path, batch=problem.batch(processes * examples), **weights)
         programs = [("benchmarks.peers_torch", name, torch_python) for name in TORCH]
         programs += [("benchmarks.peers_gshard", name, sys.executable) for name in LEVELS]
-        groups: dict[str, Group] = {}
+        groups: dict[str, ProcessGroup] = {}
         try:
             for module, name, python in programs:
-                groups[name] = Group(module, [name, str(path), str(HEADS)], processes, python)
+                groups[name] = ProcessGroup(
+                    module, [name, str(path), str(HEADS)], processes, python
+                )
 
             def step(name: str) -> None:
                 losses.setdefault(name, []).append(statistics.fmean(groups[name].step()))

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
-from benchmarks.groups import Group
+from benchmarks.groups import ProcessGroup
 from benchmarks.gspmd import LEVELS
 from benchmarks.machine import write_cells
 from benchmarks.models import PROBLEMS
@@ -86,7 +86,7 @@ def cell_over_processes(
         try:
             for key, (program, at, size) in wanted.items():
                 args = [program, name, at, str(devices), str(examples)]
-                groups[key] = Group("benchmarks.step_process", args, size)
+                groups[key] = ProcessGroup("benchmarks.step_process", args, size)
             seconds = in_turn({key: group.step for key, group in groups.items()}, rounds)
             temporary = {key: max(group.end()) for key, group in groups.items()}
         finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.groups import Group
+from benchmarks.groups import ProcessGroup
 from benchmarks.peers import torch_version
 from benchmarks.step import cell, table
 from benchmarks.timing import ratio
@@ -73,7 +73,7 @@ def test_the_same_over_two_processes(tmp_path):
 
 
 def test_a_process_that_ends_is_reported_with_its_output():
-    group = Group("benchmarks.no_such_program", [], 2)
+    group = ProcessGroup("benchmarks.no_such_program", [], 2)
     with pytest.raises(SystemExit, match="no_such_program"):
         group.step()
 

@@ -219,33 +219,26 @@ def check_answer(leaf: LeafInfo, answer: Any, reason: str) -> ShardDim:
         answer, reason = REPLICATE if answer.dim is None else answer.dim, answer.reason
     if isinstance(answer, str) and answer == REPLICATE:
         return ShardDim(None, reason)
+    chosen, fault = dimension(answer, len(leaf.shape)), ""
     if not leaf.shape:
-        raise GShardError(
-            f"{reason} gives {shown(answer)} for {leaf.path}, which is a scalar. Give 'replicate' "
-            "for it, or None."
-        )
-    chosen = dimension(answer, len(leaf.shape))
-    if chosen is None:
-        raise GShardError(
-            f"{reason} gives {shown(answer)} for {leaf.path} {leaf.shape}. Give a dimension from 0 "
-            f"to {len(leaf.shape) - 1}, or 'replicate'."
-        )
-    fault = ""
-    if not leaf.shape[chosen]:
-        fault = "which is empty. Shard another dimension, or give 'replicate'"
+        fault = "a scalar has no dimension to shard. Give 'replicate' for it, or None"
+    elif chosen is None:
+        fault = f"give a dimension from 0 to {len(leaf.shape) - 1}, or 'replicate'"
+    elif not leaf.shape[chosen]:
+        fault = "that dimension is empty. Give another one, or 'replicate'"
     elif chosen == leaf.scan_dim and not leaf.params_replicated:
         fault = (
-            "over which a scan iterates layer by layer. Shard another dimension where parameters "
+            "a scan iterates over that dimension layer by layer. Give another one where parameters "
             "are sharded; at 'os' and 'os_g' this one is possible"
         )
     elif chosen in leaf.taken:
         fault = (
-            "which is sharded over your own mesh axis already. Shard another dimension, or give "
+            "that dimension is sharded over your own mesh axis already. Give another one, or "
             "'replicate'"
         )
     if fault:
         raise GShardError(
-            f"{reason} shards dimension {answer} of {leaf.path} {leaf.shape}, {fault}."
+            f"{reason} gives dimension {shown(answer)} for {leaf.path} {leaf.shape}: {fault}."
         )
     return ShardDim(chosen, reason)
 

@@ -18,7 +18,7 @@ from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import DEVICE, HOST
 
 
-class Fit:
+class TreeChecker:
     """Checks trees of arrays against an abstract tree.
 
     Args:
@@ -32,7 +32,7 @@ class Fit:
         self._paths, self._leaves, _ = flatten(wanted)
         self._what = what
         self._structure: Any = None  # the structure that last passed the check
-        self._made: list[int] = []  # identities of the leaves that the program returned
+        self._trusted: list[int] = []  # identities of the leaves that the program returned
         self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
     def __call__(self, tree: Any, others: Any = None) -> tuple[list[Any], Any]:
@@ -41,10 +41,10 @@ class Fit:
         `others` are further arguments of the program, which must not contain a donated array.
         """
         more = jax.tree.leaves(others)
-        leaves = self._as_made(tree)
+        leaves = self._trusted_leaves(tree)
         if leaves:
             # A program returns no array twice, so only the batch can share one with these.
-            if self._donated and any(id(x) in self._made for x in more):
+            if self._donated and any(id(x) in self._trusted for x in more):
                 self._refuse_shared(leaves, more)
             return leaves, self._structure
         leaves, structure = jax.tree.flatten(tree)
@@ -68,25 +68,25 @@ class Fit:
             )
         return leaves, structure
 
-    def made(self, leaves: list[Any]) -> None:
+    def trust(self, leaves: list[Any]) -> None:
         """Remembers the leaves that the checked program returned, which need no further check.
 
         No leaf is kept alive, so that a dropped state is freed. Another object can then have the
         same `id`: weak references to two leaves detect that; to all, they would cost too much.
         """
         if leaves and _is_array(leaves[-1]):  # not within a trace
-            self._made = list(map(id, leaves))
+            self._trusted = list(map(id, leaves))
             self._ends = [weakref.ref(leaves[0]), weakref.ref(leaves[-1])]
 
-    def _as_made(self, tree: Any) -> list[Any]:
+    def _trusted_leaves(self, tree: Any) -> list[Any]:
         """Returns the leaves if the checked program returned them, else an empty list."""
-        if not self._made:
+        if not self._trusted:
             return []
         try:  # this takes half the time of flattening
             leaves = self._structure.flatten_up_to(tree)
         except (ValueError, TypeError):
             return []
-        if list(map(id, leaves)) != self._made:
+        if list(map(id, leaves)) != self._trusted:
             return []
         if self._ends[0]() is not leaves[0] or self._ends[1]() is not leaves[-1]:
             return []

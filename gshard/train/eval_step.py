@@ -13,7 +13,7 @@ from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.plan import Plan, check_call, check_state
-from gshard.sharding.validate import Fit
+from gshard.sharding.validate import TreeChecker
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
@@ -70,7 +70,7 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
         return jax.tree.unflatten(structure[-1], [x for _, x in sorted((means | arrays).items())])
 
     jitted = jax.jit(run)
-    check = Fit(plan.abstract_components().params, "the parameters are")
+    check = TreeChecker(plan.abstract_components().params, "the parameters are")
 
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)

@@ -14,7 +14,7 @@ from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.budget import Budget, budget
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
-from gshard.sharding.validate import Fit
+from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.gradients import GradientStage
@@ -156,7 +156,7 @@ class TrainStep:
         self._scaler = scaler if scaler is not None and scaler.enable else None
         self._check_loss = options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
-        self._check = Fit(wanted, "the state is", donated=options.donate)
+        self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run,
@@ -185,7 +185,7 @@ class TrainStep:
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
         leaves, metrics, guard = self.jitted(leaves, structure, batch, self.options.rng)
-        self._check.made(leaves)
+        self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
         state = self.plan.kind.update(state, new)
