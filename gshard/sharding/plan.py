@@ -132,7 +132,7 @@ class Plan:
     @property
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes stored per device: by component in device memory, and in total on the `host`."""
-        found = dict.fromkeys(("params", "opt_state", "non_trainable", "host"), 0)
+        found: dict[str, int] = {"params": 0, "opt_state": 0, "non_trainable": 0, "host": 0}
         layouts = self.layouts
         for name in ("params", "opt_state", "non_trainable"):
             for x in jax.tree.leaves(getattr(layouts, name)):

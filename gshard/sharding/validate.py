@@ -133,7 +133,7 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     sharding: Any = wanted.sharding
     if not _is_array(x):  # a NumPy array, or abstract
         wrong = numpy and (not sharding.is_fully_replicated or _on_host(sharding))
-        return f"is a NumPy array, not on {_describe(sharding)}" if wrong else ""
+        return f"is on the host, a NumPy array, not on {_describe(sharding)}" if wrong else ""
     if x.sharding == sharding or x.sharding.is_equivalent_to(sharding, len(x.shape)):
         return ""
     if sharding.is_fully_replicated and not x.committed and not _on_host(sharding):
