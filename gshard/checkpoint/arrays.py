@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import check_unique, flatten
+from gshard._util.pytree import check_unique, differences, flatten
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
@@ -36,42 +36,25 @@ _SHOWN = 100  # differences that a message lists
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """The logical shape and the dtype of a stored array.
-
-    Attributes:
-      shape: of the keys, for keys of `jax.random`.
-      dtype: the dtype's name, such as `float32` or `key<fry>`.
-    """
+    """The logical shape and the name of the dtype of a stored array, such as `key<fry>`."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-@runtime_checkable
-class KeepsGradients(Protocol):
-    """A model that stores gradients next to its state, as a wrapped one does."""
-
-    def _gshard_refuse_waiting(self) -> None:
-        """Raises a `GShardError` if some are not reduced yet."""
-
-
-# ---- from a state --------------------------------------------------------------------------------
-
-
 def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, ArrayInfo]]:
-    """Returns a state's stored, non-empty arrays by path, and the `ArrayInfo` of each.
+    """Returns a state's non-empty arrays by path, and the `ArrayInfo` of all arrays.
 
-    Raises:
-      GShardError: arrays were donated, or gradients are not reduced yet.
+    It refuses donated arrays, and gradients that are not reduced yet.
     """
     for owner in state if isinstance(state, tuple) else ():
-        if isinstance(owner, KeepsGradients):
+        if hasattr(owner, "_gshard_refuse_waiting"):  # a wrapped model, which keeps gradients
             owner._gshard_refuse_waiting()
     components = plan.kind.split(state)
     refuse_traced(components, "save")
     if any(map(_is_unreduced, jax.tree.leaves(components, is_leaf=_is_unreduced))):
         raise GShardError(
-            "save: the state holds LocalGradients, which differ on every device. Reduce them "
+            "save: the state contains LocalGradients, which differ on every device. Reduce them "
             "with gshard.reduce_gradients(acc, plan) and update before you save."
         )
     paths, leaves, _ = flatten(components)
@@ -81,17 +64,16 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     if paths != list(layouts):
         raise GShardError(
             "save: the state is not the one that its plan was made for: "
-            + "; ".join(differences(dict.fromkeys(layouts), dict.fromkeys(paths)))
+            f"{differences(paths, list(layouts))}."
         )
     infos = {path: ArrayInfo(x.shape, str(x.dtype)) for path, x in layouts.items()}
-    arrays = {p: _key_data(x) for p, x in zip(paths, leaves, strict=True) if np.size(x)}
-    return arrays, infos
+    pairs = [(path, x) for path, x in zip(paths, leaves, strict=True) if np.size(x)]
+    return {p: jax.random.key_data(x) if _is_key(x.dtype) else x for p, x in pairs}, infos
 
 
 def layouts_of(plan: Plan) -> dict[str, Layout]:
     """Returns the layouts of a state's arrays, by path."""
-    paths, layouts, _ = flatten(plan.layouts)
-    return dict(zip(paths, layouts, strict=True))
+    return dict(zip(*flatten(plan.layouts)[:2], strict=True))
 
 
 def refuse_traced(components: Components, call: str) -> None:
@@ -106,19 +88,14 @@ def check_same_run(
     """Raises a `GShardError` when the parameters differ from those of the stored checkpoints."""
     theirs, mine = _all_params(stored), _all_params(own)
     if theirs != mine:
-        found = differences(theirs, mine)
+        found = [f"{p} is missing" for p in theirs if p not in mine]
+        found += [f"{p} is added" for p in mine if p not in theirs]
+        both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
+        found += [f"{p} has the shape {mine[p]}, there {theirs[p]}" for p in both]
         raise GShardError(
             f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
             "was written. Choose another directory."
         )
-
-
-def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """A phrase for each path that is missing in `mine`, added, or of another shape."""
-    found = [f"{p} is missing" for p in theirs if p not in mine]
-    found += [f"{p} is added" for p in mine if p not in theirs]
-    both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
-    return found + [f"{p} has the shape {mine[p]}, there {theirs[p]}" for p in both]
 
 
 def _all_params(arrays: Mapping[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
@@ -127,19 +104,8 @@ def _all_params(arrays: Mapping[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
     return {n: arrays[p].shape for p, n in names.items() if n.startswith(PARAMS)}
 
 
-# ---- to a state ----------------------------------------------------------------------------------
-
-
 def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
-    """Returns the state and the plan to restore into.
-
-    Args:
-      like: what `shard_train_state` returned, concrete or abstract, or only the state or the plan.
-      call: the user's call, for messages.
-
-    Raises:
-      GShardError: it is none of these, or its mesh has no devices.
-    """
+    """Returns the state and the plan to restore into: `like` is both, or one of them."""
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[1], Plan):
         state, plan = like
         check_state(state, plan, call)
@@ -165,17 +131,10 @@ def read_components(
     cast: bool,
     fresh: Mapping[str, Any] = MappingProxyType({}),
 ) -> Components:
-    """The arrays of a checkpoint as the components of a state.
+    """The arrays of a checkpoint as the components of a state; names each array that differs.
 
-    Args:
-      read: reads arrays by path, each with the shape, dtype and sharding of the abstract one.
-      stored: the arrays of the checkpoint.
-      plan: says where to place the arrays.
-      cast: whether another dtype is converted.
-      fresh: values by path for arrays that the checkpoint does not have to contain.
-
-    Raises:
-      GShardError: paths, shapes or dtypes differ; each is named.
+    `read` returns arrays by path with the shapes, dtypes and shardings of abstract ones. `fresh`
+    has values by path for arrays that the checkpoint does not have to contain.
     """
     layouts = layouts_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
@@ -204,19 +163,15 @@ def with_components(components: Components, state: Any, plan: Plan) -> Any:
 
 def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str:
     """Returns the path of the stored array that the array at `path` is read from."""
-    if path.startswith(_FROZEN) and path not in stored:
-        return PARAMS + path.removeprefix(_FROZEN)
-    if path.startswith(PARAMS) and path not in stored:
+    for prefix in (_FROZEN, MASTER):
+        if path.startswith(prefix):
+            return path if path in stored else PARAMS + path.removeprefix(prefix)
+    if path.startswith(PARAMS) and (path not in stored or stored[path].dtype != str(layout.dtype)):
         frozen = _FROZEN + path.removeprefix(PARAMS)
-        if frozen in stored:
+        if path not in stored and frozen in stored:
             return frozen
-    if path.startswith(MASTER) and path not in stored:
-        return PARAMS + path.removeprefix(MASTER)
-    exact = _master(path)
-    if path.startswith(PARAMS) and exact in stored:
-        info = stored.get(path)
-        if info is None or info.dtype != str(layout.dtype):
-            return exact
+        if _master(path) in stored:
+            return _master(path)
     return path
 
 
@@ -299,10 +254,6 @@ def _abstract_key_data(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
 
     data = jax.eval_shape(look, jax.ShapeDtypeStruct(layout.shape, layout.dtype))
     return data, found[0]
-
-
-def _key_data(x: jax.Array) -> jax.Array:
-    return jax.random.key_data(x) if _is_key(x.dtype) else x
 
 
 def _is_key(dtype: Any) -> bool:

@@ -33,27 +33,16 @@ _running: set[BackgroundSave] = set()
 
 @dataclass(eq=False)
 class BackgroundSave:
-    """The thread that writes a step.
+    """The thread that writes a step."""
 
-    Attributes:
-      folder: the temporary folder, which exists.
-      step: the step's number.
-      process: the rank of this process.
-      processes: how many processes write.
-      finish: waits until this process's shards are written.
-      arrays: the paths of the arrays.
-      then: the first process calls it after the commit.
-      afterwards: the error that `then` raised; the step itself is there.
-    """
-
-    folder: Path
+    folder: Path  # the temporary folder, which exists
     step: int
-    process: int
-    processes: int
-    finish: Callable[[], None]
-    arrays: Collection[str]
-    then: Callable[[], None]
-    afterwards: Exception | None = None
+    process: int  # the rank of this process
+    processes: int  # how many write
+    finish: Callable[[], None]  # waits until this process's shards are written
+    arrays: Collection[str]  # their paths
+    then: Callable[[], None]  # the first process calls it after the commit
+    afterwards: Exception | None = None  # raised by `then`; the step itself is there
 
     def __post_init__(self) -> None:
         self._given_up = threading.Event()

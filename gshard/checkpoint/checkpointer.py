@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import jax
 
@@ -34,22 +33,7 @@ from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
 
-P = ParamSpec("P")
-R = TypeVar("R")
 S = TypeVar("S")
-
-
-def one_at_a_time(
-    method: Callable[Concatenate[Checkpointer, P], R],
-) -> Callable[Concatenate[Checkpointer, P], R]:
-    """A method that waits while another thread runs one: a save that begins removes all debris."""
-
-    @functools.wraps(method)
-    def alone(self: Checkpointer, *arguments: P.args, **options: P.kwargs) -> R:
-        with self._turn:
-            return method(self, *arguments, **options)
-
-    return alone
 
 
 @dataclass(frozen=True)
@@ -134,7 +118,8 @@ class Checkpointer:
         self._warns = on_failure == "warn"
         self._writer = StepWriter(self.directory, self._retention)
         self._closed = False
-        self._turn = threading.RLock()
+        # One thread at a time: a save that begins removes what it takes for debris.
+        self._in_use = threading.RLock()
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending. A step that is being saved is not one of them yet."""
@@ -160,7 +145,6 @@ class Checkpointer:
             raise GShardError(f"{folder} was deleted while it was read.")
         return found
 
-    @one_at_a_time
     def save(
         self,
         step: int,
@@ -201,15 +185,15 @@ class Checkpointer:
             self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
-        self.wait()
-        try:
+        def begin() -> None:
             self._writer.begin(contents)
             if not self._asynchronous:
                 self._writer.wait()
-        except SaveFailedError as error:
-            self._raise_or_warn(error)
 
-    @one_at_a_time
+        with self._in_use:
+            self.wait()
+            self._run(begin)
+
     def wait(self) -> None:
         """Waits until the last save is complete and on the disk.
 
@@ -217,25 +201,23 @@ class Checkpointer:
           SaveFailedError: the step could not be written; with `on_failure="warn"` this is a
             warning.
         """
-        try:
-            self._writer.wait()
-        except SaveFailedError as error:
-            self._raise_or_warn(error)
+        with self._in_use:
+            self._run(self._writer.wait)
 
-    @one_at_a_time
     def delete(self, step: int) -> None:
         """Deletes a step: at once for readers, then file by file.
 
         Raises:
           GShardError: there is no such step, or it cannot be deleted.
         """
-        self.wait()
 
         def prepare() -> int:
             self._refuse_closed()
             return existing_step(self.directory, step, self.all_steps())
 
-        self._writer.delete(run_on_all(prepare, what=lambda: f"delete(step={shown(step)})"))
+        with self._in_use:
+            self.wait()
+            self._writer.delete(run_on_all(prepare, what=lambda: f"delete(step={shown(step)})"))
 
     @overload
     def restore(
@@ -257,7 +239,6 @@ class Checkpointer:
         self, step: int | None = None, *, like: S, verify: bool = True, cast: bool = False
     ) -> Restored[S]: ...
 
-    @one_at_a_time
     def restore(
         self, step: int | None = None, *, like: Any = None, verify: bool = True, cast: bool = False
     ) -> Restored[Any]:
@@ -281,7 +262,6 @@ class Checkpointer:
           GShardError: there is no such step, or it is of another model; each array that differs is
             named by its path.
         """
-        self.wait()
 
         def prepare() -> tuple[Any, Plan, int | None]:
             self._refuse_closed()
@@ -291,54 +271,48 @@ class Checkpointer:
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
-        state, plan, asked = run_on_all(prepare, what=lambda: what)
-        while True:
-            number, damaged = find_undamaged(self.directory, asked, verify)
-            self._writer.damaged |= damaged
-            self._writer.forget_last_step()
-            try:
-                make_restored = run_on_all(lambda: self._read(number, state, plan, cast))  # noqa: B023
-            except GShardError:
-                if asked is None and number not in steps_everywhere(self.directory):
-                    continue  # another job has deleted it meanwhile
-                raise
-            return make_restored()
+        with self._in_use:
+            self.wait()
+            state, plan, asked = run_on_all(prepare, what=lambda: what)
+            while True:
+                number, damaged = find_undamaged(self.directory, asked, verify)
+                self._writer.damaged |= damaged
+                self._writer.last_step = None  # its number may be reached with another state
+                try:
+                    make_restored = run_on_all(lambda: self._read(number, state, plan, cast))  # noqa: B023
+                except GShardError:
+                    if asked is None and number not in steps_everywhere(self.directory):
+                        continue  # another job has deleted it meanwhile
+                    raise
+                return make_restored()
 
     def _read(self, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
+        """Reads a step; the function that is returned may change an NNX state in place."""
         folder = self.directory / str(step)
         info = StepInfo.read(folder)
         try:
             components = read_components(functools.partial(read, folder), info.arrays, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
-        data = read_data_state(folder, info.processes)
-        metadata = dict(info.metadata)
+        data, metadata = read_data_state(folder, info.processes), dict(info.metadata)
         return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 
-    @one_at_a_time
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
-        self._closed = True
-        try:
-            self._writer.close()
-        except SaveFailedError as error:
-            self._raise_or_warn(error)
+        with self._in_use:
+            self._closed = True
+            self._run(self._writer.close)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        alone = jax.process_count() == 1
-        # A preemption is told to all processes, other errors may happen in one.
-        everywhere = isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
-        if error is not None and not (alone or everywhere) and self._writer.busy:
-            return  # the other processes may never call this; the thread ends by itself
-        self.close()
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # A preemption reaches all processes, other errors may happen in one.
+        preempted = isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
+        everywhere = error is None or preempted or jax.process_count() == 1
+        if everywhere or self._writer.saving is None:
+            self.close()
+        # Otherwise other processes may never call this; the thread ends by itself.
 
     def _folder(self, step: int | None) -> Path:
         """The folder of a step, by default the newest."""
@@ -350,7 +324,11 @@ class Checkpointer:
         if self._closed:
             raise CallOrderError("this Checkpointer is closed. Make another one.")
 
-    def _raise_or_warn(self, error: SaveFailedError) -> None:
-        if not self._warns:
-            raise error
-        warn(str(error))
+    def _run(self, action: Callable[[], None]) -> None:
+        """Runs an action; a failed save is an error or a warning, as the user chose."""
+        try:
+            action()
+        except SaveFailedError as error:
+            if not self._warns:
+                raise
+            warn(str(error))

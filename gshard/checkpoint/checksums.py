@@ -28,12 +28,9 @@ PROCESS_MANIFESTS = "manifests"
 _BLOCK = 2**22  # bytes that are read at once
 _SHOWN = 5  # damages of a step that a message lists
 
-Range = tuple[int, int, str]
-"""Offset and number of bytes in a file, and the path of the array that they belong to."""
-Segment = tuple[int, int, str | None]
-"""Number of bytes, their CRC-32, and the path of an array."""
-Progress = Callable[[int], object]
-"""Called with the number of bytes of every block that was read."""
+Range = tuple[int, int, str]  # offset and number of bytes in a file, and the path of their array
+Segment = tuple[int, int, str | None]  # number of bytes, their CRC-32, and the path of their array
+Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
 
 
 def _ignore(count: int) -> None:
@@ -79,9 +76,6 @@ class DamagedCheckpointError(GShardError):
     def __init__(self, message: str, damages: Mapping[int, list[Damage]]):
         super().__init__(message)
         self.damages = dict(damages)
-
-
-# ---- which steps are undamaged -------------------------------------------------------------------
 
 
 def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[int, set[int]]:
@@ -154,9 +148,6 @@ def _orbax_hint(directory: Path) -> str:
     return f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
 
 
-# ---- writing manifests ---------------------------------------------------------------------------
-
-
 def process_manifest(process: int) -> str:
     """The manifest of one process, within a step."""
     return f"{PROCESS_MANIFESTS}/process_{process}.json"
@@ -190,9 +181,6 @@ def write_manifests(folder: Path) -> None:
     (folder / PROCESS_MANIFESTS).mkdir()
     write_process_manifest(folder, 0, _files(folder), {})
     write_combined_manifest(folder, 1)
-
-
-# ---- comparing files with manifests --------------------------------------------------------------
 
 
 def find_damages(

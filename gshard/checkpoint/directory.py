@@ -58,9 +58,6 @@ def as_directory(path: Any) -> Path:
     return folder
 
 
-# ---- steps ---------------------------------------------------------------------------------------
-
-
 def steps_in(directory: Path) -> list[int]:
     """The steps of a directory, ascending; empty if the directory does not exist.
 
@@ -112,32 +109,21 @@ def remove_debris(directory: Path) -> None:
             shutil.rmtree(directory / name, ignore_errors=True)
 
 
-# ---- what a step says about itself ---------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StepInfo:
-    """What `gshard.json` says about a step.
-
-    Attributes:
-      step: the step's number.
-      arrays: shape and dtype of each array, by path.
-      made_by: level, mesh and versions, for people only.
-      metadata: what the user passed to `save`.
-      processes: how many processes wrote the step.
-    """
+    """What `gshard.json` says about a step."""
 
     step: int
-    arrays: Mapping[str, ArrayInfo]
-    made_by: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    processes: int
+    arrays: Mapping[str, ArrayInfo]  # by path
+    made_by: Mapping[str, Any]  # level, mesh and versions, for people only
+    metadata: Mapping[str, Any]  # what the user passed to `save`
+    processes: int  # how many wrote the step
 
     @classmethod
     def of(
         cls, step: int, arrays: Mapping[str, ArrayInfo], plan: Plan, metadata: Mapping[str, Any]
     ) -> StepInfo:
-        """The description of a step that is about to be written."""
+        """Describes a step that is about to be written."""
         made_by = {
             "level": plan.level.name,
             "mesh": dict(plan.mesh.shape),
@@ -256,9 +242,6 @@ def _json_values(name: str, value: Any) -> Any:
         raise GShardError(f"{name} is not JSON: {error}.") from error
 
 
-# ---- the lock of the writer ----------------------------------------------------------------------
-
-
 def lock(directory: Path) -> int:
     """Makes this process the only writer, until it closes the returned descriptor or ends."""
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -291,9 +274,6 @@ def is_locked_by(descriptor: int, directory: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
     except OSError:
         return False
-
-
-# ---- which steps are kept ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

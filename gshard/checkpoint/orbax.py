@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,6 @@ _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 _VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
 
 
-# ---- the arrays of a step ------------------------------------------------------------------------
-
-
 def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     """Copies this process's shards to the host, and begins to write them into an existing folder.
 
@@ -47,7 +44,9 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     import orbax.checkpoint as ocp  # takes most of a second
 
     arguments = ocp.args.PyTreeSave(dict(arrays))
-    futures = _run(_handler().async_save(_epath(step / ARRAYS), args=arguments)) or []
+    saving = _handler().async_save(_epath(step / ARRAYS), args=arguments)
+    with ThreadPoolExecutor(1) as thread:  # that of a notebook has an event loop already
+        futures = thread.submit(asyncio.run, saving).result() or []
 
     def finish() -> None:
         for future in futures:
@@ -166,16 +165,7 @@ def _handler() -> Any:
 def _epath(folder: Path) -> Any:
     from etils import epath  # Orbax's own paths
 
-    return epath.Path(os.fspath(folder))
-
-
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine in a thread, because the thread of a notebook has an event loop already."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
-
-
-# ---- checkpoints of plain Orbax ------------------------------------------------------------------
+    return epath.Path(folder)
 
 
 def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False) -> Any:

@@ -62,8 +62,7 @@ class LastStep(NamedTuple):
 class StepWriter:
     """Writes the steps of one run. All processes make the same calls; the first makes the folders.
 
-    Attributes:
-      damaged: steps that were found damaged; the next save sets them aside.
+    A restore adds the steps that it finds damaged to `damaged`; the next save sets them aside.
     """
 
     def __init__(self, directory: Path, retention: RetentionPolicy):
@@ -72,8 +71,8 @@ class StepWriter:
         self._first = jax.process_index() == 0
         self._lock: int | None = None
         self._unlock: Callable[[], object] = str
-        self._saving: BackgroundSave | None = None
-        self._newest_own: int | None = None  # the last step that this object has written
+        self.saving: BackgroundSave | None = None  # until somebody has waited for it
+        self.last_step: int | None = None  # that this object has written
         self._last = LastStep({}, None, {})
         self._uncommitted = 0  # saves that were begun and are not known to be steps
 
@@ -86,7 +85,7 @@ class StepWriter:
         found: list[Contents] = []
         try:
             self._prepare(describe, found)
-            if found[0].step == self._newest_own:
+            if found[0].step == self.last_step:
                 self._check_same(found[0])
             else:
                 self._start(found[0])
@@ -104,13 +103,13 @@ class StepWriter:
 
         def prepare() -> None:
             found.append(describe())
-            if not (self._directory / str(self._newest_own)).exists():
-                self._newest_own = None
-            if self._first and found[0].step != self._newest_own:
+            if not (self._directory / str(self.last_step)).exists():
+                self.last_step = None
+            if self._first and found[0].step != self.last_step:
                 made.append(self._make_folder(found[0]))
 
         def what() -> str:
-            again = " again" if found and found[0].step == self._newest_own else ""
+            again = " again" if found and found[0].step == self.last_step else ""
             return f"save of step {found[0].step}{again}" if found else ""
 
         try:
@@ -122,7 +121,7 @@ class StepWriter:
 
     def _start(self, contents: Contents) -> None:
         """Copies the arrays to the host, and starts the thread that writes them."""
-        self._newest_own = None
+        self.last_step = None
         arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
         self._last = LastStep(contents.info.metadata, contents.data, arrays)
         folder = self._folder(contents.step)
@@ -137,7 +136,7 @@ class StepWriter:
             run_on_all(lambda: None)  # nobody writes any more
             self._remove(folder)
             raise
-        self._saving = BackgroundSave(
+        self.saving = BackgroundSave(
             folder,
             contents.step,
             jax.process_index(),
@@ -146,7 +145,7 @@ class StepWriter:
             contents.info.arrays,
             self._delete_old,
         )
-        self._saving.start()
+        self.saving.start()
 
     def _check_same(self, contents: Contents) -> None:
         """Refuses `contents` that are not the step that was just written.
@@ -189,30 +188,21 @@ class StepWriter:
 
     def wait(self) -> None:
         """Waits for the step that is being written; a failure is a `SaveFailedError`."""
-        if (saving := self._saving) is None:
+        if (saving := self.saving) is None:
             return
         try:
             run_on_all(saving.wait_for_files)  # Ctrl-C ends the wait, but not the save
             run_on_all(saving.wait_for_commit)
         except GShardError as error:
-            self._saving = None
+            self.saving = None
             saving.give_up()
             self._remove(saving.folder)
             raise self._failed(saving.step, error) from error.__cause__
-        self._saving = None
-        self._newest_own = saving.step
+        self.saving = None
+        self.last_step = saving.step
         self._uncommitted -= 1
         if (error := saving.afterwards) is not None:
             warn(f"step {saving.step} is saved, but an older one could not be deleted: {error}")
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step is being written that nobody has waited for."""
-        return self._saving is not None
-
-    def forget_last_step(self) -> None:
-        """After a restore, the numbers of existing steps may be reached with other states."""
-        self._newest_own = None
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
@@ -227,7 +217,7 @@ class StepWriter:
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
-        self._newest_own = None
+        self.last_step = None
 
     def close(self) -> None:
         """Waits, and lets another writer write."""

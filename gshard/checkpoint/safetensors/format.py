@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train_state import Components
 
-# In the order in which the library lays tensors out: the larger alignment first.
+# In the order in which the library writes tensors: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
     name: jnp.dtype(dtype)
     for name, dtype in {
@@ -54,40 +54,25 @@ METADATA = "__metadata__"  # a name that no tensor can have
 BLOCK = 2**23  # bytes that are copied at a time if an array is not contiguous
 _LENGTH = struct.Struct("<Q")
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
-# ---- bytes ---------------------------------------------------------------------------------------
+class Weight(NamedTuple):
+    """One array as stored, the master copy if there is one, and its layout."""
 
-
-class Tensor(NamedTuple):
-    """Name, dtype and shape of one tensor."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
+    array: Any
+    layout: Layout
 
 
 class Stored(NamedTuple):
-    """One tensor in a file.
+    """One tensor in a file."""
 
-    Attributes:
-      path: the path of the file.
-      dtype: the format's name of the dtype, such as `"F32"`.
-      shape: the full shape.
-      offset: the byte of the file at which the tensor begins.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    path: Path  # of the file
+    dtype: str  # the format's name, such as "F32"
+    shape: tuple[int, ...]  # the full shape
+    offset: int  # the byte of the file at which the tensor begins
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of the tensor as a new array; only its bytes are read.
-
-        It maps the file, because the library has no NumPy arrays of float8.
-        """
+        """A slice of the tensor as a new array; the library has no NumPy arrays of float8."""
         dtype = DTYPES[self.dtype]
         size = [len(range(*s.indices(n))) for s, n in zip(index, self.shape, strict=True)]
         if 0 in size:
@@ -96,39 +81,32 @@ class Stored(NamedTuple):
         return np.array(tensor[index])
 
 
-def refuse_strange(tensors: Iterable[Tensor], call: str) -> None:
-    """Raises a `GShardError` that names the tensors whose dtype the format does not have."""
-    strange = [f"{x.name} ({x.dtype})" for x in tensors if x.dtype not in _NAMES]
-    if strange:
+def in_file_order(weights: Mapping[str, Weight], call: str) -> dict[str, Weight]:
+    """Sorts as the library does: by alignment, then by name. Refuses dtypes without a name."""
+    unknown = [f"{n} ({x.dtype})" for n, (_, x) in weights.items() if x.dtype not in _NAMES]
+    if unknown:
         raise GShardError(
-            f"{call}: the safetensors format does not have the dtype of {', '.join(strange)}. It "
+            f"{call}: the safetensors format does not have the dtype of {', '.join(unknown)}. It "
             f"has {', '.join(str(dtype) for dtype in _NAMES)}: keep these values in one of them "
             "(a complex number as two floats)."
         )
+    order = {dtype: i for i, dtype in enumerate(DTYPES.values())}
+    return dict(sorted(weights.items(), key=lambda item: (order[item[1].layout.dtype], item[0])))
 
 
-def in_file_order(tensor: Tensor) -> tuple[int, str]:
-    """A key for `sorted`: large alignment first, then by name, the order of the library."""
-    return _ORDER[tensor.dtype], tensor.name
-
-
-def header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its first tensor.
-
-    Raises:
-      GShardError: a name or a string cannot be written as UTF-8.
-    """
-    said: dict[str, Any] = {METADATA: dict(metadata)}
+def header(weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its first tensor."""
+    entries: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
-    for name, dtype, shape in tensors:
-        begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        said[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
+    for name, (_, layout) in weights.items():
+        begin, end = end, end + int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES[layout.dtype],
+            "shape": list(layout.shape),
             "data_offsets": [begin, end],
         }
     try:
-        text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise GShardError(
             f"a name or a string of metadata= cannot be written as UTF-8: {error}. Use another one."
@@ -138,11 +116,7 @@ def header(tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def tensors_of(file: Path, call: str) -> dict[str, Stored]:
-    """The tensors of a file by name, after the safetensors library has checked the file.
-
-    Raises:
-      GShardError: the library is not installed, there is no file, or it is damaged.
-    """
+    """The tensors of a file by name, after the safetensors library has checked the file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -154,32 +128,24 @@ def tensors_of(file: Path, call: str) -> dict[str, Stored]:
         what = "is not a file" if file.exists() else "does not exist"
         raise GShardError(f"{call}: {file} {what}. Pass the path of a safetensors file.")
     try:
-        with safe_open(file, framework="numpy"):
-            return _stored_in(file)
+        with safe_open(file, framework="numpy"), file.open("rb") as data:
+            (length,) = _LENGTH.unpack(data.read(_LENGTH.size))
+            entries = json.loads(data.read(length))
     except (SafetensorError, OSError) as error:
         raise GShardError(
             f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
             f"{error}. Write or copy it again."
         ) from error
-
-
-def _stored_in(path: Path) -> dict[str, Stored]:
-    with path.open("rb") as file:
-        (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-        said = json.loads(file.read(length))
-    said.pop(METADATA, None)
+    entries.pop(METADATA, None)
     start = _LENGTH.size + length
     return {
-        name: Stored(path, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
-        for name, x in said.items()
+        name: Stored(file, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
+        for name, x in entries.items()
     }
 
 
 def row_major(x: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of an array in row-major order.
-
-    A contiguous array is not copied; of any other, one block at a time is.
-    """
+    """The bytes of an array in row-major order; at most one block at a time is copied."""
     if x.flags.c_contiguous:
         yield x.reshape(-1).view(np.uint8).data
         return
@@ -193,33 +159,15 @@ def row_major(x: np.ndarray) -> Iterator[memoryview]:
         yield from row_major(np.ascontiguousarray(x[i : i + rows]))
 
 
-# ---- weights -------------------------------------------------------------------------------------
-
-
-class Weight(NamedTuple):
-    """One array as stored, the master copy if there is one, and its layout."""
-
-    array: Any
-    layout: Layout
-
-
 def name_of(layout: Layout) -> str:
     """The name of a weight in a file."""
     return layout.path.replace("/", ".")
 
 
 def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weight]:
-    """The weights of a state by name.
-
-    Raises:
-      GShardError: the state is abstract, its tree, shapes or dtypes differ from its plan, or two
-        weights would have the same name.
-    """
-    for tree, known in (
-        (components.params, plan.params),
-        (components.non_trainable, plan.non_trainable),
-    ):
-        same_leaves(tree, flatten(known)[0], f"{call}: the state is")
+    """The weights of a state by name, after comparing the state with its plan."""
+    same_leaves(components.params, flatten(plan.params)[0], f"{call}: the state is")
+    same_leaves(components.non_trainable, flatten(plan.non_trainable)[0], f"{call}: the state is")
     leaves = jax.tree.leaves((components.params, components.non_trainable, components.opt_state))
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise GShardError(
@@ -228,15 +176,35 @@ def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weigh
         )
     refuse_donated(leaves)
     params, layouts = plan.master_params(components.params, components.opt_state)
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(layouts), strict=True)
-    found = [Weight(x, layout) for x, layout in pairs]
-    beside = zip(
-        jax.tree.leaves(components.non_trainable), jax.tree.leaves(plan.non_trainable), strict=True
-    )
-    random = plan.kind.random_paths(plan.template)
-    found += [Weight(x, layout) for x, layout in beside if _is_weight(layout, random)]
-    _refuse_other_layouts(found, call)
-    return _by_name(found, call)
+    arrays = jax.tree.leaves(params) + jax.tree.leaves(components.non_trainable)
+    others, random = jax.tree.leaves(plan.non_trainable), plan.kind.random_paths(plan.template)
+    pairs = zip(arrays, jax.tree.leaves(layouts) + others, strict=True)
+    weights = [Weight(x, layout) for x, layout in pairs if _is_weight(layout, random)]
+    wrong = [
+        f"{layout.path} is {x.dtype}{list(x.shape)}, stored as "
+        f"{layout.dtype}{list(layout.stored_shape)}"
+        for x, layout in weights
+        if hasattr(x, "dtype") and (x.dtype != layout.dtype or x.shape != layout.stored_shape)
+    ]
+    if wrong:
+        raise GShardError(
+            f"{call}: the arrays of the state do not have the layouts of its plan: "
+            f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
+        )
+    found: dict[str, Weight] = {}
+    for weight in weights:
+        name = name_of(weight.layout)
+        if name in found:
+            raise GShardError(
+                f"{call}: {found[name].layout.path} and {weight.layout.path} would both be called "
+                f"{name!r} in the file. Rename one of them."
+            )
+        if name == METADATA:
+            raise GShardError(
+                f"{call}: the name {name!r} is reserved in safetensors files. Rename it."
+            )
+        found[name] = weight
+    return found
 
 
 def replace_weights(
@@ -266,32 +234,3 @@ def replace_weights(
 def _is_weight(layout: Layout, random: frozenset[str]) -> bool:
     is_key = jnp.issubdtype(layout.dtype, jax.dtypes.prng_key)
     return not is_key and layout.path not in random
-
-
-def _refuse_other_layouts(weights: list[Weight], call: str) -> None:
-    wrong = [
-        f"{layout.path} is {x.dtype}{list(x.shape)}, stored as "
-        f"{layout.dtype}{list(layout.stored_shape)}"
-        for x, layout in weights
-        if hasattr(x, "dtype") and (x.dtype != layout.dtype or x.shape != layout.stored_shape)
-    ]
-    if wrong:
-        raise GShardError(
-            f"{call}: the arrays of the state do not have the layouts of its plan: "
-            f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
-        )
-
-
-def _by_name(weights: list[Weight], call: str) -> dict[str, Weight]:
-    found: dict[str, Weight] = {}
-    for weight in weights:
-        name = name_of(weight.layout)
-        if name in found:
-            raise GShardError(
-                f"{call}: {found[name].layout.path} and {weight.layout.path} would both be called "
-                f"{name!r} in the file. Rename one of them."
-            )
-        if name == METADATA:
-            raise GShardError(f"{call}: a safetensors file keeps {name!r} for itself. Rename it.")
-        found[name] = weight
-    return found

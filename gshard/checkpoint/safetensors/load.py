@@ -28,10 +28,8 @@ from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
-Bounds: TypeAlias = tuple[tuple[int, int], ...]
-"""First and last + 1 index of a shard as stored, by dimension."""
-
-_HINTS = 20  # missing names for which the nearest is looked for: that takes long among thousands
+Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of a shard as stored, by dimension
+_HINTS = 20  # missing names for which a similar one is suggested: slow among thousands
 
 
 def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = False) -> Any:
@@ -116,11 +114,10 @@ def _check_fit(
             f"load_safetensors: {file} has weights of other shapes: {some(shapes, len(shapes))}. "
             "Shard a state of the model that the file was written from."
         )
-    fits = _can_cast if cast else _is_same
     dtypes = [
         f"{name} is {found[name].dtype} in the file and {x.dtype} in the state"
         for name, (_, x) in wanted.items()
-        if not fits(DTYPES.get(found[name].dtype), x.dtype)
+        if not _fits(DTYPES.get(found[name].dtype), x.dtype, cast)
     ]
     if dtypes:
         fix = (
@@ -134,16 +131,11 @@ def _check_fit(
         )
 
 
-def _is_same(stored: Any, wanted: Any) -> bool:
-    return stored == wanted
-
-
-def _can_cast(stored: Any, wanted: Any) -> bool:
+def _fits(stored: Any, wanted: Any, cast: bool) -> bool:
+    if stored == wanted or stored is None or not cast:
+        return stored == wanted
     kinds = (jnp.floating, jnp.integer)
-    return stored == wanted or (
-        stored is not None
-        and any(jnp.issubdtype(stored, kind) and jnp.issubdtype(wanted, kind) for kind in kinds)
-    )
+    return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
 
 
 def _shard_weight(
@@ -157,17 +149,14 @@ def _shard_weight(
         devices.setdefault(bounds, []).append(device)
     shards = []
     for bounds, same in devices.items():
-        x = _padded(_converted(name, stored.read(_inside(bounds, layout.shape)), dtypes), bounds)
+        ends = zip(bounds, layout.shape, strict=True)
+        inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in ends)
+        x = _padded(_converted(name, stored.read(inside), dtypes), bounds)
         for device in same:
             single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(x, single, may_alias=False))
         jax.block_until_ready(shards)  # otherwise several shards would be on the host at a time
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
-def _inside(bounds: Bounds, shape: Sequence[int]) -> tuple[slice, ...]:
-    """The slice between `bounds` without padding."""
-    return tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, shape, strict=True))
 
 
 def _padded(x: np.ndarray, bounds: Bounds) -> np.ndarray:
@@ -179,9 +168,7 @@ def _converted(name: str, x: np.ndarray, dtypes: Sequence[Any]) -> np.ndarray:
     for dtype in dtypes:
         if x.dtype == dtype:
             continue
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # too large a value becomes infinite, as in JAX
+        with np.errstate(over="ignore", invalid="ignore"):  # overflow is infinite, as in JAX
             new = x.astype(dtype)
         if jnp.issubdtype(dtype, jnp.integer) and (new != x).any():
             raise GShardError(

@@ -14,11 +14,9 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard._util.version import __version__
 from gshard.checkpoint.safetensors.format import (
-    Tensor,
     Weight,
     header,
     in_file_order,
-    refuse_strange,
     row_major,
     weights_of,
 )
@@ -73,25 +71,21 @@ def save_safetensors(
         def begin() -> tuple[list[Weight], NewFile | None]:
             target = file_path(path, _CALL)
             components = plan.kind.split(state)
-            found = weights_of(components, plan, _CALL)
-            tensors = [Tensor(name, x.dtype, x.shape) for name, (_, x) in found.items()]
-            refuse_strange(tensors, _CALL)
-            tensors.sort(key=in_file_order)
+            weights = in_file_order(weights_of(components, plan, _CALL), _CALL)
             step = int(to_host(components.step, plan.layouts.step))
-            beginning = header(tensors, _all_metadata(metadata, step))
-            weights = [found[tensor.name] for tensor in tensors]
+            beginning = header(weights, _all_metadata(metadata, step))
             if not writes:
-                return weights, None
+                return [*weights.values()], None
             file = stack.enter_context(NewFile(target, _CALL))
             file.write(beginning)
-            return weights, file
+            return [*weights.values()], file
 
         weights, file = run_on_all(begin, plan.mesh)
         run_on_all(lambda: _stream(weights, file, several), plan.mesh)
 
 
 def _stream(weights: Sequence[Weight], file: NewFile | None, several: bool) -> None:
-    """Gathers one weight after the other, and writes them if there is a file."""
+    """Gathers one weight at a time, and writes it if there is a file."""
     fault: GShardError | None = None
     for weight in weights:
         try:

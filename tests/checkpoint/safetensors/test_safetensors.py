@@ -396,7 +396,7 @@ BAD_EXPORTS = {
     "complex": ({"w": ONES, "c": np.ones(2, np.complex64)}, {}, r"dtype of c \(complex64\)"),
     "int4": ({"w": ONES, "c": jnp.ones(2, jnp.int4)}, {}, r"dtype of c \(int4\)"),
     "twice": ({"a": {"b": ONES}, "a.b": ONES}, {}, "a/b and a.b would both be called"),
-    "metadata's": ({"__metadata__": ONES}, {}, "keeps '__metadata__' for itself"),
+    "metadata's": ({"__metadata__": ONES}, {}, "'__metadata__' is reserved"),
 }
 
 
