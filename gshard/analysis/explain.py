@@ -67,6 +67,10 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
         )
     check_state(state, plan, "explain(state, plan)")
     choices = Choices(micro_batches=micro_batches)
+    sent = {
+        k: level_forecast(plan, Choices(micro_batches=k))
+        for k in sorted({*_MICRO_BATCHES, micro_batches})
+    }
     parts = plan.kind.split(state)
     same_leaves(parts, flatten(plan.layouts)[0], "the state is")
     arrays = jax.tree.leaves(parts)
@@ -82,7 +86,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
         None if abstract else _measure(parts, plan),
         {name: level_forecast(other, choices) for name, other in plans.items()},
         impossible,
-        {k: _wire(plan, k) for k in sorted({*_MICRO_BATCHES, micro_batches})},
+        {k: {"level": found.wire, **found.wire_by_flavour} for k, found in sent.items()},
         micro_batches,
     )
 
@@ -141,11 +145,6 @@ def _other_levels(plan: Plan) -> tuple[dict[str, Plan], dict[str, str]]:
             except GShardError as error:  # such as a rule that shards layers
                 impossible[name] = str(error)
     return plans, impossible
-
-
-def _wire(plan: Plan, micro_batches: int) -> dict[str, int]:
-    found = level_forecast(plan, Choices(micro_batches=micro_batches))
-    return {"level": found.wire, **found.wire_by_flavour}
 
 
 Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype

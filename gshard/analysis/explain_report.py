@@ -56,8 +56,7 @@ class OtherArrays:
     Attributes:
       shape: global shape.
       dtype: name of the dtype.
-      placement: `on cpu:0`, `replicated on 8 devices` or `sharded over 8 devices`, with `, on host`
-        for the host's memory.
+      placement: such as `on cpu:0` or `sharded over 8 devices, on host`.
       count: number of arrays.
       bytes: their bytes on the device that has most of them.
     """
@@ -175,21 +174,15 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as dicts, lists, strings and numbers, ready for JSON."""
-        found = {name: getattr(self, name) for name in ("level", "devices", "group_size")}
-        return found | {
+        return dataclasses.asdict(self) | {
             "stored": self.stored,
             "exact": self.exact,
-            "planned": dict(self.planned),
-            "leaves": [dataclasses.asdict(x) for x in self.leaves],
-            "measured": None if self.measured is None else dataclasses.asdict(self.measured),
-            "micro_batches": self.micro_batches,
+            "halved_by": self.halved_by,
             "levels": {
                 name: dataclasses.asdict(x) | {"stored": x.stored, "saves": self.saves(name)}
                 for name, x in self.levels.items()
             },
-            "impossible": dict(self.impossible),
-            "halved_by": self.halved_by,
-            "wire": {str(k): dict(row) for k, row in self.wire.items()},
+            "wire": {str(k): row for k, row in self.wire.items()},
         }
 
     def text(self, most: int | None = 20) -> str:
@@ -212,8 +205,7 @@ def explanation_text(found: Explanation, most: int | None) -> str:
     )
     blocks: list[Table | str] = [title, "", _arrays_table(found, most), *_live_blocks(found)]
     blocks += [_levels_table(found), _wire_table(found), "Answers", *_answers(found)]
-    longest = max((len(x.path) for x in found.leaves), default=0)
-    return text_of(blocks, width=160 + longest)
+    return text_of(blocks, width=160 + max((len(x.path) for x in found.leaves), default=0))
 
 
 def _arrays_table(found: Explanation, most: int | None) -> Table:
@@ -335,31 +327,24 @@ def _answers(found: Explanation) -> Iterator[str]:
     for (reason, change), same in groupby(sorted(found.marked, key=cause), cause):
         leaves = list(same)
         paths, size = some([x.path for x in leaves], most=3), sum(x.bytes for x in leaves)
-        yield f"    {paths} ({bytes_of(size)}): {reason}" + (
-            f"; to change: {change}" if change else ""
-        )
-    by = found.halved_by
-    yield "  Which level halves it? " + (
-        f"{by}: {bytes_of(found.stored)} become {bytes_of(found.levels[by].stored)}."
-        if by
-        else f"None: {found.level} is at {bytes_of(found.stored)} already."
-    )
-    better = [name for name in found.levels if found.saves(name) > 0]
-    yield "  What would a higher level save? " + (
-        "; ".join(f"{name} {bytes_of(found.saves(name))} on each device" for name in better)
-        or "Nothing more."
-    )
+        how = f"; to change: {change}" if change else ""
+        yield f"    {paths} ({bytes_of(size)}): {reason}{how}"
+    by, now = found.halved_by, bytes_of(found.stored)
+    halves = f"{by}: {now} become {bytes_of(found.levels[by].stored)}" if by else ""
+    yield f"  Which level halves it? {halves or f'None: {found.level} is at {now} already'}."
+    saved = {name: found.saves(name) for name in found.levels if found.saves(name) > 0}
+    better = "; ".join(f"{name} {bytes_of(n)} on each device" for name, n in saved.items())
+    yield f"  What would a higher level save? {better or 'Nothing more.'}"
     for name, why in found.impossible.items():
         yield f"  Level {name} is not possible for it: {why}"
     measured = found.measured
     if measured is None:
         return
-    question = "  Why did memory not fall? "
-    if not measured.other_arrays:
-        yield question + "No other array is alive."
-        return
-    device, size = max(measured.other_bytes.items(), key=lambda pair: pair[1])
-    yield f"{question}{bytes_of(size)} on {device} belong to other live arrays."
+    others = "No other array is alive."
+    if measured.other_arrays:
+        device, size = max(measured.other_bytes.items(), key=lambda pair: pair[1])
+        others = f"{bytes_of(size)} on {device} belong to other live arrays."
+    yield f"  Why did memory not fall? {others}"
     for copy in measured.copies:
         gradients = " Or are they gradients, or a copy of your own?"
         yield (

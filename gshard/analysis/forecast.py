@@ -136,12 +136,8 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
-        return {
-            "parameters": self.parameters,
-            "devices": self.devices,
-            "replica": self.replica,
-            "target": self.target,
-            "usable": self.usable,
+        names = ("parameters", "devices", "replica", "target", "usable")
+        return {name: getattr(self, name) for name in names} | {
             "choices": dataclasses.asdict(self.choices),
             "levels": {
                 name: level.as_dict() | {"fits": self.fits(name)}

@@ -142,8 +142,8 @@ def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
     """Options that fit by time, then the others by memory; of equal times less memory first."""
 
-    def order(x: Verdict) -> tuple[bool, float, int]:
-        return x.cost is None, 0.0 if x.cost is None else float(f"{x.cost.step:.3g}"), x.needs
+    def order(x: Verdict) -> tuple[float, int]:
+        return float("inf") if x.cost is None else float(f"{x.cost.step:.3g}"), x.needs
 
     return sorted(found, key=order)
 
@@ -163,17 +163,14 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
     mesh = abstract_mesh(target.devices, option.replica)
     state, plan = sharded_setup(setup, mesh, option.level, choices)
     level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
-
-    def verdict(needs: int, seconds: Cost | None = None) -> Verdict:
-        return Verdict(option, target.devices, needs, has, level.host, seconds)
-
-    at_least = level.needs - level.gathered  # the trace says how much of a layer is gathered
-    if at_least > has or level.host > target.chip.host_memory:
-        return verdict(at_least)
-    seen = footprint_of(setup, state, plan, choices, target.platform)
-    if seen.peak > has:
-        return verdict(seen.peak)
-    return verdict(seen.peak, _cost(target, plan, level, seen))
+    # The least that it can need: the trace says how much of a layer is gathered.
+    needs, seconds = level.needs - level.gathered, None
+    if needs <= has and level.host <= target.chip.host_memory:
+        seen = footprint_of(setup, state, plan, choices, target.platform)
+        needs = seen.peak
+        if seen.peak <= has:
+            seconds = _cost(target, plan, level, seen)
+    return Verdict(option, target.devices, needs, has, level.host, seconds)
 
 
 def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
