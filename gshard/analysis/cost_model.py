@@ -93,17 +93,11 @@ def cost(
     update: int,
     host: int,
 ) -> Cost:
-    """The cost of a step.
+    """The cost of a step on a mesh with these data axes, from FLOPs by dtype and bytes.
 
-    Args:
-      target: the machine.
-      group: the data axes of the mesh.
-      flops: FLOPs of one device by dtype of the operands.
-      traffic: bytes of memory that the loss and its gradient read and write.
-      wire: bytes that a device sends: `shard` within its shard group, `replicas` between replicas,
-        and `update` for the updated parameters.
-      update: bytes of memory that the optimizer reads and writes.
-      host: bytes stored on the host.
+    A device sends `wire` bytes: `shard` within its shard group, `replicas` between replicas, and
+    `update` for the updated parameters. The loss and its gradient read and write `traffic` bytes of
+    memory, the optimizer `update` bytes; `host` bytes are stored on the host.
     """
     chip = target.chip
     shard, replicas = bandwidths(target, group)

@@ -232,14 +232,9 @@ def without_arrays(setup: TrainSetup) -> TrainSetup:
 
 @dataclass(frozen=True)
 class Choices:
-    """Options of a run, next to its level and mesh.
+    """Options of a run, as in `make_train_step` and `shard_train_state`.
 
-    Attributes:
-      micro_batch_size: examples of one micro-batch on one device.
-      micro_batches: number of micro-batches in one step (k).
-      accumulate: as in `make_train_step`.
-      reshard_after_forward: as in `make_train_step`.
-      offload: as in `shard_train_state`.
+    `micro_batch_size` is the number of examples of one micro-batch on one device.
     """
 
     micro_batch_size: int = 1
@@ -251,11 +246,8 @@ class Choices:
     @property
     def of_step(self) -> dict[str, Any]:
         """The options that `make_train_step` and `budget` take, by name."""
-        return {
-            "micro_batches": self.micro_batches,
-            "accumulate": self.accumulate,
-            "reshard_after_forward": self.reshard_after_forward,
-        }
+        names = ("micro_batches", "accumulate", "reshard_after_forward")
+        return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
         check_integer("micro_batch_size", self.micro_batch_size, 1, " of examples", most=MOST)
@@ -269,17 +261,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Config:
-    """A model, a machine and the options of a run.
+    """A model (`module:function`), a machine and the options of a run, from a file or options.
 
-    Attributes:
-      model: `module:function`, a function that returns a `gshard.TrainSetup`.
-      arguments: keyword arguments of the function.
-      levels: names of levels.
-      devices: number of devices; None if neither CONFIG nor an option has it.
-      target: the machine, or None.
-      replica: number of replicas of the sharded state.
-      choices: options of the step.
-      vary: values that `gshard advise` may choose from, by argument of the function.
+    `devices` is None if neither has it. `vary` lists values that `gshard advise` may choose from,
+    by argument of the model's function.
     """
 
     model: str

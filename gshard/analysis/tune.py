@@ -192,13 +192,9 @@ def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train a model.
+    """One way to train a model: level, replicas of the sharded state, and options of the step.
 
-    Attributes:
-      level: name of the level.
-      replica: number of replicas of the sharded state.
-      choices: options of the step.
-      arguments: arguments of the model's function that `vary` lists, with their values.
+    `arguments` of the model's function are those that `vary` lists, with their values.
     """
 
     level: str

@@ -6,10 +6,9 @@ answer is JSON on stdout, one object a line: `{"stage": ...}` for progress, and 
 `{"result": ...}`, `{"error": ...}` (a user can fix it) and `{"failed": ...}` (what a library
 raised).
 
-Memory is read from the files that XLA dumps while it compiles, since a TPU program that is too
-large leaves no compiled program to ask. Three of them are read: the buffer assignment (allocations,
-and which values share one), the live ranges (which values are alive at the peak), and the optimized
-program (which operation makes a value).
+Memory is read from files that XLA dumps, since a TPU program that is too large leaves no compiled
+program to ask: the buffer assignment (allocations, and which values share one), the live ranges
+(which values are alive at the peak), and the optimized program (which operation makes a value).
 """
 
 from __future__ import annotations
@@ -261,10 +260,7 @@ def _bytes_in(said: str) -> int | None:
 
 
 def answer_request(work: Callable[[dict[str, Any], Say], dict[str, Any]]) -> None:
-    """Reads a request from stdin, does the work, and writes progress and the result to stdout.
-
-    What the model prints goes to stderr.
-    """
+    """Answers the request on stdin on stdout; what the model prints goes to stderr."""
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)

@@ -85,15 +85,9 @@ def ask(
     timeout: float,
     report: Report | None = None,
 ) -> dict[str, Any]:
-    """Runs a module that answers requests (see `child.answer_request`); returns its result.
+    """Runs a module, like `python -m`, that answers a request (see `child.answer_request`).
 
-    Args:
-      module: run like `python -m`, with the current folder on its path.
-      request: the request, ready for JSON.
-      target: the machine whose compiler the module needs.
-      what: what the module compiles, for messages.
-      timeout: seconds until it is given up.
-      report: called as in `compile_for`.
+    The module needs the compiler of `target`; `what` it compiles is for messages.
     """
     start = time.monotonic()
     with _started(module, target) as (process, lines, errors), _shown(what, report) as show:
@@ -204,14 +198,11 @@ _NO_MEMORY = (
 
 
 def reason(said: str, code: int) -> str:
-    """A readable reason why a compilation failed.
+    """A readable reason why a compilation failed, from what the process wrote.
 
-    Args:
-      said: the message of the error, or the last lines that the process wrote.
-      code: exit code of the process, or the negative number of the signal that ended it.
+    The code is its exit code, or the negative number of the signal that ended it.
     """
-    tool = re.search(r"Couldn't find a suitable version of (\w+)", said)
-    if tool:
+    if tool := re.search(r"Couldn't find a suitable version of (\w+)", said):
         return f"XLA finds no {tool[1]}: pip install 'gshard[aot-gpu]', which has nvidia-cuda-nvcc."
     if "No space left on device" in said or "Errno 28" in said:
         return "the disk is full: free some space, or set TMPDIR to a folder on another disk."

@@ -28,12 +28,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) (?:\(.*)?\{$")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """One array of a shape.
+    """One array of a shape: XLA's name of its dtype, and how many bits an element takes in memory.
 
-    Attributes:
-      dtype: XLA's name, such as `f32`, `bf16`, `s4`, `pred`.
-      elements: number of elements (of a bounded dynamic dimension, the bound).
-      bits: bits that one element takes in memory.
+    Of a bounded dynamic dimension the bound counts.
     """
 
     dtype: str
@@ -68,8 +65,7 @@ def read_arrays(shape: str) -> tuple[Array, ...]:
 class Instruction:
     """One line of a computation: `name = shape opcode(arguments), attributes`.
 
-    `arguments` and `attribute_text` are the raw text; `operands` and `attributes` read it when
-    asked, since only a few instructions of a program matter.
+    Only a few instructions of a program matter: `operands` and `attributes` read the text if asked.
     """
 
     name: str

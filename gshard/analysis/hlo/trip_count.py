@@ -33,14 +33,10 @@ class Affine(NamedTuple):
 class Frame:
     """A computation as called from one place, so that its parameters can be followed outwards.
 
-    Attributes:
-      module: the full program.
-      computation: the computation that runs.
-      caller: the frame that holds `call`; None for the entry.
-      call: the instruction that runs the computation.
-      carried: how a while's body or condition reads an element of the carried tuple. `constant`:
-        its value if no run changes it, else unknown. `name`: itself. `resolved`: its value if no
-        run changes it, else itself.
+    `caller` is the frame that holds `call`, the instruction that runs it; None for the entry.
+    `carried` is how a while's body or condition reads an element of the carried tuple. `constant`:
+    its value if no run changes it, else unknown. `name`: itself. `resolved`: its value if no run
+    changes it, else itself.
     """
 
     module: Module
