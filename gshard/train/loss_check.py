@@ -159,10 +159,10 @@ def _without_draws(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
 
     The constant is small, so that a dropout keeps everything up to a rate of 7/8.
     """
-    return evaluate(jaxpr, consts, args, _evaluate_equation)
+    return evaluate(jaxpr, consts, args, _evaluate_without_draws)
 
 
-def _evaluate_equation(eqn: Any, values: list[Any]) -> Sequence[Any]:
+def _evaluate_without_draws(eqn: Any, values: list[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if not any(inner.primitive.name in _REPLACED for inner in with_inner(eqn)):
         return bind(eqn, values)

@@ -208,11 +208,11 @@ def shard_and_advise(
         mesh,
         group,
         rule,
-        shard_optimizer,
-        wanted["scan_axes"],
-        as_precision(wanted["precision"]),
-        wanted["offload"],
-        advice,
+        wrap=shard_optimizer,
+        scan_axes=wanted["scan_axes"],
+        precision=as_precision(wanted["precision"]),
+        offload=wanted["offload"],
+        advice=advice,
     )
     plan_at = partial(plan_state, request=request)
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)

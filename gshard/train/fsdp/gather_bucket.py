@@ -139,7 +139,9 @@ class GatherBucket:
         """Returns the full parameters, gathered at the first call."""
         result = self.gathered
         if result is None:
-            result = self.gathered = _all_gather(self.specs, self.scope, self.kept, self.grad_sinks)
+            result = self.gathered = _gather_and_scatter(
+                self.specs, self.scope, self.kept, self.grad_sinks
+            )
         return result
 
     def wait(self, after: Sequence[jax.Array]) -> None:
@@ -198,7 +200,7 @@ def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _all_gather(
+def _gather_and_scatter(
     specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
 ) -> list[jax.Array]:
     del scope, grad_sinks
@@ -206,10 +208,10 @@ def _all_gather(
 
 
 def _forward(*args: Any) -> tuple[list[jax.Array], None]:
-    return _all_gather(*args), None
+    return _gather_and_scatter(*args), None
 
 
-def _backward(
+def _scatter_gradients(
     specs: tuple[GatherSpec, ...], scope: GatherScope, _: None, cotangents: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     # The stored shards are never differentiated; their cotangents are dead code.
@@ -232,7 +234,7 @@ def _backward(
     return nothing, shards
 
 
-_all_gather.defvjp(_forward, _backward)
+_gather_and_scatter.defvjp(_forward, _scatter_gradients)
 
 
 class GatherScope:

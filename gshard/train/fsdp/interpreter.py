@@ -70,7 +70,7 @@ def with_sharded_params(
     try:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
     except ValueError as error:
-        _raise_readable(error, axes)
+        _raise_constraint_error(error, axes)
         raise
     _check_constraints(closed.jaxpr, axes)
     scope.order = by_first_use(closed.jaxpr)
@@ -269,7 +269,7 @@ def _pass_to_scope(
     return flat, restore
 
 
-def _raise_readable(error: ValueError, axes: Sequence[str]) -> None:
+def _raise_constraint_error(error: ValueError, axes: Sequence[str]) -> None:
     """Raises a readable error for JAX's refusal of a constraint; returns for any other error."""
     said = str(error)
     missing = re.search(r"axis: (\S+) of (P\(.*?\)) is not found in mesh", said)

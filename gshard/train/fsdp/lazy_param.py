@@ -166,7 +166,7 @@ def apply_gathered(
         for i in which:
             if i is not None:
                 params[i].bucket.to_regather.add(params[i].index)
-        backward = partial(_backward, params, scope, which, structure)
+        backward = partial(_regather_and_differentiate, params, scope, which, structure)
         return out, jax.tree_util.Partial(backward, rest, list(full))
 
     run = jax.custom_vjp(call)
@@ -184,7 +184,7 @@ def order_gathers(values: Sequence[Any], scope: GatherScope) -> None:
             bucket.wait(after)
 
 
-def _backward(
+def _regather_and_differentiate(
     params: Sequence[LazyParam],
     scope: GatherScope,
     which: Sequence[int | None],

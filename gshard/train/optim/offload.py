@@ -31,7 +31,7 @@ def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> t
     if not plan.bytes_per_device["host"]:
         return fun(state, params)
     closed, shapes, groups = _trace(fun, state, params, plan)
-    results = _evaluate(closed, groups, jax.tree.leaves((params, state)))
+    results = _evaluate_groups(closed, groups, jax.tree.leaves((params, state)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
@@ -85,7 +85,9 @@ def _without_jit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list
     return evaluate(jaxpr, consts, args, run)
 
 
-def _evaluate(closed: Any, groups: Sequence[TransferGroup], args: Sequence[Any]) -> list[Any]:
+def _evaluate_groups(
+    closed: Any, groups: Sequence[TransferGroup], args: Sequence[Any]
+) -> list[Any]:
     """Evaluates the equations that belong to no group, then one group after the other."""
     jaxpr = closed.jaxpr
     scope = Bindings([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args])

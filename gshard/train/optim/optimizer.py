@@ -193,7 +193,7 @@ def user_update(plan: Plan, extra: dict[str, Any]) -> Callable[[Any, Any, Any], 
         try:
             updates, inner = plan.tx.update(grads, inner, own, **extra)
         except (TypeError, ValueError) as error:
-            _raise_readable(error)
+            _raise_optimizer_error(error)
             raise
         _check_results(updates, inner, plan)
         return updates, inner
@@ -217,7 +217,7 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
                 )
 
 
-def _raise_readable(error: Exception) -> None:
+def _raise_optimizer_error(error: Exception) -> None:
     """Raises a readable error when an optimizer needs more than a train step gives it."""
     said = str(error)
     if "batch dimension" in said:
