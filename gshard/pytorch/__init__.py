@@ -1,9 +1,9 @@
 """The API of PyTorch's `ZeroRedundancyOptimizer` and `Join`, on top of the core.
 
-`param_groups` has the parameters and hyperparameters that `zero_redundancy_optimizer` trains.
-`even` and `greedy` are its two partitions: each shards the optimizer state and runs the update.
-`coupling` refuses optimizers that `greedy` cannot split, `state_dict` matches saved states with
-new ones, and `join` trains on uneven inputs. It calls no collective itself.
+`parameters` and `param_group` are what `zero_redundancy_optimizer` trains, `even` and `greedy` its
+two partitions: each shards the optimizer state and runs the update. `coupling` refuses optimizers
+that `greedy` cannot split, `state_dict` matches saved states with new ones, `from_owners` sends
+updated parameters, and `join` trains on uneven inputs.
 
 May import: everything but `paddle` and `cli`.
 Start reading: `zero_redundancy_optimizer`.

@@ -21,12 +21,7 @@ _NONE: _Of = frozenset()
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
-    """Refuses an optimizer that cannot update tensor by tensor; `params` are abstract.
-
-    Raises:
-      GShardError: an update, or the state of one parameter, depends on another parameter, or the
-        optimizer draws random numbers; the message names the optax transformation.
-    """
+    """Refuses an optimizer that cannot update tensor by tensor; `params` are abstract."""
     state = jax.eval_shape(tx.init, params)
     closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
     random = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,24 +35,16 @@ class FromOwners:
         plan: Plan,
         devices: Sequence[Any],
         owners: Sequence[int | None],
-        leaves: Sequence[jax.Array],
         rows: bool,
     ):
-        """Prepares to send some parameters.
-
-        Args:
-          plan: a plan at level `dp`.
-          devices: the devices of the group.
-          owners: the owner of each leaf; None for a leaf that does not change.
-          leaves: the parameters.
-          rows: concatenate an owner's tensors of one dtype, and all-gather these rows at once.
-        """
+        """`rows` concatenates an owner's tensors of one dtype, and all-gathers the rows at once."""
         self._plan, self.devices = plan, devices
         rank = jax.process_index()
         self.local = {i: d for i, d in enumerate(devices) if d.process_index == rank}
-        owned = {i: owner for i, owner in enumerate(owners) if owner is not None}
-        self._indices, self._owners = list(owned), tuple(owned.values())
-        self._leaves = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in owned]
+        self._indices = [i for i, owner in enumerate(owners) if owner is not None]
+        self._owners = tuple(owner for owner in owners if owner is not None)
+        layouts = jax.tree.leaves(plan.params)
+        self._leaves = [plan.abstract(layouts[i]) for i in self._indices]
         ends: Counter[Any] = Counter()
         self._starts = []  # of each tensor in the row of its owner
         for x, owner in zip(self._leaves, self._owners, strict=True):
@@ -81,12 +74,9 @@ class FromOwners:
         new: Mapping[int, Mapping[int, jax.Array]],
         rows: Mapping[int, Sequence[jax.Array]],
     ) -> list[jax.Array]:
-        """Returns all parameters on every device.
+        """Returns all parameters on every device, from the old ones and what each owner has.
 
-        Args:
-          params: the old ones.
-          new: for each device of this process, by its index, its new tensors by position.
-          rows: what `pack` made of them.
+        By the index of the owner, `new` has its new tensors by position, and `rows` their rows.
         """
         join = jax.make_array_from_single_device_arrays
         if self._lengths:
@@ -119,13 +109,7 @@ class FromOwners:
         return self._gather.lower(rows)
 
     def one(self, owner: int, x: jax.Array | None, like: Any) -> np.ndarray:
-        """Copies one array from its owner into the host memory of every process.
-
-        Args:
-          owner: the owner's index among the devices.
-          x: the owner's array; None if another process owns it.
-          like: the array's shape and dtype.
-        """
+        """Copies one array into the host memory of every process; only its owner's has `x`."""
         if len(self.local) == len(self.devices):
             return np.array(x)
         each: list[Any] = [
@@ -137,10 +121,8 @@ class FromOwners:
 
     def _from_each(self, owners: tuple[int, ...], sent: list[jax.Array]) -> list[jax.Array]:
         """Returns full arrays, each with the value that its owner has."""
-        axes = self._plan.group.axes
-        return self._on_devices(
-            lambda sent: broadcast_from_owners(sent, owners, axes), jax.P(), sent
-        )
+        broadcast = partial(broadcast_from_owners, owners=owners, axes=self._plan.group.axes)
+        return self._on_devices(broadcast, jax.P(), sent)
 
     def _from_rows(self, rows: list[jax.Array]) -> list[jax.Array]:
         """Returns the full tensors of all owners."""

@@ -79,7 +79,7 @@ class Greedy:
         order = [mesh.axis_names.index(axis) for axis in self.plan.group.axes]
         devices = list(np.transpose(mesh.devices, order).flat)
         self.owners = self._assign([x.size for x in leaves], len(devices))
-        self._from_owners = FromOwners(self.plan, devices, self.owners, leaves, buckets)
+        self._from_owners = FromOwners(self.plan, devices, self.owners, buckets)
         self._own = {
             place: Owner(
                 device,
@@ -159,7 +159,7 @@ class Greedy:
         return self._from_owners.elements
 
     def _assign(self, sizes: Sequence[int], count: int) -> list[int | None]:
-        """Returns owners, assigned group by group: a group added later moves no earlier tensor."""
+        """Returns owners. By group, so that a group that is added later moves no other tensor."""
         owners: list[int | None] = [None] * len(sizes)
         loads = [0] * count
         for tree in self._trees:
@@ -208,14 +208,9 @@ class Owner:
         trees: Sequence[Any],
         pack: Callable[[Mapping[int, jax.Array]], list[jax.Array]],
     ):
-        """Compiles the update of a device.
+        """`mine` are the positions of its tensors; `trees` have the positions of each group's.
 
-        Args:
-          device: the device.
-          mine: positions of its tensors among all.
-          groups: the groups of all parameters.
-          trees: the tree of each group, with positions as leaves.
-          pack: computes from new tensors what is sent, in addition to the tensors.
+        `pack` computes from new tensors what is sent, in addition to the tensors.
         """
         self.device, self._mine, self._pack = device, mine, pack
         self._groups, self._trees = groups, trees
@@ -245,12 +240,7 @@ class Owner:
     ) -> tuple[dict[int, jax.Array], list[jax.Array], list[Any]]:
         """Returns new tensors by position, what was packed, and new states.
 
-        Args:
-          skipped: positions of the tensors that do not change.
-          params: all parameters, by device.
-          grads: all gradients, by device.
-          states: the state of each group.
-          values: hyperparameters of each group.
+        `params` and `grads` are all, by device; those at the positions `skipped` do not change.
         """
         own = ({i: of[i][self.device] for i in self._mine} for of in (params, grads))
         return self._update(skipped, *own, states, values)

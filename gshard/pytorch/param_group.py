@@ -41,15 +41,7 @@ class ParamGroup(MutableMapping[str, Any]):
         tree: Any,
         params: Callable[[], list[Any]],
     ):
-        """Makes a group.
-
-        Args:
-          factory: returns an optax transformation.
-          defaults: arguments of the factory.
-          own: the group's own arguments, which replace them.
-          tree: the abstract tree of the group's arrays.
-          params: returns the current arrays.
-        """
+        """`own` arguments of the optax factory replace its `defaults`; `params` returns arrays."""
         self._factory, self._params, self.tree = factory, params, tree
         self.name = getattr(factory, "__name__", repr(factory))
         known, takes_any = _signature(factory, self.name)
@@ -104,11 +96,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return {name: x for name, x in every.items() if isinstance(x, (bool, int, float, str))}
 
     def check(self, saved: Mapping[str, Any], where: str) -> None:
-        """Refuses saved hyperparameters that do not fit this group.
-
-        Raises:
-          GShardError: a hyperparameter does not fit; the message names it.
-        """
+        """Refuses saved hyperparameters that do not fit this group."""
         for name, value in saved.items():
             if name in self.live and not _is_number(value):
                 raise ArgumentTypeError(f"{where}: {name}={shown(value)} is not a number.")
@@ -188,7 +176,7 @@ class ParamGroup(MutableMapping[str, Any]):
         return closed.jaxpr, (structure, [(x.shape, x.dtype) for x in leaves])
 
     def _can_trace(self, values: dict[str, Any], wanted: Any) -> bool:
-        """Whether an update reads all these values, and its state remains what is wanted."""
+        """Whether an update reads all these values, and its state has the shapes that it had."""
         try:
             jaxpr, state = self._trace(values)
         except Exception:  # a factory may raise anything for a tracer

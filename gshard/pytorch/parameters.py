@@ -177,12 +177,7 @@ class Model(Parameters):
 
 
 def parameters(params: Any) -> tuple[Parameters, list[dict[str, Any]]]:
-    """Splits the `params` argument of an optimizer into parameters and groups' hyperparameters.
-
-    Raises:
-      ArgumentTypeError: `params` is a bare array, has no parameters, or is a mixture.
-      GShardError: there is nothing to optimize, or a parameter is given twice.
-    """
+    """Splits the `params` argument of an optimizer into parameters and groups' hyperparameters."""
     if isinstance(params, nnx.Module):
         if not isinstance(params, Wrapped) and any(keepers(_leaves(nnx.state(params, nnx.Param)))):
             return _of_trees([_tree_of({"params": params})]), [{}]

@@ -17,15 +17,9 @@ from gshard.wrapped.state_dict import misfit
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Returns each state in the tree of the abstract state that is wanted.
+    """Returns the state of each group in the tree of the abstract state that is wanted.
 
-    Args:
-      states: one per group, in a sequence or in a mapping from "0", "1", ...: trees, or what a
-        file made of them, with the same paths.
-      wanted: the abstract states.
-
-    Raises:
-      GShardError: entries are missing, unknown, or of another shape; the message names them.
+    `states` are trees with the same paths, or what a file made of them.
     """
     states = entries(states, len(wanted))
     if not isinstance(states, Sequence) or len(states) != len(wanted):
@@ -66,11 +60,7 @@ def entries(given: Any, count: int) -> Any:
 
 
 def refuse_other_shards(shards: Any, wanted: Sequence[Any]) -> None:
-    """Refuses local shards of a state that was sharded differently, or of another process.
-
-    Raises:
-      GShardError: an entry differs; the message names it.
-    """
+    """Refuses local shards of a state that was sharded differently, or of another process."""
     if not isinstance(shards, Sequence) or not all(
         isinstance(x, Mapping)
         for group in shards
@@ -99,11 +89,10 @@ def refuse_other_shards(shards: Any, wanted: Sequence[Any]) -> None:
 
 
 def parameter_of(tree: Any, params: Any) -> list[int | None]:
-    """Returns the position of the parameter of each leaf of a state or its layouts.
+    """Returns the position of the parameter of each leaf of a state, or None.
 
-    The position is None for a leaf of all parameters. A leaf belongs to the parameter whose path
-    its own path ends in, if every parameter has such a leaf, or if it has the parameter's shape: a
-    step count does not belong to a parameter named `count`.
+    A leaf belongs to the parameter whose path its own path ends in, if every parameter has such a
+    leaf, or if shapes are equal: a step count does not belong to a parameter named `count`.
     """
     names, params, _ = flatten(params)
     at = {name: i for i, name in enumerate(names)}

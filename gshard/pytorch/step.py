@@ -168,11 +168,7 @@ class OverlappedUpdate:
         self._done = True
 
     def end(self) -> None:
-        """Finishes `step()` after `backward` has updated the parameters.
-
-        Raises:
-          CallOrderError: `backward` has not been called since the last step.
-        """
+        """Finishes `step()` after `backward` has updated the parameters."""
         if not self._done:
             raise CallOrderError("step: there are no gradients. Call backward(loss_fn, batch).")
         self._done = False
