@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from gshard._util.errors import CallOrderError
 from gshard._util.pytree import flatten
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Labels, Parameters
@@ -33,7 +34,10 @@ from gshard.train_state.components import ShardedOptState
 class Even:
     """The state and the step of an optimizer that shards every tensor.
 
+    With `overlap_with_ddp`, `DataParallel.backward` runs `updated` with `arguments` in its program.
+
     Attributes:
+      target: the parameters.
       plan: the layout of every array, at level `os`.
       state: the state as stored; a step donates its arrays, and a step or a load replaces it.
     """
@@ -47,12 +51,13 @@ class Even:
         buckets: bool,
     ):
         """Shards the state; `buckets` says whether to all-gather several parameters together."""
-        self._target, self._groups = target, groups
+        self.target, self._groups = target, groups
         pair = target.pair(grouped(groups, target.labels))
         state, self.plan = shard_train_state(
             pair, mesh, "os", min_shard_size=0, replica_axes=replica_axes
         )
         self.state: ShardedOptState = target.start(state, self.plan).opt_state
+        self._updated = False
         self._bucket_size = BUCKET_SIZE if buckets else 0
         self._layouts, structure = jax.tree.flatten(self.plan.opt_state)
         # Of each group: the positions of its state's leaves among all, by path.
@@ -68,13 +73,17 @@ class Even:
                 self._parameter_of[i] = None if at is None else own[at]
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
-    def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
+    def step(self, grads: Any, skipped: tuple[int, ...]) -> None:
         """Runs one step; the leaves in `skipped` and their state do not change."""
-        self.accept(*self._step(*self._arguments(grads, values, skipped)))
+        self.accept(*self._step(*self._inputs(grads, skipped)))
 
-    def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
+    def lower(self, grads: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
         """Returns the lowered step."""
-        return self._step.lower(*self._arguments(grads, values, skipped))
+        return self._step.lower(*self._inputs(grads, skipped))
+
+    def arguments(self) -> tuple[Any, Any]:
+        """Returns the state, which an update donates, and the traced hyperparameters."""
+        return self.state, [group.traced() for group in self._groups]
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
         """Returns new parameters and state from gradients in the plan's layouts, while tracing."""
@@ -85,8 +94,14 @@ class Even:
 
     def accept(self, new: Any, state: ShardedOptState) -> None:
         """Stores what `updated` returned."""
-        self.state = state
-        self._target.write(new)
+        self.state, self._updated = state, True
+        self.target.write(new)
+
+    def end(self) -> None:
+        """Finishes `step()` after `backward` has updated the parameters."""
+        if not self._updated:
+            raise CallOrderError("step: there are no gradients. Call backward(loss_fn, batch).")
+        self._updated = False
 
     def states(self) -> list[Any]:
         """Returns the full state of each group, in host memory."""
@@ -130,7 +145,7 @@ class Even:
         """Returns the parameter elements that each device updates, padding included."""
         sizes = [
             math.prod(x.shard_shape)
-            for x, label in zip(jax.tree.leaves(self.plan.grads), self._target.labels, strict=True)
+            for x, label in zip(jax.tree.leaves(self.plan.grads), self.target.labels, strict=True)
             if label is not None
         ]
         return [sum(sizes)] * self.plan.group.size
@@ -149,14 +164,15 @@ class Even:
         inner = structure.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
         self.state = self.state._replace(inner=inner)
 
-    def _arguments(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> tuple[Any, ...]:
+    def _inputs(self, grads: Any, skipped: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the arguments of `_run`, with gradients on the mesh of the plan."""
         if not isinstance(grads, LocalGradients):
             mesh, full = self.plan.mesh, self.plan.sharding()
             meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in grads]
             pairs = zip(grads, meshes, strict=True)
             grads = [x if its == mesh else jax.device_put(x, full) for x, its in pairs]
-        return skipped, self._target.values(), self.state, grads, values
+        state, values = self.arguments()
+        return skipped, self.target.values(), state, grads, values
 
     def _run(
         self, skipped: tuple[int, ...], params: Any, state: ShardedOptState, grads: Any, values: Any
@@ -168,7 +184,7 @@ class Even:
             grads = with_zeros(grads, skipped, jax.tree.leaves(params))
         new, after = self.updated(params, grads, state, values)
         if skipped:
-            new = keep_of(range(len(self._target.labels)), skipped, new, params)
+            new = keep_of(range(len(self.target.labels)), skipped, new, params)
             inner = keep_of(self._parameter_of, skipped, after.inner, state.inner)
             after = after._replace(inner=inner)
         return new, after

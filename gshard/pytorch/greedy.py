@@ -44,7 +44,10 @@ def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:
 class Greedy:
     """The state and the step of an optimizer that keeps each tensor's state on one device.
 
+    It has the methods of `Even`.
+
     Attributes:
+      target: the parameters.
       plan: the layouts of parameters and gradients, at level `dp`.
       owners: each parameter's owner, as an index of a device in the group; None for a parameter
         that is not optimized.
@@ -69,7 +72,7 @@ class Greedy:
             )
         for group in groups:
             refuse_coupled(group.tx(), group.tree, group.name)
-        self._target, self._groups = target, groups
+        self.target, self._groups = target, groups
         state, self.plan = shard_train_state(
             target.pair(optax.identity()), mesh, "dp", replica_axes=replica_axes
         )
@@ -96,33 +99,31 @@ class Greedy:
             lambda sums: jax.tree.leaves(finish_reduction(sums, self.plan, StepOptions()).grads)
         )
 
-    def step(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> None:
-        """Runs one step; the leaves in `skipped` and their state do not change."""
+    def step(self, grads: Any, skipped: tuple[int, ...]) -> None:
         full = self.plan.sharding()
-        params = jax.device_put(jax.tree.leaves(self._target.values()), full)
+        params = jax.device_put(jax.tree.leaves(self.target.values()), full)
         if isinstance(grads, LocalGradients):
             grads = self._reduce(grads)
         else:
             grads = jax.device_put(with_zeros(grads, skipped, params), full)
         old, given = list(map(by_device, params)), list(map(by_device, grads))
         new, rows, state = {}, {}, {}
+        values = [group.traced() for group in self._groups]
         for place, owner in self._own.items():
             found = owner.step(skipped, old, given, self.state[place], values)
             new[place], rows[place], state[place] = found
         self.state = state
-        self._target.write(self._structure.unflatten(self._from_owners.send(params, new, rows)))
+        self.target.write(self._structure.unflatten(self._from_owners.send(params, new, rows)))
 
-    def lower(self, grads: Any, values: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
+    def lower(self, grads: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
         """Returns the lowered all-gather of the updated parameters; nothing runs."""
-        del grads, values, skipped
+        del grads, skipped
         return self._from_owners.lower()
 
     def states(self) -> list[Any]:
-        """Returns the full state of each group, in host memory."""
         return [self._group_state(g) for g in range(len(self._groups))]
 
     def load(self, states: Sequence[Any]) -> None:
-        """Sets the state of each group from full arrays, in the trees of `states`."""
         values = list(map(_by_path, states))
         self._set({place: values for place in self._own})
 
@@ -137,13 +138,11 @@ class Greedy:
         ]
 
     def load_shards(self, shards: Sequence[Any]) -> None:
-        """Sets what `shards` returned for a state with the same owners."""
         refuse_other_shards(shards, self.shards())
         # A file has no empty entries.
         self._set({i: [group.get(str(i), {}) for group in shards] for i in self._own})
 
     def loads(self) -> list[int]:
-        """Returns the parameter elements that each device updates."""
         loads = [0] * len(self._from_owners.devices)
         for x, owner in zip(jax.tree.leaves(self.plan.params), self.owners, strict=True):
             if owner is not None:

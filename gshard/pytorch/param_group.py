@@ -143,9 +143,6 @@ class ParamGroup(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return 1 + len(self.live) + len(self.fixed)
 
-    def __contains__(self, name: object) -> bool:
-        return name == "params" or self._own(str(name)) in self.fixed | self.live
-
     def __repr__(self) -> str:
         own = ", ".join(f"{name}={shown(x)}" for name, x in (self.fixed | self.live).items())
         return f"ParamGroup({self.name}, {len(self._params())} parameters, {own})"

@@ -88,16 +88,13 @@ class Variables(Parameters):
         self.tree, self.labels = tree, labels
 
     def values(self) -> Any:
-        """Returns the current arrays."""
         return jax.tree.map(lambda x: x.get_value(), self.tree, is_leaf=_is_variable)
 
     def write(self, new: Any) -> None:
-        """Sets the arrays."""
         for variable, x in zip(_leaves(self.tree), jax.tree.leaves(new), strict=True):
             variable.set_value(x)
 
     def result(self) -> Any:
-        """Returns the Variables."""
         return self.tree
 
 
@@ -119,30 +116,24 @@ class Model(Parameters):
         self.labels = [0 if label_of is None else label_of.get(i) for i in self._ids()]
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
-        """Returns the argument for `shard_train_state`."""
         return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)
 
     def start(self, state: Any, plan: Plan) -> Components:
-        """Stores the sharded parameters and buffers; returns the components of the state."""
         nnx.update(self.tree, nnx.state(state[0]))
         if self.accumulation is not None:
             follow(self.tree, plan)
         return plan.kind.split(state)
 
     def values(self) -> Any:
-        """Returns the current arrays."""
         return nnx.as_pure(nnx.state(self.tree, self._wrt))
 
     def write(self, new: Any) -> None:
-        """Sets the arrays."""
         nnx.update(self.tree, new)
 
     def result(self) -> Any:
-        """Returns the model."""
         return self.tree
 
     def group_tree(self, values: Any, group: int) -> Any:
-        """Returns one group's subtree of a tree with the structure of these values."""
         if set(self.labels) == {group}:
             return values
         pairs = jax.tree_util.tree_leaves_with_path(values)
@@ -154,7 +145,6 @@ class Model(Parameters):
         return traverse_util.unflatten_dict(own)
 
     def with_group(self, group: Mapping[str, Any]) -> Parameters:
-        """Returns the parameters of the same model with another group."""
         label_of = dict(zip(self._ids(), self.labels, strict=True))
         added = [id(x) for x in _leaves(_tree_of(group))]
         if not added or not label_of.keys() >= set(added):

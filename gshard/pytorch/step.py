@@ -1,4 +1,4 @@
-"""`opt.step` of a `ZeroRedundancyOptimizer`, and the update that `backward` runs itself."""
+"""`opt.step` of a `ZeroRedundancyOptimizer`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from gshard._util.pytree import differences, flatten
 from gshard._util.validation import shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
-from gshard.pytorch.parameters import Parameters
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import LocalGradients
 
@@ -22,14 +21,14 @@ from gshard.train.gradients import LocalGradients
 class OptimizerStep:
     """`opt.step(grads)` or `opt.step(closure=...)`; with a `DataParallel`, `opt.step()`."""
 
-    def __init__(self, now: Callable[[], tuple[Even | Greedy, Parameters, Any]]):
-        """`now` returns the current engine, parameters and traced hyperparameters."""
-        self._now = now
+    def __init__(self, engine: Callable[[], Even | Greedy]):
+        """`engine` returns the current one: a group that is added makes another."""
+        self._engine = engine
 
     @property
     def plan(self) -> Plan:
         """The layout of every array."""
-        return self._now()[0].plan
+        return self._engine().plan
 
     def __call__(self, grads: Any = None, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters.
@@ -48,8 +47,8 @@ class OptimizerStep:
             grads, closure = None, grads
         if closure is not None and grads is not None:
             raise GShardError("step: pass grads or closure, not both.")
-        engine, target, values = self._now()
-        keep, loss = target.accumulation, None
+        engine = self._engine()
+        keep, loss = engine.target.accumulation, None
         if keep is not None and keep.stepped_by is not engine:
             raise CallOrderError(
                 "step: another optimizer has been made for this DataParallel since. Make one "
@@ -61,9 +60,8 @@ class OptimizerStep:
             keep.refuse_waiting()
             keep.updating.end()
         else:
-            leaves, skipped = _checked(grads, engine.plan, target)
-            engine.step(leaves, values, skipped)
-        result = target.result()
+            engine.step(*_checked(grads, engine))
+        result = engine.target.result()
         return result if closure is None else (loss, result)
 
     def lower(self, grads: Any = None) -> jax.stages.Lowered:
@@ -72,18 +70,15 @@ class OptimizerStep:
         Args:
           grads: as passed to a call; by default abstract arrays in the plan's layouts.
         """
-        engine, target, values = self._now()
-        plan, skipped = engine.plan, ()
-        if grads is None:
-            leaves = jax.tree.leaves(jax.tree.map(plan.abstract, plan.grads))
-        else:
-            leaves, skipped = _checked(grads, plan, target)
-        return engine.lower(leaves, values, skipped)
+        engine = self._engine()
+        if grads is not None:
+            return engine.lower(*_checked(grads, engine))
+        return engine.lower([engine.plan.abstract(x) for x in jax.tree.leaves(self.plan.grads)], ())
 
 
-def _checked(grads: Any, plan: Plan, target: Parameters) -> tuple[Any, tuple[int, ...]]:
+def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
     """Returns gradients as leaves, and the positions of leaves without a gradient."""
-    keep = target.accumulation
+    keep = engine.target.accumulation
     if keep is None and grads is None:
         raise GShardError(
             "step needs gradients: step(grads), or step(closure=...) whose closure returns "
@@ -111,7 +106,7 @@ def _checked(grads: Any, plan: Plan, target: Parameters) -> tuple[Any, tuple[int
             )
     if isinstance(grads, LocalGradients):
         return grads, ()
-    names, params, _ = flatten(target.values())
+    names, params, _ = flatten(engine.target.values())
     paths, leaves, _ = flatten(grads)
     if paths == [""] and names != [""]:
         raise ArgumentTypeError(
@@ -129,7 +124,7 @@ def _checked(grads: Any, plan: Plan, target: Parameters) -> tuple[Any, tuple[int
         raise GShardError(
             f"step: the gradients are not a tree like the parameters: {differences(paths, names)}."
         )
-    for name, x, layout in zip(names, params, jax.tree.leaves(plan.grads), strict=True):
+    for name, x, layout in zip(names, params, jax.tree.leaves(engine.plan.grads), strict=True):
         shape = np.shape(given[name]) if name in given else x.shape
         if shape not in (x.shape, layout.stored_shape):
             raise GShardError(f"step: the gradient of {name} has shape {shape}, not {x.shape}.")
@@ -148,27 +143,3 @@ def _called(closure: Any, keep: Any) -> tuple[Any, Any]:
     if keep is None:
         raise GShardError(f"step: the closure returned {shown(out)}. It must return (loss, grads).")
     return out, None
-
-
-class OverlappedUpdate:
-    """The update that `DataParallel.backward` runs after the gradients."""
-
-    def __init__(self, engine: Even, values: Callable[[], Any]):
-        """`values` returns the current hyperparameters."""
-        self.updated, self._engine, self._values = engine.updated, engine, values
-        self._done = False
-
-    def arguments(self) -> tuple[Any, Any]:
-        """Returns the optimizer's state, which is donated, and its hyperparameters."""
-        return self._engine.state, self._values()
-
-    def accept(self, new: Any, state: Any) -> None:
-        """Stores new parameters and state."""
-        self._engine.accept(new, state)
-        self._done = True
-
-    def end(self) -> None:
-        """Finishes `step()` after `backward` has updated the parameters."""
-        if not self._done:
-            raise CallOrderError("step: there are no gradients. Call backward(loss_fn, batch).")
-        self._done = False

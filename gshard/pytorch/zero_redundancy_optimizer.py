@@ -24,7 +24,7 @@ from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Parameters, options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
-from gshard.pytorch.step import OptimizerStep, OverlappedUpdate
+from gshard.pytorch.step import OptimizerStep
 from gshard.sharding.plan import Plan
 from gshard.wrapped.arguments import mesh_of
 
@@ -125,7 +125,7 @@ class ZeroRedundancyOptimizer:
     @property
     def step(self) -> OptimizerStep:
         """`opt.step(grads)` updates the parameters and returns them; see `OptimizerStep`."""
-        return OptimizerStep(lambda: (self._engine, self._target, self._values()))
+        return OptimizerStep(lambda: self._engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of a `DataParallel`; other gradients belong to the caller."""
@@ -288,12 +288,8 @@ class ZeroRedundancyOptimizer:
         self._target, self.param_groups, self._engine = target, groups, engine
         ddp = target.accumulation
         if ddp is not None:
-            overlaps = self._overlaps and isinstance(engine, Even)
             ddp.stepped_by = engine
-            ddp.updating = OverlappedUpdate(engine, self._values) if overlaps else None
-
-    def _values(self) -> list[dict[str, Any]]:
-        return [group.traced() for group in self.param_groups]
+            ddp.updating = engine if self._overlaps and isinstance(engine, Even) else None
 
     def _group(self, target: Parameters, i: int, options: Mapping[str, Any]) -> ParamGroup:
         me = weakref.ref(self)  # a plan holds its groups, and a class of models its plan
