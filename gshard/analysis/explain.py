@@ -78,16 +78,16 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
     plans, impossible = _other_levels(plan)
     return Explanation(
-        plan.level.name,
-        plan.group.devices,
-        plan.group.size,
-        state_arrays(plan),
-        plan.bytes_per_device,
-        None if abstract else _measure(parts, plan),
-        {name: level_forecast(other, choices) for name, other in plans.items()},
-        impossible,
-        {k: {"level": found.wire, **found.wire_by_flavour} for k, found in sent.items()},
-        micro_batches,
+        level=plan.level.name,
+        devices=plan.group.devices,
+        group_size=plan.group.size,
+        leaves=state_arrays(plan),
+        planned=plan.bytes_per_device,
+        measured=None if abstract else _measure(parts, plan),
+        levels={name: level_forecast(other, choices) for name, other in plans.items()},
+        impossible=impossible,
+        wire={k: {"level": found.wire, **found.wire_by_flavour} for k, found in sent.items()},
+        micro_batches=micro_batches,
     )
 
 
@@ -103,18 +103,18 @@ def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
     replicated = layout.dim is None and local.size > 1
     reason, change, marked = _why(path, layout, plan)
     return StateArray(
-        path,
-        path.split("/")[0],
-        layout.shape,
-        str(layout.dtype),
-        describe_layout(layout),
-        size,
-        layout.on_host,
-        (local.stored_size - local.size) * layout.dtype.itemsize // layout.group.size,
-        size - size // layout.group.size if replicated else 0,
-        reason,
-        change,
-        marked,
+        path=path,
+        part=path.split("/")[0],
+        shape=layout.shape,
+        dtype=str(layout.dtype),
+        placement=describe_layout(layout),
+        bytes=size,
+        on_host=layout.on_host,
+        padding=(local.stored_size - local.size) * layout.dtype.itemsize // layout.group.size,
+        saved_if_sharded=size - size // layout.group.size if replicated else 0,
+        reason=reason,
+        change=change,
+        marked=marked,
     )
 
 

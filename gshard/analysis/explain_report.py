@@ -70,7 +70,7 @@ class OtherArrays:
 
 @dataclass(frozen=True)
 class StateCopy:
-    """Other live arrays that together have the shapes of a complete part of the state.
+    """Other live arrays that together have the shapes of a complete component of the state.
 
     Attributes:
       of: `parameters`, `optimizer state` or `non_trainable`.

@@ -33,14 +33,9 @@ from gshard.sharding.plan import Plan
 class Verdict:
     """Whether an option fits a machine, and how long a step takes.
 
-    Attributes:
-      option: the option.
-      devices: number of devices.
-      needs: bytes of a device's memory at the peak; without activations if it does not fit even
-        without these.
-      has: bytes of a device's memory that programs can use.
-      host: bytes in the host's memory for one device.
-      cost: seconds of a step by resource; None if the option does not fit.
+    All bytes are those of one device. `needs` is the peak, without activations if the option does
+    not fit even without these; `has` is what programs can use, and `host` is stored on the host.
+    `cost` is None if the option does not fit.
     """
 
     option: Option
@@ -57,10 +52,7 @@ class Verdict:
 
     @property
     def balance(self) -> float | None:
-        """Examples of a micro-batch for which computation takes as long as communication.
-
-        With fewer examples communication is the bottleneck: its time does not depend on them.
-        """
+        """Examples of a micro-batch for which computation takes as long as communication."""
         if self.cost is None or not self.cost.wire:
             return None
         busy = max(self.cost.compute, self.cost.memory)
@@ -82,13 +74,7 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
     """Compares the options for a config on its target: those that fit come first, fastest first.
 
     All options take the config's number of examples in a step. `cost_model` estimates the time.
-
-    Args:
-      config: a config with a target.
-      report: called with the number of options that are done, and of all options.
-
-    Raises:
-      GShardError: there is no target, or the model is not valid.
+    `report` is called with the number of options that are done, and of all options.
     """
     target = config.target
     if target is None:

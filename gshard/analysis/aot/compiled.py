@@ -51,10 +51,8 @@ def compile_for(
 
     Returns:
       `fits` (None for a CPU); `needs` and `has`, bytes of one device; `largest`, the buffers that
-      are alive at the peak (`bytes` of each, `count`, `shape`, `what`); `memory` by use and
-      `collectives` as in `gshard.audit`; `wire_bytes` and `asynchronous_bytes` by kind; the
-      `mesh`, `versions`, `lowering_seconds` and `compile_seconds`. A step that is too large is a
-      result, not an error.
+      are alive at the peak; `memory` and `collectives` as in `gshard.audit`; `wire_bytes` and
+      `asynchronous_bytes` by kind; and more. A step that is too large is a result, not an error.
 
     Raises:
       GShardError: the step does not compile; one line says why.

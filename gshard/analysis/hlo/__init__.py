@@ -1,7 +1,4 @@
-"""Reads compiled programs: what they communicate, between which devices, and how often.
-
-`gshard.audit` judges what was read. The counting rules hold for CPU, GPU and TPU text.
-"""
+"""Reads compiled programs: what they communicate, between which devices, and how often."""
 
 from gshard.analysis.hlo.parser import Array
 from gshard.analysis.hlo.program import KINDS, Collective, CompiledProgram, read_program

@@ -39,12 +39,10 @@ class Collective:
     Attributes:
       kind: one of `KINDS`; `send` is what remains of a collective between TPU slices, or of a
         permute that XLA took apart.
-      name: HLO name of the instruction.
       operands: the inputs on one device; several if XLA combined several collectives.
       times: executions per run of the program; None if it is in a loop of unknown length.
       groups: logical device ids that communicate together; None for all devices, and for a `send`,
         whose text names only slices.
-      group_size: number of devices in one group.
       asynchronous: whether it is started and awaited separately, so that computation can overlap.
       conditional: whether it is in a branch that not every run takes. Of the branches of a
         conditional, only the one that transfers most is in the program.
@@ -131,7 +129,6 @@ class CompiledProgram:
     `aliases` is the number of outputs that take over the memory of a donated argument.
     """
 
-    name: str
     devices: int
     aliases: int
     collectives: tuple[Collective, ...]
@@ -148,7 +145,6 @@ def read_program(text: str) -> CompiledProgram:
     devices = number("num_partitions") * number("replica_count")
     entry = Frame(module, module.computations[module.entry])
     return CompiledProgram(
-        name=module.header.split()[1].rstrip(","),
         devices=devices,
         aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),
         collectives=tuple(_Reader(module, devices).collectives(entry, _Context())),
