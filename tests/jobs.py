@@ -120,7 +120,7 @@ def running(command: list[str], folder: Path, **variables: str) -> Iterator[Job]
 
 def launch(*words: object) -> list[str]:
     """The command line of `gshard launch`."""
-    return [sys.executable, "-m", "gshard.distributed.launch", *map(str, words)]
+    return [sys.executable, "-m", "gshard", "launch", *map(str, words)]
 
 
 def assert_port_is_free(port: int, within: float = 2.0) -> None:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import gshard
-from gshard.distributed.launch.options import request
+from gshard.distributed.launch.cli import request
 from tests.hosts import NoHostsError, two_hosts, until
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def asked_of(objects, index: int):
     used = {name for word in words for name in re.findall(r"\$\((\w+)\)", word)}
     assert used <= set_here == set(variables)
     words = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in words]
-    return request("gshard launch", words)
+    return request(words)
 
 
 def test_every_pod_is_a_machine_of_the_job(objects, monkeypatch):
@@ -57,8 +57,8 @@ def test_every_pod_is_a_machine_of_the_job(objects, monkeypatch):
     assert pods == job["spec"]["parallelism"]
     assert job["spec"]["completionMode"] == "Indexed"
     asked = [asked_of(objects, i) for i in range(pods)]
-    assert [a.machine for a in asked] == list(range(pods))
-    assert {a.machines for a in asked} == {pods}
+    assert [a.rank for a in asked] == list(range(pods))
+    assert {a.nnodes for a in asked} == {pods}
     # Kubernetes names a pod JOB-INDEX, in the domain of the Service that is its subdomain.
     spec, _ = pod(objects)
     name, subdomain = job["metadata"]["name"], service["metadata"]["name"]

@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.distributed.exit import LOST_PEER, at_exit_with
+from gshard.distributed.exit import at_exit_with
 
 
 class Result(NamedTuple):
@@ -24,28 +25,14 @@ class Result(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What the function raised.
-
-    Attributes:
-      text: the traceback.
-      error: the exception, packed, where that can be done.
-      follows: it was raised because another process had gone.
-    """
+    """What the function raised: its traceback, and the exception itself if it can be pickled."""
 
     text: str
     error: bytes | None
-    follows: bool
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection, err: Connection) -> None:
-    """Runs `func(*args)` and sends what came of it, of any size.
-
-    Args:
-      func: of the user.
-      args: its arguments.
-      to: takes the result.
-      err: takes what is written to stderr, also by C++.
-    """
+    """Runs `func(*args)` and sends its result; `err` gets what is written to stderr."""
     os.setpgid(0, 0)  # a group of its own, to end what it starts itself too
     os.dup2(err.fileno(), 2)
     err.close()
@@ -61,7 +48,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection, err: Co
     except BaseException as error:
         own = error.__traceback__ and error.__traceback__.tb_next  # without the frame above
         text = "".join(traceback.format_exception(error.with_traceback(own)))
-        to.send(Failure(text, _packed(error), LOST_PEER.search(str(error)) is not None))
+        to.send(Failure(text, _packed(error)))
         at_exit_with(1)
         sys.exit(1)
     finally:
@@ -69,7 +56,7 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection, err: Co
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """Apart from its text, since some exceptions cannot be packed, or not unpacked again."""
+    """Pickles an exception; some cannot be pickled, or not restored."""
     try:
         return bytes(ForkingPickler.dumps(error))
     except Exception:
@@ -77,21 +64,16 @@ def _packed(error: BaseException) -> bytes | None:
 
 
 def _send(to: Connection, value: Any, func: Callable[..., Any]) -> None:
+    def on_host(x: Any) -> Any:
+        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        return np.asarray(x) if is_array else x
+
+    with suppress(TypeError, ValueError):  # no tree to JAX: a dictionary with keys of two types
+        value = jax.tree.map(on_host, value)
     try:
-        to.send(Result(_on_host(value)))
+        to.send(Result(value))
     except Exception as error:
         what = getattr(func, "__name__", repr(func))
         raise TypeError(
             f"the result of {what} cannot be sent to the process that called spawn: {error}"
         ) from error
-
-
-def _on_host(value: Any) -> Any:
-    def leaf(x: Any) -> Any:
-        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        return np.asarray(x) if is_array else x
-
-    try:
-        return jax.tree.map(leaf, value)
-    except (TypeError, ValueError):  # no tree to JAX, such as a dictionary with keys of two types
-        return value

@@ -1,45 +1,60 @@
-"""`gshard launch`: runs a job, again where it may, and says how it ended."""
+"""`gshard launch`: reads its command line, runs a job, perhaps again, and reports its end."""
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
-import textwrap
 import time
 from pathlib import Path
 from signal import SIGTERM, Signals
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import check_integer
+from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
-from gshard.distributed.launch.exit_status import End, first_cause, in_words, meaning
-from gshard.distributed.launch.job import Outcome, heard, run
-from gshard.distributed.launch.options import Request, parser, request
+from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
+from gshard.distributed.launch.exit_status import first_cause, report
+from gshard.distributed.launch.job import Outcome, Request, collected_signals, run
+from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
 
 _BEFORE_RESTART = 1.0  # seconds
+_EXAMPLES = """examples:
+  gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100
+      four processes of two virtual CPU devices each, on this machine
+  gshard launch --gpus 0,1,2,3 -m my_package.train
+      one process for each of four GPUs
+  gshard launch --nnodes 2 --rank 0 --master 10.0.0.1:29500 train.py
+      the first of two machines; the same with --rank 1 on the second
+exit code:
+  that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
+  stop (SIGTERM) and all processes did so in order; 130 after Ctrl-C
+"""
 
 
-def main(words: list[str], program: str = "gshard launch") -> int:
+def main(words: list[str]) -> int:
     """Runs a command line; returns the exit code."""
     if words[:1] in (["-h"], ["--help"]):
-        print(parser(program).format_help(), end="")
+        print(_parser().format_help(), end="")
         return 0
     try:
-        with heard() as told:
-            return _run(request(program, words), told)
+        with collected_signals() as signals:
+            return _run(request(words), signals)
     except GShardError as error:
         _say(f"error: {error}")
         return 2
 
 
-def _run(asked: Request, told: list[int]) -> int:
+def _run(asked: Request, signals: list[int]) -> int:
     restarts = 0
-    while (outcome := run(asked, restarts, told)).failed:
-        _say(report(outcome, asked.log_dir))
-        if restarts == asked.max_restarts or told:
+    while (outcome := run(asked, restarts, signals)).failed:
+        _say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+        if restarts == asked.max_restarts or signals:
             break
         restarts += 1
         _say(f"gshard: starting all processes again ({restarts} of {asked.max_restarts})")
         until = time.monotonic() + _BEFORE_RESTART
-        while time.monotonic() < until and not told:
+        while time.monotonic() < until and not signals:
             time.sleep(0.05)
     return _exit_code(outcome)
 
@@ -51,23 +66,16 @@ def _exit_code(outcome: Outcome) -> int:
     if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
         _say("gshard: the job was told to stop, and all processes did so in order")
         return PREEMPTED_EXIT_CODE
-    if outcome.told is not None and not outcome.failed:
-        _say(f"gshard: the job was ended by {Signals(outcome.told).name}{_killed(outcome)}")
-        return 128 + outcome.told
+    if outcome.signal is not None and not outcome.failed:
+        said = f"gshard: the job was ended by {Signals(outcome.signal).name}"
+        if late := [end.rank for end in outcome.ends if end.asked]:
+            said += f"; ranks {late} had not stopped and were killed"
+            if outcome.signal == SIGTERM:
+                said += ". A script stops in order by gshard.distributed.until_preempted"
+        _say(said)
+        return 128 + outcome.signal
     code = first_cause(outcome.ends).code
     return code if code > 0 else 128 - code
-
-
-def _killed(outcome: Outcome) -> str:
-    late = [end.rank for end in outcome.ends if end.asked]
-    if not late:
-        return ""
-    hint = (
-        ". A script stops in order by gshard.distributed.until_preempted"
-        if outcome.told == SIGTERM
-        else ""
-    )
-    return f"; ranks {late} had not stopped and were killed{hint}"
 
 
 def _say(text: str) -> None:
@@ -77,33 +85,121 @@ def _say(text: str) -> None:
         pass
 
 
-_WIDTH = 96
+# ---- the command line ----------------------------------------------------------------------------
+
+# name: default, least, unit in messages, metavar, help
+_INTEGERS = {
+    "nnodes": (1, 1, "", "N", "machines of the job (default 1)"),
+    "max_restarts": (0, 0, "", "N", "start all processes again, so often, when one has failed "
+                     "(default 0)"),
+    "grace": (30, 0, "", "SECONDS", "after SIGTERM the processes have so long to save and stop "
+              "(default 30)"),
+    "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
+                          f"counts as dead (default {HEARTBEAT_TIMEOUT})"),
+    "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "all processes have so "
+                      f"long to arrive (default {INITIALIZATION_TIMEOUT})"),
+}  # fmt: skip
 
 
-def report(outcome: Outcome, log_dir: Path) -> str:
-    """Which process failed first, how, its last lines, what it means, and what the others did."""
-    first = first_cause(outcome.ends)
-    how = "was stopped and had to be killed" if first.stopped else in_words(first.code)
-    said = f"The job failed: rank {first.rank} {how} after {first.seconds:.1f} s. "
-    blocks = [_paragraph(said + meaning(first, outcome.memory_kills))]
-    if first.tail:
-        blocks.append(f"Last lines of rank {first.rank}:")
-        blocks.append(textwrap.indent("\n".join(first.tail), "    | ", lambda _: True))
-    others = [_other(end) for end in outcome.ends if end is not first]
-    if others:
-        blocks.append(_paragraph("The others: " + "; ".join(others) + "."))
-    blocks.append(f"Logs: {log_dir}/rank-*.log")
-    return "\n".join(f"gshard: {line}" for block in blocks for line in block.splitlines())
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        "gshard launch",
+        usage="gshard launch [options] [-m] SCRIPT [ARGUMENTS ...]",
+        description="Run a script in several processes, on one machine or on each of many. The "
+        "script calls gshard.distributed.initialize() before it uses JAX.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    add = made.add_argument
+    add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: one "
+        "for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
+    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes")
+    add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
+        "(default on one machine: loopback and a free port)")  # fmt: skip
+    add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
+        "use, split evenly between its processes (default: all visible)")  # fmt: skip
+    add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
+        "instead of GPUs")  # fmt: skip
+    add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log, "
+        "readable by its owner alone, to which each run is appended (default: log)")  # fmt: skip
+    for name, (default, _, _, metavar, meaning) in _INTEGERS.items():
+        add(f"--{name}", type=int, default=default, metavar=metavar, help=meaning)
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    return made
 
 
-def _other(end: End) -> str:
-    if end.code == 0:
-        return f"rank {end.rank} had finished"
-    if end.asked:
-        return f"rank {end.rank} was ended"
-    why = ", since it had lost a peer" if end.follows else ""
-    return f"rank {end.rank} {in_words(end.code)}{why}"
+def request(words: list[str]) -> Request:
+    """Reads the request of a command line.
+
+    Raises:
+      GShardError: an option does not exist, or values contradict each other.
+    """
+    made = _parser()
+    takes_value = {name: a.nargs != 0 for a in made._actions for name in a.option_strings}
+    at = 0  # what follows the options is the script and its arguments, which may be anything
+    while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        at += 2 if takes_value.get(words[at]) else 1
+    script = words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
+    try:
+        asked, unknown = made.parse_known_args(words[:at], Request())
+    except argparse.ArgumentError as error:
+        raise GShardError(f"{error}. `gshard launch --help` lists the options.") from error
+    if unknown:
+        name = unknown[0].split("=")[0]
+        raise GShardError(
+            f"{name!r} is no option of gshard launch.{did_you_mean(name, takes_value)} Options of "
+            "the script come after its name."
+        )
+    if not script:
+        raise GShardError("name the script to run. `gshard launch --help` says more.")
+    asked.script, *asked.arguments = script
+    if not asked.module and not os.path.exists(asked.script):
+        hint = " For a module say -m." if "." in asked.script and "/" not in asked.script else ""
+        raise GShardError(f"there is no file {asked.script!r} here.{hint}")
+    for name, (_, least, unit, _, _) in _INTEGERS.items():
+        check_integer(f"--{name}", getattr(asked, name), least, unit)
+    if asked.master is not None:
+        asked.master = address(asked.master, "--master")
+    _check_machines(asked)
+    asked.rank = asked.rank or 0
+    if asked.virtual_devices is not None and asked.devices is not None:
+        raise GShardError(
+            f"--devices {asked.devices} names GPUs, and --virtual_devices "
+            f"{asked.virtual_devices} asks for CPU devices: choose one of the two."
+        )
+    devices = chosen_gpus("--devices", asked.devices)
+    if asked.nproc_per_node is None:
+        on_cpu = asked.virtual_devices is not None
+        asked.nproc_per_node = 1 if on_cpu else max(1, len(devices or visible_gpus()))
+    count = check_integer("--nproc_per_node", asked.nproc_per_node, 1)
+    asked.variables = device_shares(count, devices, asked.virtual_devices, "--")
+    return asked
 
 
-def _paragraph(text: str) -> str:
-    return textwrap.fill(text.strip(), _WIDTH)
+def _check_machines(asked: Request) -> None:
+    rank, machines, master = asked.rank, asked.nnodes, asked.master
+    if machines == 1:
+        if rank not in (None, 0):
+            raise GShardError(f"--rank {rank} needs --nnodes, the number of machines.")
+        return
+    if rank is None or not isinstance(master, Address):
+        missing = [f"--{n}" for n in ("rank", "master") if getattr(asked, n) is None]
+        raise GShardError(
+            f"--nnodes {machines} needs {' and '.join(missing)} too: the number of this machine, "
+            "from 0, and 'host:port' of machine 0, the same on all of them."
+        )
+    if not 0 <= rank < machines:
+        raise GShardError(
+            f"--rank {rank} is no machine of --nnodes {machines}: they run from 0 to "
+            f"{machines - 1}."
+        )
+    # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.
+    found = master.host if rank else resolved(master.host)
+    if is_loopback(found):
+        here = "" if found == master.host else f" ({found} in its own /etc/hosts or DNS)"
+        raise GShardError(
+            f"--master {master} is this machine alone{here}, and the job has {machines}. Name the "
+            "address by which the others reach machine 0."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from gshard._util.errors import some
 from gshard.distributed.exit import LOST_PEER, PREEMPTED_EXIT_CODE
 
 TAIL = 20  # lines
+_WIDTH = 96  # of a report
 
 # Lines of C++ that do not help a user: stack frames, and what leads to them.
 _FRAME = re.compile(
@@ -29,25 +31,15 @@ _SILENT = re.compile(r"stopped sending heartbeats\):\n((?:(?:/job:\S*task:)?\d+\
 
 @dataclass(frozen=True)
 class End:
-    """How one process ended.
-
-    Attributes:
-      rank: rank of the process.
-      code: its exit code, or the negative number of the signal that ended it.
-      tail: its last lines that a user should read.
-      text: its last lines, all of them.
-      seconds: seconds since the start of the job.
-      stopped: whether it was found stopped (SIGSTOP) and had to be killed.
-      asked: whether it had been told to end.
-    """
+    """How one process ended."""
 
     rank: int
-    code: int
-    tail: Sequence[str] = field(default=(), repr=False)
-    text: str = field(default="", repr=False)
-    seconds: float = 0.0
-    stopped: bool = False
-    asked: bool = False
+    code: int  # or the negative number of the signal that ended it
+    tail: Sequence[str] = field(default=(), repr=False)  # the last lines that a user should read
+    text: str = field(default="", repr=False)  # the last lines, all of them
+    seconds: float = 0.0  # since the start of the job
+    stopped: bool = False  # by SIGSTOP, so that it had to be killed
+    asked: bool = False  # told to end
 
     @property
     def failed(self) -> bool:
@@ -73,49 +65,57 @@ def in_words(code: int) -> str:
     """Describes an exit code: `exited with code 3`, `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}"
+    known = -code in list(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def meaning(end: End, memory_kills: int = 0) -> str:
-    """Says what an end probably means, and what to do; empty if nothing is known.
-
-    Args:
-      end: the end of one process.
-      memory_kills: number of processes that this machine's kernel killed for memory meanwhile.
-    """
+    """Says what an end probably means, and what to do; empty if nothing is known."""
     if end.stopped:
-        return (
-            "It was stopped (SIGSTOP, or a debugger) and answered nobody, so the others gave it up."
-        )
+        return "It was stopped (SIGSTOP, or a debugger), so the others stopped waiting for it."
     if end.code == -signal.SIGKILL:
         if memory_kills:
-            return (
-                f"The machine ran out of memory: its kernel killed {memory_kills} process(es) "
-                "meanwhile. Use fewer processes or virtual devices, a smaller batch, or a level "
-                "that shards more."
-            )
-        return "Somebody killed it (kill -9), or a memory limit of its container did."
+            return f"Its machine's kernel killed {memory_kills} process(es). {_OUT_OF_MEMORY}"
+        return "It was killed by hand (kill -9), or by a memory limit of its container."
     said = end.text.rpartition("Traceback (most recent call last)")[2]
     said = "\n".join(said.splitlines()[-2 * TAIL :])  # not what it survived
-    for pattern, words in _MEANINGS:
+    for pattern, explanation in _MEANINGS:
         if re.search(pattern, said):
-            return words
-    if end.follows:
-        silent = silent_ranks(end.text)
-        if silent:
-            return (
-                f"It gave up because rank {some(silent)} had not answered for the heartbeat "
-                "timeout: look there."
-            )
+            return explanation
+    if not end.follows:
+        return ""
+    if silent := silent_ranks(end.text):
         return (
-            "It lost its connection to another process, which ended before it, on this machine or "
-            "another: look there."
+            f"It gave up because rank {some(silent)} had not answered for the heartbeat timeout: "
+            "look there."
         )
-    return ""
+    return (
+        "It lost its connection to another process, which ended before it, on this machine or "
+        "another: look there."
+    )
+
+
+def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
+    """Which process failed first, how, its last lines, what it means, and what the others did."""
+    first = first_cause(ends)
+    how = "was stopped and had to be killed" if first.stopped else in_words(first.code)
+    said = f"The job failed: rank {first.rank} {how} after {first.seconds:.1f} s. "
+    lines = textwrap.wrap(said + meaning(first, memory_kills), _WIDTH)
+    if first.tail:
+        lines += [f"Last lines of rank {first.rank}:", *(f"    | {line}" for line in first.tail)]
+    others = "; ".join(_other(end) for end in ends if end is not first)
+    if others:
+        lines += textwrap.wrap(f"The others: {others}.", _WIDTH)
+    return "\n".join(f"gshard: {line}" for line in [*lines, f"Logs: {logs}"])
+
+
+def _other(end: End) -> str:
+    if end.code == 0:
+        return f"rank {end.rank} had finished"
+    if end.asked:
+        return f"rank {end.rank} was ended"
+    why = ", since it had lost a peer" if end.follows else ""
+    return f"rank {end.rank} {in_words(end.code)}{why}"
 
 
 def silent_ranks(text: str) -> list[int]:
@@ -141,12 +141,12 @@ class Readable:
         return not self._inside
 
 
+_OUT_OF_MEMORY = (
+    "It ran out of memory. Use a smaller batch, more micro-batches, fewer virtual devices, or a "
+    "level that shards more; print(plan) shows what the state needs."
+)
 _MEANINGS = (
-    (
-        r"RESOURCE_EXHAUSTED|Out of memory|MemoryError|std::bad_alloc",
-        "It ran out of memory. Use a smaller batch, more micro-batches, or a level that shards "
-        "more; print(plan) says what the state takes.",
-    ),
+    (r"RESOURCE_EXHAUSTED|Out of memory|MemoryError|std::bad_alloc", _OUT_OF_MEMORY),
     (
         r"PortTakenError|Address already in use|address already in use",
         "Its port is taken by another program, perhaps a job that still runs.",

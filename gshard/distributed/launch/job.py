@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,7 +16,6 @@ from typing import NamedTuple
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
 from gshard.distributed.launch.exit_status import End
-from gshard.distributed.launch.options import Request
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
@@ -23,48 +23,63 @@ from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
 _RUN = Path(__file__).with_name("run_script.py")
 
 
+class Request(argparse.Namespace):
+    """A job as the command line asks for it: the options by name, and what follows from them."""
+
+    script: str
+    module: bool
+    arguments: list[str]
+    nproc_per_node: int | None
+    nnodes: int
+    rank: int | None
+    master: str | Address | None
+    devices: str | None
+    virtual_devices: int | None
+    log_dir: Path
+    max_restarts: int
+    grace: int
+    heartbeat_timeout: int
+    start_timeout: int
+    variables: list[dict[str, str]]  # those that give each process of this machine its devices
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes of the job."""
+        return self.nnodes * len(self.variables)
+
+
 class Outcome(NamedTuple):
-    """The outcome of a job.
+    """The outcome of a job: how its processes ended, and what happened meanwhile."""
 
-    Attributes:
-      ends: the ends of the processes that were started, in the order of their ranks.
-      told: the signal that this program received meanwhile, if any.
-      memory_kills: number of processes that the kernel killed for memory meanwhile.
-    """
-
-    ends: list[End]
-    told: int | None
-    memory_kills: int
+    ends: list[End]  # in the order of the ranks
+    signal: int | None  # that this program received
+    memory_kills: int  # processes that the kernel killed for memory
 
     @property
     def failed(self) -> bool:
         """Whether a process failed by itself, and not because of the signal that the job got."""
-        by_signal = () if self.told is None else (128 + self.told, -self.told)
+        by_signal = () if self.signal is None else (128 + self.signal, -self.signal)
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
 
-def run(request: Request, restarts: int, told: list[int]) -> Outcome:
+def run(request: Request, restarts: int, signals: list[int]) -> Outcome:
     """Starts the processes and waits for all of them; if one fails, ends the others.
 
-    Args:
-      request: what to start.
-      restarts: how often the job was started before.
-      told: signals that arrive meanwhile; the first is passed on, the second ends the wait.
-
-    Raises:
-      GShardError: the port is taken, a log cannot be written, a process cannot be started.
+    Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait.
     """
-    kept, kills = _keep_port(request), _memory_kills()
+    alone, kills = request.world_size == 1, _memory_kills()
+    master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
+    port = None if alone or request.rank else ReservedPort(*master)
     try:
-        supervisor = Supervisor(None if request.world_size == 1 else request.heartbeat_timeout)
+        supervisor = Supervisor(None if alone else request.heartbeat_timeout)
         try:
-            for local in range(request.processes):
-                if not told:
-                    supervisor.add(_start(request, local, restarts, kept))
+            for local in range(len(request.variables)):
+                if not signals:
+                    supervisor.add(_start(request, local, restarts, port))
             while supervisor.running:
                 supervisor.tick()
-                if told:
-                    _stop_in_order(supervisor, told, request.grace)
+                if signals:
+                    _stop_in_order(supervisor, signals, request.grace)
                 elif supervisor.failed:
                     supervisor.settle()
                     supervisor.end_rest()
@@ -75,42 +90,35 @@ def run(request: Request, restarts: int, told: list[int]) -> Outcome:
             raise
         raise GShardError(f"the processes cannot be started: {error.strerror}.") from error
     finally:
-        if kept:
-            kept.release()
+        if port:
+            port.release()
     ends = [supervisor.ends[child.rank] for child in supervisor.children]
-    return Outcome(ends, told[0] if told else None, _memory_kills() - kills)
+    return Outcome(ends, signals[0] if signals else None, _memory_kills() - kills)
 
 
-def _keep_port(request: Request) -> ReservedPort | None:
-    """Keeps the port of process 0, if that process runs on this machine."""
-    if request.world_size == 1 or request.machine:
-        return None
-    return ReservedPort(*(request.master or Address(LOOPBACK, 0)))
-
-
-def _start(request: Request, local: int, restarts: int, kept: ReservedPort | None) -> Worker:
-    rank = request.rank(local)
-    told = env_vars.process_variables(
-        kept.address if kept else request.master or Address(LOOPBACK, 1),
+def _start(request: Request, local: int, restarts: int, port: ReservedPort | None) -> Worker:
+    rank = (request.rank or 0) * len(request.variables) + local
+    position = env_vars.process_variables(
+        port.address if port else request.master or Address(LOOPBACK, 1),
         request.world_size,
         rank,
         local,
         heartbeat_timeout_seconds=request.heartbeat_timeout,
         initialization_timeout=request.start_timeout,
         restarts=restarts,
-        port_is_kept=kept is not None,
+        port_is_kept=port is not None,
     )
-    variables = {**os.environ, **request.variables[local], **told, "PYTHONUNBUFFERED": "1"}
-    command = ["module" if request.module else "file", request.target, *request.arguments]
+    variables = {**os.environ, **request.variables[local], **position, "PYTHONUNBUFFERED": "1"}
+    command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
     return Worker(rank, command, variables, Log(request.log_dir, rank), tag)
 
 
-def _stop_in_order(supervisor: Supervisor, told: list[int], grace: float) -> None:
+def _stop_in_order(supervisor: Supervisor, signals: list[int], grace: float) -> None:
     """Passes a signal on once; a second signal, or a process that fails, ends the wait."""
     deadline = time.monotonic() + grace
-    supervisor.send(told[0])
-    while supervisor.running and time.monotonic() < deadline and len(told) == 1:
+    supervisor.send(signals[0])
+    while supervisor.running and time.monotonic() < deadline and len(signals) == 1:
         supervisor.tick()
         if supervisor.failed:
             supervisor.settle()
@@ -166,16 +174,13 @@ def _memory_kills() -> int:
 
 
 @contextmanager
-def heard() -> Iterator[list[int]]:
+def collected_signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of letting them end this program."""
-    told: list[int] = []
-
-    def hear(number: int, frame: object) -> None:
-        told.append(number)
-
-    before = {n: signal.signal(n, hear) for n in (signal.SIGTERM, signal.SIGINT)}
+    signals: list[int] = []
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = {n: signal.signal(n, lambda number, frame: signals.append(number)) for n in both}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

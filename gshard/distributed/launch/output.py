@@ -20,28 +20,15 @@ _DRAIN = 0.5  # seconds; something else may hold the pipe and write for ever
 
 
 class Lines:
-    """The last lines of one process.
-
-    Attributes:
-      shown: the lines that a user should read.
-      every: all lines, to find out how the process ended.
-    """
+    """The last lines of one process."""
 
     def __init__(self) -> None:
-        self.shown = deque[str](maxlen=TAIL)
-        self.every = deque[str](maxlen=_JUDGED)
+        self.shown = deque[str](maxlen=TAIL)  # those that a user should read
+        self.every = deque[str](maxlen=_JUDGED)  # to find out how the process ended
 
 
 class Stream:
-    """The reading end of a pipe, such as a process's stderr.
-
-    Args:
-      pipe: its file descriptor, which this makes non-blocking.
-      to: the destination of the lines, each after `tag`; None for none.
-      tag: a prefix, such as the rank.
-      lines: also records the lines.
-      raw: receives every byte as it arrives.
-    """
+    """Reads a pipe, such as a process's stderr: bytes go to `raw`, lines after `tag` to `to`."""
 
     def __init__(
         self, pipe: int, to: TextIO | None, tag: str, lines: Lines, raw: Callable[[bytes], object]
@@ -87,20 +74,17 @@ class Stream:
         # Of a progress bar that was drawn repeatedly, only what is visible at the end.
         line = raw.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
         self._lines.every.append(line)
-        if self._readable.shows(line):
-            self._lines.shown.append(line)
-            self._print(f"{self._tag}{line}")
-
-    def _print(self, line: str) -> None:
+        if not self._readable.shows(line):
+            return
+        self._lines.shown.append(line)
         if self._to is None:
             return
         try:
-            try:
-                print(line, file=self._to, flush=True)
-            except UnicodeEncodeError:  # a terminal of few letters
-                known = self._to.encoding or "ascii"
-                plain = line.encode(known, "backslashreplace").decode(known)
-                print(plain, file=self._to, flush=True)
+            known = (
+                getattr(self._to, "encoding", None) or "utf-8"
+            )  # a terminal may know few letters
+            line = f"{self._tag}{line}".encode(known, "backslashreplace").decode(known)
+            print(line, file=self._to, flush=True)
         except BlockingIOError:
             pass  # nobody reads fast enough: the log has it
         except (OSError, ValueError, AttributeError):  # nobody reads any more: the job goes on

@@ -29,17 +29,16 @@ from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import ReservedPort
 
-_ALIASES = {"gpus": "devices", "selected_devices": "devices", "selected_gpus": "devices"}
+_DEVICES = ("devices", "gpus", "selected_devices", "selected_gpus")  # all mean the same
 _TIMEOUTS = {
     "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
     "initialization_timeout": INITIALIZATION_TIMEOUT,
 }
-_OPTIONS = {"start_method": "spawn", "devices": None, "virtual_devices": None, **_TIMEOUTS}
 # As this process began, whatever another thread spawns meanwhile.
 _IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
 _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
-_NAMES = ("func", "args", "nprocs", "join", "daemon", *_OPTIONS, *_ALIASES)
+_NAMES = ("start_method", "virtual_devices", *_DEVICES, *_TIMEOUTS)
 
 
 def spawn(
@@ -89,19 +88,30 @@ def spawn(
     for name, value in (("join", join), ("daemon", daemon)):
         flag(name, value)
     call = _call(func, args)
-    chosen = _options(options)
-    virtual = chosen["virtual_devices"]
-    devices = chosen_gpus("devices", chosen["devices"])
+    for name in options:
+        if name not in _NAMES:
+            known = ("func", "args", "nprocs", "join", "daemon", *_NAMES)
+            raise GShardError(f"spawn has no option {name!r}.{did_you_mean(name, known)}")
+    if (method := options.get("start_method", "spawn")) != "spawn":
+        raise GShardError(
+            f"spawn(start_method={shown(method)}): 'spawn' is the only method: JAX runs threads, "
+            "which a forked process does not have."
+        )
+    timeouts = {
+        name: check_integer(name, options.get(name, default), 1, " of seconds")
+        for name, default in _TIMEOUTS.items()
+    }
+    virtual = options.get("virtual_devices")
+    named = next((options[name] for name in _DEVICES if options.get(name) is not None), None)
+    devices = chosen_gpus("devices", named)
     if virtual is not None and devices is not None:
         raise GShardError(
-            f"spawn(devices={shown(chosen['devices'])}, virtual_devices={virtual}): GPUs or CPU "
-            "devices, one of the two."
+            f"spawn(devices={shown(named)}, virtual_devices={virtual}): give GPUs or CPU devices, "
+            "one of the two."
         )
-    count = _count(nprocs, devices, virtual)
-    own = device_shares(count, devices, virtual)
-    timeouts = {name: chosen[name] for name in _TIMEOUTS}
+    shares = device_shares(_count(nprocs, devices, virtual), devices, virtual)
     with _STARTING:
-        spawned = _start(call, own, timeouts, daemon)
+        spawned = _start(call, shares, timeouts, daemon)
     if not join:
         return spawned
     try:
@@ -113,45 +123,39 @@ def spawn(
 
 def _start(
     call: tuple[Callable[..., Any], tuple[Any, ...]],
-    own: list[dict[str, str]],
+    shares: list[dict[str, str]],
     timeouts: dict[str, int],
     daemon: bool,
 ) -> Spawned:
-    context, kept, supervisor = multiprocessing.get_context("spawn"), ReservedPort(), Supervisor()
+    context, port, supervisor = multiprocessing.get_context("spawn"), ReservedPort(), Supervisor()
     try:
-        for rank, variables in enumerate(own):
-            told = env_vars.process_variables(
-                kept.address, len(own), rank, rank, port_is_kept=True, **timeouts
+        for rank, variables in enumerate(shares):
+            position = env_vars.process_variables(
+                port.address, len(shares), rank, rank, port_is_kept=True, **timeouts
             )
-            (mine, its), (heard, err) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            result, to = context.Pipe(duplex=False)
+            stderr, err = context.Pipe(duplex=False)
             process = context.Process(
-                target=run, args=(*call, its, err), daemon=daemon, name=f"gshard rank {rank}"
+                target=run, args=(*call, to, err), daemon=daemon, name=f"gshard rank {rank}"
             )
             # Set before it starts, since it imports the user's program before anything of gshard.
-            with _variables({**variables, **told}):
+            before = dict(os.environ)
+            os.environ.update({**variables, **position})
+            try:
                 process.start()
-            its.close()
+            finally:
+                for name in {**variables, **position}:
+                    del os.environ[name]
+                    if name in before:
+                        os.environ[name] = before[name]
+            to.close()
             err.close()
-            supervisor.add(_Child(rank, process, mine, heard))
+            supervisor.add(_Child(rank, process, result, stderr))
     except BaseException:
         supervisor.close()  # ends those that have started
-        kept.release()
+        port.release()
         raise
-    return Spawned(supervisor, kept, daemon)
-
-
-@contextmanager
-def _variables(told: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    return Spawned(supervisor, port, daemon)
 
 
 # ---- the processes that have started -------------------------------------------------------------
@@ -182,12 +186,12 @@ class Spawned:
       (True, [2])
     """
 
-    def __init__(self, supervisor: Supervisor, kept: ReservedPort, daemon: bool):
-        self._supervisor, self._kept = supervisor, kept
+    def __init__(self, supervisor: Supervisor, port: ReservedPort, daemon: bool):
+        self._supervisor, self._port = supervisor, port
         self._children = [c for c in supervisor.children if isinstance(c, _Child)]
         self.processes = [child.process for child in self._children]
-        self._told = threading.Event()
-        self._wanted, self._broken = False, list[BaseException]()
+        self._end = threading.Event()
+        self._terminated, self._error = False, None
         # Results are read as they come, and a failure ends the others, whoever waits or not.
         self._watch = threading.Thread(
             target=self._run, name="gshard.distributed.spawn", daemon=True
@@ -221,13 +225,13 @@ class Spawned:
     def results(self) -> list[Any]:
         """Return values of the function, by rank; waits for all processes."""
         self.join()
-        said = (child.said for child in self._children)
-        return [entry.value if isinstance(entry, Result) else None for entry in said]
+        sent = (child.sent for child in self._children)
+        return [entry.value if isinstance(entry, Result) else None for entry in sent]
 
     def terminate(self) -> None:
         """Ends all processes that still run: SIGTERM, and SIGKILL after three seconds."""
-        self._wanted = self._watch.is_alive()
-        self._told.set()
+        self._terminated = self._watch.is_alive()
+        self._end.set()
         self._watch.join()
 
     def _run(self) -> None:
@@ -235,36 +239,36 @@ class Spawned:
         try:
             while supervisor.running:
                 supervisor.tick()
-                if supervisor.failed and not self._told.is_set():
+                if supervisor.failed and not self._end.is_set():
                     supervisor.settle()
-                if supervisor.failed or self._told.is_set():
+                if supervisor.failed or self._end.is_set():
                     supervisor.end_rest()
         except BaseException as error:  # raised by whoever waits
-            self._broken.append(error)
+            self._error = error
         finally:
             supervisor.close()
-            self._kept.release()
+            self._port.release()
 
     def _raise(self) -> None:
-        if self._broken:
-            raise self._broken[0]
+        if self._error is not None:
+            raise self._error
         ends = self._supervisor.ends
         codes = {end.code for end in ends.values()}
-        unread = [child.rank for child in self._children if isinstance(child.said, Failure)]
-        if self._wanted or (codes == {0} and not unread):
+        unread = [child.rank for child in self._children if isinstance(child.sent, Failure)]
+        if self._terminated or (codes == {0} and not unread):
             return
         if codes <= {0, PREEMPTED_EXIT_CODE} and not unread:
             raise SystemExit(PREEMPTED_EXIT_CODE)
         failed = [end for end in ends.values() if end.code]
         first = first_cause(failed) if failed else ends[unread[0]]
-        said = self._children[first.rank].said
+        sent = self._children[first.rank].sent
         of = f"process {first.rank} of {len(self.processes)}"
-        if isinstance(said, Failure):
-            message = f"{of} failed:\n\n{said.text}"
-            raise ProcessFailedError(message, first.rank, first.code) from _unpacked(said.error)
+        if isinstance(sent, Failure):
+            message = f"{of} failed:\n\n{sent.text}"
+            raise ProcessFailedError(message, first.rank, first.code) from _unpacked(sent.error)
         message = f"{of} {in_words(first.code)} after {first.seconds:.1f} s. {meaning(first)}"
         if first.code == 1 and not first.tail:
-            message += "It failed before the function ran: what it said is above."
+            message += "It failed before the function ran: its output is above."
         if first.tail:
             message += "\nIts last lines on stderr:\n" + "\n".join(first.tail)
         raise ProcessFailedError(message.strip(), first.rank, first.code)
@@ -277,13 +281,13 @@ class Spawned:
             yield
             return
 
-        def hear(number: int, frame: object) -> None:
+        def pass_on(number: int, frame: object) -> None:
             self._supervisor.send(signal.SIGTERM)
-            patience = threading.Timer(_STOP_GRACE, self._told.set)
-            patience.daemon = True
-            patience.start()
+            timer = threading.Timer(_STOP_GRACE, self._end.set)
+            timer.daemon = True
+            timer.start()
 
-        signal.signal(signal.SIGTERM, hear)
+        signal.signal(signal.SIGTERM, pass_on)
         try:
             yield
         finally:
@@ -291,16 +295,11 @@ class Spawned:
 
 
 class _Child(Child):
-    """A process that runs the function, with a pipe for its result.
-
-    Attributes:
-      process: the process of `multiprocessing`.
-      said: its result or its failure, once it has arrived.
-    """
+    """A process that runs the function, with a pipe for its result or its failure."""
 
     def __init__(self, rank: int, process: SpawnProcess, result: Connection, err: Connection):
         self.process, self._result = process, result
-        self.said: Result | Failure | None = None
+        self.sent: Result | Failure | None = None
         lines = Lines()
         stream = Stream(err.fileno(), sys.stderr, "", lines, lambda raw: None)
         super().__init__(rank, process.pid or 0, {err: stream}, lines)
@@ -318,20 +317,20 @@ class _Child(Child):
 
     def _receive(self) -> bool:
         try:
-            self.said = self._result.recv()
-        except (EOFError, OSError):  # it has ended, with or without a word
+            self.sent = self._result.recv()
+        except (EOFError, OSError):  # it has ended, with or without a result
             pass
         except BaseException as error:  # what unpacking it does is the user's
-            self.said = Failure(f"its result cannot be read: {error!r}", None, False)
+            self.sent = Failure(f"its result cannot be read: {error!r}", None)
         return False
 
     def drain(self) -> None:
-        if self.said is None and self._result.poll():
+        if self.sent is None and self._result.poll():
             self._receive()
         super().drain()
 
     def text(self) -> str:
-        return self.said.text if isinstance(self.said, Failure) else super().text()
+        return self.sent.text if isinstance(self.sent, Failure) else super().text()
 
     def close(self) -> None:
         super().close()
@@ -358,7 +357,8 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             f"spawn(args={shown(args)}) must be a tuple of the function's arguments, such as "
             "args=(config,)."
         )
-    if getattr(func, "__module__", "") == "__main__" and not _main_is_a_file():
+    main = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if getattr(func, "__module__", "") == "__main__" and not os.path.exists(main):
         raise ArgumentTypeError(
             f"spawn: {getattr(func, '__name__', func)} was defined at a prompt, in a notebook or "
             "in `python -c`, where no new process finds it. Write it into a file and import it."
@@ -377,27 +377,6 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
                 f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {fix}"
             ) from error
     return func, tuple(args)
-
-
-def _main_is_a_file() -> bool:
-    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
-
-
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    chosen = dict(_OPTIONS)
-    for name, value in given.items():
-        known = _ALIASES.get(name, name)
-        if known not in _OPTIONS:
-            raise GShardError(f"spawn has no option {name!r}.{did_you_mean(name, _NAMES)}")
-        chosen[known] = value
-    if chosen["start_method"] != "spawn":
-        raise GShardError(
-            f"spawn(start_method={shown(chosen['start_method'])}): 'spawn' is the only way: JAX "
-            "runs threads, which a forked process does not have."
-        )
-    for name in _TIMEOUTS:
-        check_integer(name, chosen[name], 1, " of seconds")
-    return chosen
 
 
 def _count(nprocs: Any, devices: list[str] | None, virtual: int | None) -> int:

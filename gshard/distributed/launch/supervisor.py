@@ -27,13 +27,7 @@ _FAILED_GRACE = 3.0  # seconds that the others have when one has failed
 
 
 class Child(ABC):
-    """A started process, and the pipes that it writes to.
-
-    Attributes:
-      rank: rank of the process in its job.
-      pid: id of the process, and of the group that it leads.
-      lines: the last lines that it wrote.
-    """
+    """A started process, which leads a group, and the pipes that it writes to."""
 
     def __init__(self, rank: int, pid: int, outputs: Mapping[Any, Stream], lines: Lines):
         self.rank, self.pid, self.lines = rank, pid, lines
@@ -69,13 +63,7 @@ class Child(ABC):
 class Supervisor:
     """The processes of a job on this machine, from their start to the end of the last.
 
-    Args:
-      stop_limit: seconds after which a process that a signal has stopped is killed; None leaves
-        stopped processes alone.
-
-    Attributes:
-      children: the processes that were started, by rank.
-      ends: the ends of the processes that have ended, by rank.
+    After `stop_limit` seconds a process that SIGSTOP has stopped is killed; never, if it is None.
     """
 
     def __init__(self, stop_limit: float | None = None):
@@ -155,10 +143,11 @@ class Supervisor:
     def _wait(self, seconds: float) -> None:
         """Waits until none runs or time is up; checks again, as this program may have slept."""
         deadline = time.monotonic() + seconds
-        late = False
-        while self.running and not late:
+        while self.running:
             late = time.monotonic() >= deadline
             self.tick()
+            if late:
+                break
 
     def _note_ends(self) -> None:
         for child in self.running:

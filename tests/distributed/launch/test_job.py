@@ -18,6 +18,7 @@ import pytest
 import gshard
 from gshard.cli.main import main
 from gshard.distributed.launch import output
+from gshard.distributed.launch.cli import request
 from gshard.distributed.launch.exit_status import (
     End,
     Readable,
@@ -27,7 +28,6 @@ from gshard.distributed.launch.exit_status import (
     silent_ranks,
 )
 from gshard.distributed.launch.job import Worker
-from gshard.distributed.launch.options import request
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import is_stopped
 from tests.jobs import ROOT, assert_port_is_free, launch, running
@@ -440,8 +440,8 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path):
 
 def variables_of(monkeypatch, visible, *words):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    asked = request("gshard launch", [*words, SCRIPT])
-    return asked.processes, [v.get("CUDA_VISIBLE_DEVICES") for v in asked.variables]
+    asked = request([*words, SCRIPT])
+    return asked.nproc_per_node, [v.get("CUDA_VISIBLE_DEVICES") for v in asked.variables]
 
 
 def test_gpus_are_split_between_processes(monkeypatch):
@@ -472,7 +472,7 @@ def test_gpus_that_cannot_be_split_evenly(monkeypatch, words, said):
 def test_virtual_devices_replace_a_flag(monkeypatch):
     flag = "--xla_force_host_platform_device_count=8"
     monkeypatch.setenv("XLA_FLAGS", f"{flag} --xla_cpu_enable_fast_math=false")
-    asked = request("gshard launch", ["--virtual_devices", "3", SCRIPT])
+    asked = request(["--virtual_devices", "3", SCRIPT])
     assert asked.variables[0]["JAX_NUM_CPU_DEVICES"] == "3"
     assert asked.variables[0]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
 

@@ -237,7 +237,7 @@ BAD = {
     ),
     "fork": (
         lambda: gshard.distributed.spawn(functions.waits, start_method="fork"),
-        "'spawn' is the only way",
+        "'spawn' is the only method",
     ),
     "devices": (
         lambda: gshard.distributed.spawn(functions.waits, gpus="9"),
