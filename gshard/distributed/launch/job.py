@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
 from gshard.distributed.launch.exit_status import End
@@ -166,11 +168,8 @@ class Worker(Child):
 
 def _memory_kills() -> int:
     """Counts the processes that the kernel has killed for memory since boot; 0 if unknown."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    found = re.search(r"^oom_kill (\d+)$", contents(Path("/proc/vmstat")), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 @contextmanager

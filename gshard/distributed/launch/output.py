@@ -80,9 +80,7 @@ class Stream:
         if self._to is None:
             return
         try:
-            known = (
-                getattr(self._to, "encoding", None) or "utf-8"
-            )  # a terminal may know few letters
+            known = self._to.encoding or "utf-8"  # a terminal may know few letters
             line = f"{self._tag}{line}".encode(known, "backslashreplace").decode(known)
             print(line, file=self._to, flush=True)
         except BlockingIOError:
