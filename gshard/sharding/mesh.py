@@ -153,16 +153,10 @@ def virtual_devices(count: int) -> None:
 
 @dataclass(frozen=True)
 class Hop:
-    """One collective along one mesh axis.
-
-    Attributes:
-      axis: name of the mesh axis.
-      size: number of devices that take part in each collective.
-      groups: indices along the axis of the devices in each sub-group; None for the full axis.
-    """
+    """One collective along one mesh axis, over the full axis or in sub-groups of its indices."""
 
     axis: str
-    size: int
+    size: int  # devices that take part in each collective
     groups: tuple[tuple[int, ...], ...] | None = None
 
 

@@ -26,16 +26,10 @@ from gshard.train_state.components import ShardedOptState
 
 
 class ShardedTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that carries the plan it follows.
-
-    Attributes:
-      plan: the plan.
-      fetch_sizes: returns the bytes per device of each group of arrays that an update fetches from
-        the host.
-    """
+    """An optax transformation that carries the plan it follows."""
 
     plan: Plan
-    fetch_sizes: Callable[[], tuple[int, ...]]
+    fetch_sizes: Callable[[], tuple[int, ...]]  # returns `plan.fetched_at_once`
 
 
 @dataclass(frozen=True, eq=False)

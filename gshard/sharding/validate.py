@@ -19,12 +19,10 @@ from gshard.sharding.layout import DEVICE, HOST
 
 
 class TreeChecker:
-    """Checks trees of arrays against an abstract tree.
+    """Checks trees of arrays against an abstract tree with shardings.
 
-    Args:
-      wanted: a tree of `ShapeDtypeStruct` with shardings.
-      what: how a message begins, such as `the state is`.
-      donated: whether the program reuses the memory of the arrays.
+    `what` begins a message, such as `the state is`; with `donated` the program reuses the memory of
+    the arrays.
     """
 
     def __init__(self, wanted: Any, what: str, donated: bool = False):
