@@ -19,7 +19,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from gshard._util.cgroup import cgroup_limits
+from gshard._util.cgroup import memory_limit
 
 _GB, _GIB, _TERA = 10**9, 2**30, 10**12
 
@@ -128,7 +128,7 @@ def memory_of(device: Any) -> int | None:
         return limit
     if device.platform == "cpu":
         of_computer = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        of_group, _ = cgroup_limits()
+        of_group = memory_limit()
         return int(min(of_computer, of_group or of_computer)) // len(device.client.local_devices())
     chip = chip_of(device)
     return None if chip is None else chip.usable

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from gshard._util.cgroup import cgroup_limits, contents
+from gshard._util.cgroup import contents, memory_limit
 from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer
 from gshard.analysis.explain import explain
@@ -73,7 +73,7 @@ def _free_memory(mesh: Mesh) -> float | None:
     devices = list(mesh.devices.flat)
     if devices[0].platform == "cpu":  # virtual devices share the computer's memory
         free = re.findall(r"^MemAvailable: +(\d+) kB", contents(Path("/proc/meminfo")), re.M)
-        known = [*(1024 * int(x) for x in free), *filter(None, cgroup_limits()[:1])]
+        known = [*(1024 * int(x) for x in free), *filter(None, [memory_limit()])]
         return min(known, default=None)
     stats = [device.memory_stats() or {} for device in devices]
     if not all("bytes_limit" in x for x in stats):

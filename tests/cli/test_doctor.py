@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from gshard._util.cgroup import cgroup_limits
+from gshard._util.cgroup import memory_limit
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.devices import ask, reason_in, to_install
 from gshard.cli.doctor.machine import Hardware, cluster, disks, hardware, own_name, reached, written
@@ -333,9 +333,7 @@ def test_limits_of_control_groups(tmp_path):
     (groups / "job/step").mkdir(parents=True)
     (groups / "job/step/memory.max").write_text("max\n")
     (groups / "job/memory.max").write_text(f"{2**29}\n")
-    (groups / "job/step/cpu.max").write_text("50000 100000\n")
-    (groups / "job/cpu.max").write_text("max 100000\n")
-    assert cgroup_limits(tmp_path) == (2**29, 0.5)
+    assert memory_limit(tmp_path) == 2**29
 
 
 def test_limits_of_version_1(tmp_path):
@@ -343,13 +341,9 @@ def test_limits_of_version_1(tmp_path):
     tree(tmp_path, proc__self__cgroup="9:name=systemd:/\n4:memory:/a\n2:cpu,cpuacct:/a\n0::/\n")
     tree(groups, memory__memory=f"{2**63 - 4096}")
     (groups / "memory/memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
-    (groups / "cpu").mkdir()
-    (groups / "cpu/cpu.cfs_quota_us").write_text("-1\n")
-    (groups / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert cgroup_limits(tmp_path) == (None, None)
+    assert memory_limit(tmp_path) is None
     (groups / "memory/memory.limit_in_bytes").write_text(f"{2**30}\n")
-    (groups / "cpu/cpu.cfs_quota_us").write_text("150000\n")
-    assert cgroup_limits(tmp_path) == (2**30, 1.5)
+    assert memory_limit(tmp_path) == 2**30
 
 
 # ---- disks ---------------------------------------------------------------------------------------
