@@ -321,7 +321,7 @@ def test_the_state_is_sharded(partition):
         ("greedy", False, "padding: 0 elements; all-gathered: 115)"),
     ],
 )
-def test_what_a_division_costs_is_said(partition, buckets, says):
+def test_what_a_partition_costs_is_shown(partition, buckets, says):
     """Load, memory and what is sent, as the compiled program has it."""
     opt = ZRO(tree(), optax.adam, devices(4), buckets, partition=partition, lr=0.1)
     assert says in repr(opt)
@@ -585,7 +585,7 @@ def test_data_parallel_gives_its_gradients(partition, given, n):
         opt.step()
 
 
-@pytest.mark.parametrize("way", ["divided", "unreduced", "whole"])
+@pytest.mark.parametrize("way", ["sharded", "local", "full"])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", ["nnx", "tree"])
 def test_gradients_of_the_users_own_loop(way, partition, kind):
@@ -602,10 +602,10 @@ def test_gradients_of_the_users_own_loop(way, partition, kind):
 
     loss = loss_fn if kind == "nnx" else of_tree
     jit = nnx.jit if kind == "nnx" else jax.jit
-    if way == "whole":
+    if way == "full":
         grad = jit(nnx.grad(loss) if kind == "nnx" else jax.grad(loss))
     else:
-        run = gshard.value_and_grad(loss, opt.plan, sync=way == "divided")
+        run = gshard.value_and_grad(loss, opt.plan, sync=way == "sharded")
         grad = jit(lambda p, b: run(p, b)[1])
     batches = [rows(24, seed) for seed in range(3)]
     target = net if kind == "nnx" else params
@@ -817,17 +817,17 @@ def test_what_is_ignored_is_reported():
 def test_local_shards_and_a_consolidated_state(partition, tmp_path):
     opt = ZRO(tree(), optax.adamw, devices(3), partition=partition, lr=0.01)
     opt.step(tree(1))
-    part, whole = opt.state_dict(full=False), opt.state_dict()["state"]
+    shards, full = opt.state_dict(full=False), opt.state_dict()["state"]
     opt.consolidate_state_dict(to=0)
-    assert_equal(opt.state_dict()["state"], whole)
-    gshard.pytorch.save({"shards": part["shards"]}, tmp_path)
+    assert_equal(opt.state_dict()["state"], full)
+    gshard.pytorch.save({"shards": shards["shards"]}, tmp_path)
     opt.step(tree(2))
     assert int(opt.state_dict()["state"][0][0].count) == 2
     opt.load_state_dict(gshard.pytorch.load(tmp_path))
-    assert_equal(opt.state_dict()["state"], whole)
+    assert_equal(opt.state_dict()["state"], full)
     other = ZRO(tree(), optax.adamw, devices(2), partition=partition, lr=0.01)
     with pytest.raises(gshard.GShardError, match="sharded differently"):
-        other.load_state_dict(part)
+        other.load_state_dict(shards)
     with pytest.raises(gshard.GShardError, match="to=1"):
         opt.consolidate_state_dict(to=1)
 
