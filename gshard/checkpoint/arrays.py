@@ -198,19 +198,16 @@ def check_fit(
             rounded = path.startswith(PARAMS) and _master(path) in layouts
             if not rounded and not (cast and "key" not in info.dtype + str(layout.dtype)):
                 dtypes.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
-    lines = [*wrong, *dtypes]
-    if not lines:
-        return
-    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    fix = (
-        "It is of another model or optimizer. Weights alone, by name: gshard.save_safetensors and "
-        "gshard.load_safetensors."
-        if wrong
-        else "Pass cast=True to convert them."
-    )
-    raise GShardError(
-        "\n".join(["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix])
-    )
+    fix = "Pass cast=True to convert them."
+    if wrong:
+        fix = (
+            "It is of another model or optimizer. Weights alone, by name: gshard.save_safetensors "
+            "and gshard.load_safetensors."
+        )
+    if lines := [*wrong, *dtypes]:
+        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+        lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]
+        raise GShardError("\n".join(lines))
 
 
 def _master(path: str) -> str:

@@ -101,7 +101,9 @@ def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[in
             raise GShardError(f"step {asked} was deleted from {directory} while it was read.")
     if not bad:
         why = "holds no checkpoint" if directory.is_dir() else "does not exist"
-        raise GShardError(f"restore: {directory} {why}.{_orbax_hint(directory)}")
+        theirs = some(x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA"))
+        hint = f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
+        raise GShardError(f"restore: {directory} {why}.{hint}")
     fix = (
         "No step is undamaged; verify=False reads what can be read."
         if asked is None
@@ -141,11 +143,6 @@ def _list_damages(directory: Path, damages: Mapping[int, list[Damage]]) -> str:
         lines += [f"  {damage}" for damage in found[:_SHOWN]]
         lines += [f"  and {len(found) - _SHOWN} more files"] if len(found) > _SHOWN else []
     return "\n".join(lines)
-
-
-def _orbax_hint(directory: Path) -> str:
-    theirs = some(x.parent.name for x in directory.glob("*/_CHECKPOINT_METADATA"))
-    return f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
 
 
 def process_manifest(process: int) -> str:
@@ -201,10 +198,8 @@ def find_damages(
         present = _files(step) - {MANIFEST}
     except _DamagedError as error:
         return [error.args[0]]
-    found = [
-        Damage(name, "is missing", _arrays_in(listed[name]))
-        for name in sorted(listed.keys() - present)
-    ]
+    missing = sorted(listed.keys() - present)
+    found = [Damage(name, "is missing", _arrays_in(listed[name])) for name in missing]
     found += [Damage(name, "is not of this step") for name in sorted(present - listed.keys())]
     number, count = share
     for name in sorted(present & listed.keys())[number::count]:

@@ -51,14 +51,6 @@ class Contents(NamedTuple):
         return self.info.step
 
 
-class LastStep(NamedTuple):
-    """The step that was begun last, to recognize it when it is saved again."""
-
-    metadata: Mapping[str, Any]
-    data: bytes | None
-    arrays: Mapping[str, weakref.ref[jax.Array]]
-
-
 class StepWriter:
     """Writes the steps of one run. All processes make the same calls; the first makes the folders.
 
@@ -73,7 +65,10 @@ class StepWriter:
         self._unlock: Callable[[], object] = str
         self.saving: BackgroundSave | None = None  # until somebody has waited for it
         self.last_step: int | None = None  # that this object has written
-        self._last = LastStep({}, None, {})
+        # Of the step that was begun last, to recognize it when it is saved again.
+        self._metadata: Mapping[str, Any] = {}
+        self._data: bytes | None = None
+        self._arrays: dict[str, weakref.ref[jax.Array]] = {}
         self._uncommitted = 0  # saves that were begun and are not known to be steps
 
     def begin(self, describe: Callable[[], Contents]) -> None:
@@ -122,8 +117,8 @@ class StepWriter:
     def _start(self, contents: Contents) -> None:
         """Copies the arrays to the host, and starts the thread that writes them."""
         self.last_step = None
-        arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
-        self._last = LastStep(contents.info.metadata, contents.data, arrays)
+        self._metadata, self._data = contents.info.metadata, contents.data
+        self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
         folder = self._folder(contents.step)
         self._uncommitted += 1
         begun: list[Callable[[], None]] = []
@@ -154,17 +149,13 @@ class StepWriter:
         After a skipped step the number is the same, and so are all arrays but the counts of skipped
         steps: then the step is not changed, nor are its data state and metadata.
         """
-        last, read = self._last, contents.arrays
-        # Every process reads the same arrays, as in a restore.
-        others = _all_of(
-            [p for p, x in read.items() if p not in last.arrays or last.arrays[p]() is not x]
-        )
-        read = {path: x for path, x in read.items() if path in others}
+        read, last = contents.arrays, self._arrays
+        others = [path for path, x in read.items() if path not in last or last[path]() is not x]
+        everywhere = _all_of(others)  # every process reads the same arrays, as in a restore
+        read = {path: x for path, x in read.items() if path in everywhere}
         folder = self._directory / str(contents.step)
         changed = _all_of(run_on_all(lambda: orbax.differing_arrays(folder, read)))
-        differing = [
-            path for path in contents.arrays if path in changed and not path.startswith(_COUNTS)
-        ]
+        differing = [p for p in contents.arrays if p in changed and not p.startswith(_COUNTS)]
         if differing:
             raise GShardError(
                 f"save: {folder} holds another state under this number: {some(differing)} "
@@ -174,8 +165,8 @@ class StepWriter:
             )
 
         def refuse() -> None:
-            other = ["data_state"] if contents.data not in (None, last.data) else []
-            now, then = json.dumps(contents.info.metadata), json.dumps(last.metadata)
+            other = ["data_state"] if contents.data not in (None, self._data) else []
+            now, then = json.dumps(contents.info.metadata), json.dumps(self._metadata)
             other += ["metadata"] if self._first and now not in ("{}", then) else []
             if other and not changed:
                 raise GShardError(

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gshard._util.durable import file_path
-from gshard._util.errors import GShardError, did_you_mean, some
+from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import flag
 from gshard.checkpoint.safetensors.format import (
     DTYPES,
@@ -109,25 +109,21 @@ def _check_fit(
         for name, (_, x) in wanted.items()
         if found[name].shape != x.shape
     ]
-    if shapes:
-        raise GShardError(
-            f"load_safetensors: {file} has weights of other shapes: {some(shapes, len(shapes))}. "
-            "Shard a state of the model that the file was written from."
-        )
     dtypes = [
         f"{name} is {found[name].dtype} in the file and {x.dtype} in the state"
         for name, (_, x) in wanted.items()
         if not _fits(DTYPES.get(found[name].dtype), x.dtype, cast)
     ]
-    if dtypes:
-        fix = (
-            "cast=True converts floating dtypes into one another, and integer ones."
-            if cast
-            else "Pass cast=True to convert them."
-        )
+    if shapes:
+        fix = "Shard a state of the model that the file was written from."
+    elif cast:
+        fix = "cast=True converts floating dtypes into one another, and integer ones."
+    else:
+        fix = "Pass cast=True to convert them."
+    if wrong := shapes or dtypes:
         raise GShardError(
-            f"load_safetensors: {file} has weights of other dtypes: {some(dtypes, len(dtypes))}. "
-            f"{fix}"
+            f"load_safetensors: {file} has weights of other {'shapes' if shapes else 'dtypes'}: "
+            f"{', '.join(wrong)}. {fix}"
         )
 
 
