@@ -592,7 +592,7 @@ def test_one_array_used_for_two_leaves():
 def test_a_state_on_the_host():
     state, plan = divided("p_g_os")
     step = gshard.make_train_step(MODEL.loss, plan)
-    with refused("Dense_0/kernel", "on the host"):
+    with refused("Dense_0/kernel", "a NumPy array"):
         step(jax.tree.map(np.asarray, state), batch())
     step(state, batch())
 
@@ -751,8 +751,8 @@ LOSSES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "tuple": (lambda params, rows: (rows["x"].sum(), {}), ("tuple", "has_aux=True")),
     "nothing": (lambda params, rows: None, ("floating scalar", "None")),
     "mapping": (lambda params, rows: {"loss": rows["x"].sum()}, ("floating scalar", "a dict")),
-    "rng": (lambda params, rows, *, rng: rows["x"].sum(), ("takes rng", "make_train_step(rng=")),
-    "field": (lambda params, rows, *, step: rows["x"].sum(), ("takes step",)),
+    "rng": (lambda params, rows, *, rng: rows["x"].sum(), ("requires rng", "make_train_step(rng=")),
+    "field": (lambda params, rows, *, step: rows["x"].sum(), ("requires step",)),
 }
 
 
