@@ -46,8 +46,8 @@ class Chip:
       memory_bandwidth: bytes/s from and to its own memory.
       link: bytes/s that collectives send from a device to others of its host (NVLink), or over one
         link of the torus (ICI), which is half of what it sends along one axis in both directions.
-      network: bytes/s that a device sends to other hosts (for TPUs, to other slices): its share of
-        its host's network. An assumption, since networks are built to order.
+      network: bytes/s that a device sends to other hosts (for TPUs, slices): its share of its
+        host's network. An assumption, since networks are built to order.
       host_link: bytes/s between the device and its host's memory.
       host_memory: bytes of its host's memory, divided by the number of the host's devices.
       per_chip: devices of one chip, in which TPU slices are counted.
@@ -102,20 +102,18 @@ for _name, (_title, _memory, _tera, (_hbm, _link, *_others), _devices) in _FIGUR
     CHIPS[_name] = Chip(_name, _title, int(_memory), _usable, *_rates, per_chip=_devices)
 
 # By `device_kind` in JAX: that of a GPU is its title, that of a TPU has several spellings.
-_TPU_KINDS = {
-    "TPU v5 lite": "tpu-v5e",
-    "TPU v5": "tpu-v5p",
-    "TPU v6 lite": "tpu-v6e",
-    "TPU v6e": "tpu-v6e",
-    "TPU7x": "tpu-7x",
+_BY_KIND = {chip.title: chip for chip in CHIPS.values()} | {
+    "TPU v5 lite": CHIPS["tpu-v5e"],
+    "TPU v5": CHIPS["tpu-v5p"],
+    "TPU v6 lite": CHIPS["tpu-v6e"],
+    "TPU v6e": CHIPS["tpu-v6e"],
+    "TPU7x": CHIPS["tpu-7x"],
 }
-_OF_KIND = {chip.title: chip for chip in CHIPS.values()}
-_OF_KIND |= {kind: CHIPS[name] for kind, name in _TPU_KINDS.items()}
 
 
 def chip_of(device: Any) -> Chip | None:
     """The chip of a JAX device; None for one that is not in the table."""
-    return CHIPS["cpu"] if device.platform == "cpu" else _OF_KIND.get(device.device_kind)
+    return CHIPS["cpu"] if device.platform == "cpu" else _BY_KIND.get(device.device_kind)
 
 
 def memory_of(device: Any) -> int | None:

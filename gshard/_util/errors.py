@@ -25,54 +25,37 @@ class GShardError(ValueError):
 
 
 class DonatedStateError(GShardError, RuntimeError):
-    """Raised for a train state that was donated to an earlier step, so that its arrays are deleted.
-
-    The message names the call and a deleted leaf. Fix: use the state that the step returned.
-    """
+    """Raised for a train state that was donated to an earlier step: use the one it returned."""
 
 
 class ArgumentTypeError(GShardError, TypeError):
-    """Raised for an argument of the wrong type.
-
-    The message names the argument, and what to pass.
-    """
+    """Raised for an argument of the wrong type; the message says what to pass."""
 
 
 class UnevenInputsError(GShardError, RuntimeError):
     """Raised when some processes run out of data before others.
 
-    The message names these processes. Fix: give every process the same number of batches, or use
-    `gshard.pytorch.Join`.
+    Give every process the same number of batches, or use `gshard.pytorch.Join`.
     """
 
 
 class MissingAttributeError(GShardError, AttributeError):
-    """Raised for an attribute that Paddle or PyTorch has and gshard does not have.
-
-    The message names what to use in its place.
-    """
+    """Raised for an attribute of Paddle or PyTorch that gshard lacks; says what to use instead."""
 
 
 class CallOrderError(GShardError, RuntimeError):
-    """Raised for a call at the wrong time: before a call that it needs, or a second time.
-
-    The message names the call, and the one to make before it.
-    """
+    """Raised for a call at the wrong time: before a call that it needs, or a second time."""
 
 
 class NonFiniteError(GShardError, FloatingPointError):
-    """Raised after too many steps in a row with gradients that are not finite.
+    """Raised after too many steps in a row with non-finite gradients; names the first such step.
 
-    The message names the first such step and the parameter. Fix: lower the learning rate, clip the
-    gradients, or look for the cause in the loss.
+    Lower the learning rate, clip the gradients, or look for the cause in the loss.
     """
 
 
 class GShardWarning(UserWarning):
-    """Warns of something that works, but probably not as intended.
-
-    The message says what to change, or how to silence it.
-    """
+    """Warns of something that works, but probably not as intended; says what to change."""
 
 
 def warn(message: str) -> None:

@@ -76,13 +76,10 @@ class Bindings:
 def evaluate(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], handler: Handler | None = None
 ) -> list[Any]:
-    """Evaluates a jaxpr equation by equation.
+    """Evaluates a jaxpr, which is not closed, equation by equation.
 
-    Args:
-      jaxpr: not closed.
-      consts: values of its constants.
-      args: values of its inputs: arrays, or anything else that `handler` understands.
-      handler: `handler(eqn, values)` gives the results of an equation; `bind_in_scope` by default.
+    `handler(eqn, values)` gives the results of an equation, by default `bind_in_scope`. `args` are
+    arrays, or anything else that it understands.
     """
     env = Bindings([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     for eqn in jaxpr.eqns:

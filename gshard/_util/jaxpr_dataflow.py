@@ -1,12 +1,9 @@
 """Forward passes over traced functions, which follow what is known of inputs to the results.
 
-`flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. Two passes are
-here:
-
-* `sharded_dims`: on which dimension values are sharded. A value is replicated (None), sharded on
-  one dimension, or sharded in a way that is not followed (`UNKNOWN`). The result decides only what
-  is communicated, never the numbers.
-* `sources`: which results are inputs unchanged.
+`flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. `sources`
+finds the results that are inputs unchanged, `sharded_dims` the dimension on which a value is
+sharded: None if it is replicated, `UNKNOWN` if it is sharded in a way that is not followed. The
+latter decides only what is communicated, never the numbers.
 """
 
 from __future__ import annotations
@@ -64,14 +61,10 @@ def flow_inside(
 ) -> list[Any] | None:
     """What is known of the results of a call, `cond`, `scan` or `while`; None for anything else.
 
-    Args:
-      eqn: the equation.
-      values: what is known of its operands.
-      follow: `follow(jaxpr, values)` runs the pass over an inner jaxpr: for loops until what is
-        known of the carried values no longer changes, the last time with the final values.
-      join: `join(*values)` is what holds for each of several values.
-      slice_of: what is known of one slice of a scanned operand.
-      stack_of: what is known of the stack of a scan's outputs.
+    `follow(jaxpr, values)` runs the pass over an inner jaxpr: for loops until what is known of the
+    carried values no longer changes, the last time with the final values. `join(*values)` is what
+    holds for each of several values, `slice_of` what is known of one slice of a scanned operand,
+    and `stack_of` of the stack of a scan's outputs.
     """
     if (inner := called(eqn)) is not None:
         return follow(inner[0], values)
@@ -244,7 +237,7 @@ _Source = tuple[Any, tuple[int, ...]]
 def sources(jaxpr: Any) -> list[int | None]:
     """For every output the position of the input that it is, or None where it was computed.
 
-    Sees through calls (jit, remat, ...) and scans that pass on what they were given.
+    Calls (jit, remat, ...) and scans may pass an input on.
     """
     inputs = [(i, tuple(range(v.aval.ndim))) for i, v in enumerate(jaxpr.invars)]
     found = flow(jaxpr, inputs, _source)
@@ -256,14 +249,13 @@ def _source(eqn: Any, values: list[_Source | None]) -> Sequence[_Source | None]:
     if name in _FORWARDS:
         order = eqn.params.get("permutation")
         return [(x[0], tuple(x[1][d] for d in order)) if x and order else x for x in values]
-    outs = None
-    if name not in ("cond", "while"):
-        follow = partial(flow, transfer=_source)
-        outs = flow_inside(eqn, values, follow, _if_equal, _slice_of, _stack_of)
-    if outs is not None and name == "scan":  # a carry that every iteration passes on
+    if name in ("cond", "while"):
+        return [None] * len(eqn.outvars)
+    follow = partial(flow, transfer=_source)
+    outs = flow_inside(eqn, values, follow, _if_equal, _slice_of, _stack_of)
+    if outs and name == "scan":  # a carry that every iteration passes on
         consts, carried, _ = scan_sizes(eqn)
-        carry = values[consts : consts + carried]
-        outs[:carried] = map(_if_equal, carry, outs)
+        outs[:carried] = map(_if_equal, values[consts : consts + carried], outs)
     return outs or [None] * len(eqn.outvars)
 
 

@@ -78,11 +78,7 @@ def differences(paths: Collection[str], known: Collection[str]) -> str:
 
 
 def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
-    """Checks that the leaves of `tree` have the paths `known`, in order; returns its structure.
-
-    Raises:
-      GShardError: names the paths that are missing and those that were added.
-    """
+    """Checks that the leaves of `tree` have the paths `known`, in order; returns its structure."""
     paths, _, structure = flatten(tree)
     known = list(known)
     if paths != known:

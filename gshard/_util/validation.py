@@ -25,25 +25,15 @@ def shown(value: Any) -> str:
 
 
 _PLAIN = (str, int, float, type(None))
-
-
 MOST = 10**9  # devices, examples and so on: a larger number is surely a mistake
 
 
 def check_integer(
     name: str, value: Any, least: int, meaning: str = "", most: int | None = None
 ) -> int:
-    """An integer argument as an `int`; it may be Python's or NumPy's, but not a bool.
+    """An integer argument from `least` to `most` as an `int`: Python's or NumPy's, but not a bool.
 
-    Args:
-      name: of the argument, for the message.
-      value: the argument.
-      least: the smallest value that is allowed.
-      meaning: for the message, such as " of devices".
-      most: the largest value that is allowed; None for any.
-
-    Raises:
-      GShardError: it is not an integer, or below `least` or above `most`.
+    `meaning` is for the message, such as " of devices".
     """
     try:
         number = operator.index(value)
@@ -59,11 +49,7 @@ def check_integer(
 
 
 def flag(name: str, value: Any) -> bool:
-    """A boolean argument as a `bool`; it may be Python's or NumPy's.
-
-    Raises:
-      GShardError: it is neither.
-    """
+    """A boolean argument, Python's or NumPy's, as a `bool`."""
     if not isinstance(value, (bool, np.bool_)):
         raise GShardError(f"{name}={shown(value)} must be True or False.")
     return bool(value)
@@ -79,15 +65,7 @@ def dimension(value: Any, rank: int) -> int | None:
 
 
 def pattern(value: Any, where: str) -> re.Pattern[str]:
-    """Compiles a regular expression that is matched with paths.
-
-    Args:
-      value: given by the user.
-      where: the argument that has it, for the message.
-
-    Raises:
-      GShardError: it is not a string, or not a regular expression.
-    """
+    """Compiles a regular expression of the argument `where`, which is matched with paths."""
     try:
         return re.compile(value)
     except (re.error, TypeError) as error:
@@ -97,11 +75,7 @@ def pattern(value: Any, where: str) -> re.Pattern[str]:
 
 
 def names_of(argument: str, value: Any) -> tuple[str, ...]:
-    """One name or several names as a tuple.
-
-    Raises:
-      GShardError: they are not strings.
-    """
+    """One name or several names as a tuple; refuses what are not strings."""
     names = (value,)
     if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
         names = tuple(sorted(value) if isinstance(value, Set) else value)

@@ -8,7 +8,7 @@ from typing import Any
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard.paddle.grad_scaler import kept_by
-from gshard.wrapped.state_dict import check, check_optimizer, differences, load, save, write
+from gshard.wrapped.state_dict import check, check_optimizer, differing_names, load, save, write
 from gshard.wrapped.wrapped_model import Wrapped, kept
 
 
@@ -71,7 +71,7 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
             "out here too, and the optimizer stays as it is."
         )
     stored = model._gshard_named()
-    if strange := differences(*check(values["model"], stored, call), "the model"):
+    if strange := differing_names(*check(values["model"], stored, call), "the model"):
         raise GShardError(
             f"{call}: {output} has the state of another model: {strange}. Nothing was changed."
         )

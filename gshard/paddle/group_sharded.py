@@ -23,7 +23,7 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import ShardingOptions, shard_and_advise
 from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
+from gshard.wrapped.arguments import as_module, mesh_of
 from gshard.wrapped.wrapped_model import Wrapped, wrapped
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
@@ -90,7 +90,6 @@ def group_sharded_parallel(
       >>> optimizer.clear_grad()
     """
     call = "group_sharded_parallel"
-    refuse_wrapped(model, call)
     module = as_module(model, call)
     chosen = parse_level(level)
     if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):

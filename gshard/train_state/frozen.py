@@ -52,17 +52,17 @@ def put_back(trained: Any, frozen: dict[str, Any]) -> Any:
     """The inverse of `take_out`."""
     if not frozen:
         return trained
+
+    def is_gap(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
     return jax.tree_util.tree_map_with_path(
-        lambda keys, x: frozen[path_of(keys)] if _is_gap(x) else x, trained, is_leaf=_is_gap
+        lambda keys, x: frozen[path_of(keys)] if is_gap(x) else x, trained, is_leaf=is_gap
     )
 
 
 def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state: Any) -> Any:
-    """Drops what belongs to frozen parameters from an optimizer state.
-
-    Raises:
-      GShardError: `opt_state` was not made by `tx` for these parameters.
-    """
+    """Drops what belongs to frozen parameters from an optimizer state, which `tx` has made."""
     paths, leaves, structure = flatten(jax.eval_shape(tx.init, trained))
     have = dict(zip(*flatten(opt_state)[:2], strict=True))
     pairs = zip(paths, leaves, strict=True)
@@ -90,8 +90,7 @@ class Frozen(optax.GradientTransformationExtraArgs):
 def thawed(tx: optax.GradientTransformation, frozen: Set[str]) -> optax.GradientTransformation:
     """Returns the optimizer that `without_frozen` wrapped, for a state that freezes `frozen`.
 
-    Raises:
-      GShardError: the optimizer has no state for a parameter that is no longer frozen.
+    It has no state for other parameters, so these must not be trained now.
     """
     if not isinstance(tx, Frozen):
         return tx
@@ -137,16 +136,8 @@ def no_change(params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_gap(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
-
 def updated(params: Any) -> Any:
-    """Returns the parameters that an optimizer updates.
-
-    Raises:
-      GShardError: there are collections that Flax's `TrainState` would drop.
-    """
+    """Returns the parameters that an optimizer updates; refuses what `TrainState` would drop."""
     if not isinstance(params, Mapping) or OVERWRITE_WITH_GRADIENT not in params:
         return params
     if set(params) != {"params", OVERWRITE_WITH_GRADIENT}:
@@ -170,13 +161,3 @@ def join_overwritten(params: Any, non_trainable: Mapping[str, Any]) -> Any:
     if OVERWRITTEN not in non_trainable:
         return params
     return {"params": params, **non_trainable[OVERWRITTEN]}
-
-
-def check_overwritten(params: Any) -> None:
-    """Refuses parameters that cannot be replaced by their gradient, since they have none."""
-    for path, x in zip(*flatten(overwritten(params).get(OVERWRITTEN, {}))[:2], strict=True):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise GShardError(
-                f"{path} has dtype {x.dtype}: only a floating parameter has a gradient that could "
-                "replace it."
-            )

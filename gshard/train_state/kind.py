@@ -22,11 +22,7 @@ from gshard.train_state.nnx import Nnx
 
 
 def kind_of(state: Any) -> Kind:
-    """Returns the kind of a train state.
-
-    Raises:
-      GShardError: gshard does not know this kind of state.
-    """
+    """Returns the kind of a train state; refuses what is not one."""
     if isinstance(state, TrainState):
         return Linen()
     if is_nnx_pair(state):

@@ -17,14 +17,14 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.train_state import TrainState
 
 from gshard._util.errors import GShardError, some
-from gshard._util.pytree import path_of
+from gshard._util.pytree import flatten, path_of
 from gshard._util.validation import shown
 from gshard.train_state.components import Components, Kind, PureLoss
 from gshard.train_state.frozen import (
     FROZEN,
+    OVERWRITTEN,
     PARAMETERS,
     all_params,
-    check_overwritten,
     join_overwritten,
     no_change,
     overwritten,
@@ -100,7 +100,13 @@ class Linen(Kind):
                 "optimizer that keeps the slow ones in its state, where they are sharded: see "
                 "docs/your-own-loop.md (Lookahead)."
             )
-        check_overwritten(state.params)
+        replaced = overwritten(state.params).get(OVERWRITTEN, {})
+        for path, x in zip(*flatten(replaced)[:2], strict=True):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise GShardError(
+                    f"{path} has dtype {x.dtype}: only a floating parameter has a gradient that "
+                    "could replace it."
+                )
 
     def check_step(self, state: Any) -> None:
         if type(state).apply_gradients is not TrainState.apply_gradients:
@@ -172,7 +178,11 @@ class Linen(Kind):
                     "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            out = loss_fn(unbox(all_params(params, non_trainable)), batch, **given)
+            boxed = all_params(params, non_trainable)
+            unboxed = jax.tree.map(
+                lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, boxed, is_leaf=_is_box
+            )
+            out = loss_fn(unboxed, batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure
@@ -187,21 +197,14 @@ def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in non_trainable.items() if name not in PARAMETERS}
 
 
-def unbox(params: Any) -> Any:
-    """Removes the boxes of `nn.with_partitioning` from Linen parameters."""
-    return jax.tree.map(
-        lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, params, is_leaf=_is_box
-    )
+def _is_box(x: Any) -> bool:
+    return isinstance(x, meta.AxisMetadata)
 
 
 def _named_boxes(state: Any) -> dict[str, Any]:
     """Returns, by path, the boxes of parameters that name their dimensions."""
     boxes, _ = jax.tree_util.tree_flatten_with_path(updated(state.params), is_leaf=_is_box)
     return {path_of(keys): box for keys, box in boxes if hasattr(box, "names")}
-
-
-def _is_box(x: Any) -> bool:
-    return isinstance(x, meta.AxisMetadata)
 
 
 def _fields(state: Any, arrays: bool) -> list[str]:

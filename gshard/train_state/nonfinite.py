@@ -181,11 +181,6 @@ class Guard(NamedTuple):
 
         A finite step that does not update has weight 0; it neither extends nor ends a row of
         non-finite steps.
-
-        Args:
-          finite: boolean scalar, whether the gradient was finite.
-          updates: boolean scalar, whether the step updates the state.
-          step: number of the step.
         """
         first = jnp.where(finite | (self.row > 0), self.first, jnp.asarray(step, jnp.int32))
         row = jnp.where(updates, 0, self.row + ~finite)
@@ -205,10 +200,7 @@ class Watch:
         self._last: Any = None  # of the state that the last step returned
 
     def add(self, guard: Guard, after: Guard) -> None:
-        """Records the guard of a step, and its copy in the state that the step returned.
-
-        `guard` must not be donated later.
-        """
+        """Records the guard of a step, not to be donated, and its copy in the new state."""
         if self._most is not None and not isinstance(guard.row, core.Tracer):
             self._seen.append(guard)
             self._last = after.row
@@ -216,11 +208,8 @@ class Watch:
     def look(self, before: Guard) -> None:
         """Checks earlier steps, before a step starts with a state that has the guard `before`.
 
-        A state that the last step did not return has a history of its own: recorded guards are
-        dropped.
-
-        Raises:
-          NonFiniteError: `most` steps in a row were not finite.
+        Recorded guards do not belong to a state that the last step did not return. Raises a
+        `NonFiniteError` if `most` steps in a row were not finite.
         """
         if before.row is not self._last:
             self._seen.clear()

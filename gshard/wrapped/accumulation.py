@@ -53,18 +53,18 @@ class Updating(Protocol):
 
 
 class Accumulation:
-    """The gradients of a wrapped model, and its compiled phases.
+    """`model.backward`: a call runs a forward and a backward pass, and keeps the gradients.
 
     Attributes:
       plan: the layout of every array.
       model: the wrapped model.
       optimizer: the wrapped optimizer, if any.
       grads: the reduced gradients, an `nnx.State` like the trained parameters: the sum over the
-        calls of `backward` since they were cleared. None if there are none.
-      scaler: the scaler by whose scale the gradients are multiplied; None if they are not scaled.
+        calls of `backward` since they were cleared; or None.
+      scaler: the scaler by whose scale the gradients are multiplied; or None.
       forward: the compiled function that computes the output of the model or of a copy.
-      joined: 1 or 0 for each device of this process, whether it has data left, and whether the
-        mean is over all devices anyway; or None.
+      joined: for each device of this process 1 if it has data left, else 0, and whether the mean
+        is over all devices anyway; or None.
       stepped_by: the owner of an optimizer that is not wrapped; or None.
       updating: updates the model within `backward`, which then keeps no gradients; or None.
       finite: whether every entry of the unscaled gradients is finite; None before unscaling.
@@ -102,7 +102,7 @@ class Accumulation:
         self.clear()
         self.plan, wrt = plan, plan.template[1].wrt
         self._phases = Phases(plan, self._sizes, self._options)
-        self._of_loss: dict[Any, Any] = {}
+        self._of_loss: dict[Any, OnModel] = {}
         self.forward = OnModel(self._phases.forward, wrt)
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
@@ -110,51 +110,68 @@ class Accumulation:
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
-    def backward(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
-        """Adds the gradient of `loss_fn(model, batch)` to the sum, and returns the loss."""
-        if not callable(loss_fn):
-            raise GShardError(
-                f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. Pass one "
-                "of (model, batch) that returns the mean loss over the examples."
-            )
-        if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(batch)):
-            raise GShardError(
-                "backward keeps gradients between calls, so it cannot be called in a jitted "
-                "function. Use gshard.value_and_grad(loss_fn, model.plan)(model, batch) there."
-            )
-        if self.finite is not None:
-            raise GShardError(
-                "backward: the gradients have been unscaled, and scaled ones would be added to "
-                "them. Call scaler.step(optimizer) and optimizer.clear_grad() first."
-            )
-        scaler = loss_fn.scaler if isinstance(loss_fn, Scaled) else None
-        if scaler is not None and self.updating is not None:
-            raise GShardError(
-                "backward: the loss is scaled, and the optimizer updates during backward "
-                "(overlap_with_ddp=True). Make the optimizer without overlap_with_ddp."
-            )
-        if self.holds and scaler is not self.scaler:
-            raise GShardError(
-                "backward: scaled and unscaled gradients would be added up. Use "
-                "scaler.scale(loss_fn) every time, or call optimizer.clear_grad() first."
-            )
+    def __call__(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
+        """Adds the gradient to `model.grads`.
+
+        Args:
+          loss_fn: `loss_fn(model, batch)`, the mean over the given examples. It is compiled:
+            define it once, and pass what changes from call to call in the batch; numbers that it
+            reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
+          batch: the batch of this process; its examples are sharded over the devices.
+
+        Returns:
+          The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
+          (`.mean()` is that of all).
+        """
+        scaler = self._check_call(loss_fn, batch)
         loss_fn, given = self._given(loss_fn, batch)
-        run = self._compiled(loss_fn, given)
+        loss, *new = self._compiled(loss_fn, given)(self.model, given, *self._stored())
         if self._depth:
-            loss, self._pending, self._buffers = run(
-                self.model, given, self._pending, self._buffers
-            )
+            self._pending, self._buffers = new
         elif self.updating is not None:
-            loss, *new = run(
-                self.model, given, self._pending, self.grads, *self.updating.arguments()
-            )
             self.updating.accept(*new)
             self._pending = self.grads = None
         else:
-            loss, self.grads = run(self.model, given, self._pending, self.grads)
-            self._pending = None
+            self._pending, [self.grads] = None, new
         self.scaler = scaler
         return loss if scaler is None else loss / scaler.loss_scaling
+
+    def _check_call(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
+        """Returns the scaler of the loss, or None; refuses a call that cannot be right."""
+        scaler = loss_fn.scaler if isinstance(loss_fn, Scaled) else None
+        if not callable(loss_fn):
+            error = (
+                f"backward(loss_fn, batch): loss_fn={shown(loss_fn)} is not a function. Pass one "
+                "of (model, batch) that returns the mean loss over the examples."
+            )
+        elif any(isinstance(x, core.Tracer) for x in jax.tree.leaves(batch)):
+            error = (
+                "backward keeps gradients between calls, so it cannot be called in a jitted "
+                "function. Use gshard.value_and_grad(loss_fn, model.plan)(model, batch) there."
+            )
+        elif self.finite is not None:
+            error = (
+                "backward: the gradients have been unscaled, and scaled ones would be added to "
+                "them. Call scaler.step(optimizer) and optimizer.clear_grad() first."
+            )
+        elif scaler is not None and self.updating is not None:
+            error = (
+                "backward: the loss is scaled, and the optimizer updates during backward "
+                "(overlap_with_ddp=True). Make the optimizer without overlap_with_ddp."
+            )
+        elif self.holds and scaler is not self.scaler:
+            error = (
+                "backward: scaled and unscaled gradients would be added up. Use "
+                "scaler.scale(loss_fn) every time, or call optimizer.clear_grad() first."
+            )
+        else:
+            return scaler
+        raise GShardError(error)
+
+    def lower(self, loss_fn: Callable[..., Any], batch: Any) -> jax.stages.Lowered:
+        """The next call, lowered; nothing runs. `gshard.audit(model.backward, loss_fn, batch)`."""
+        loss_fn, given = self._given(loss_fn, batch)
+        return self._compiled(loss_fn, given).lower(self.model, given, *self._stored())
 
     def reduce(self) -> None:
         """Reduces the local gradients that `no_sync` has accumulated, if there are any."""
@@ -189,11 +206,7 @@ class Accumulation:
             )
 
     def take(self) -> nnx.State:
-        """Returns the gradients for an optimizer.
-
-        Raises:
-          GShardError: there are none, or some are not reduced.
-        """
+        """Returns the reduced gradients; raises a `GShardError` if there are none."""
         self.refuse_waiting()
         if self.grads is None:
             raise GShardError("there are no gradients. Call model.backward(loss_fn, batch).")
@@ -227,12 +240,11 @@ class Accumulation:
             if not self._depth:
                 self.settle()
 
-    def lower(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        """Returns the next `backward`, lowered, for `gshard.audit`."""
-        loss_fn, batch = self._given(loss_fn, batch)
-        held = (self._pending, self._buffers if self._depth else self.grads)
-        more = self.updating.arguments() if self.updating and not self._depth else ()
-        return self._compiled(loss_fn, batch).lower(self.model, batch, *held, *more)
+    def _stored(self) -> tuple[Any, ...]:
+        """Returns what the compiled function takes besides the model and the batch."""
+        if self._depth:
+            return self._pending, self._buffers
+        return self._pending, self.grads, *(self.updating.arguments() if self.updating else ())
 
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
         """Returns the loss function to compile, and its batch on the devices."""
@@ -251,38 +263,36 @@ class Accumulation:
         of_examples = np.repeat(shares, sizes[0] if sizes else 1)
         return Joined(loss_fn, initial), (given, shard_batch(of_examples, self.plan))
 
-    def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
-        key = (loss_fn, self._depth > 0)
+    def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> OnModel:
+        local, wrt = self._depth > 0, self.forward.wrt
         try:
-            hash(key)
+            known = self._of_loss.get((loss_fn, local))
         except TypeError as error:
             raise GShardError(
                 f"backward: {shown(loss_fn)} cannot be hashed, so gshard cannot look up whether it "
                 "is compiled already. Pass a function."
             ) from error
-        if key not in self._of_loss:
-            check_closure(loss_fn, self.model)
-            if self._find_unused and (loss_fn, not self._depth) not in self._of_loss:
-                model = self.plan.template[0]
-                if unused := unused_params(loss_fn, model, self.forward.wrt, batch):
-                    warn(f"the loss does not use {some(unused)}: their gradients are zero.")
-            if len(self._of_loss) == MANY:
-                warn(
-                    f"backward has been given {MANY} different loss functions, and each is "
-                    "compiled. Define it once, outside the loop."
-                )
-            if len(self._of_loss) > 2 * MANY:
-                self._of_loss.pop(next(iter(self._of_loss)))
-            if self._depth:
-                run, donated = partial(self._phases.local, loss_fn), (1, 2)
-            elif self.updating is not None:
-                updated = self.updating.updated
-                run = partial(self._phases.backward_and_update, loss_fn, updated)
-                donated = (3,)
-            else:
-                run, donated = partial(self._phases.backward, loss_fn), ()
-            self._of_loss[key] = OnModel(run, self.forward.wrt, donated)
-        return self._of_loss[key]
+        if known is not None:
+            return known
+        check_closure(loss_fn, self.model)
+        if self._find_unused and (loss_fn, not local) not in self._of_loss:
+            if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
+                warn(f"the loss does not use {some(unused)}: their gradients are zero.")
+        if len(self._of_loss) == MANY:
+            warn(
+                f"backward has been given {MANY} different loss functions, and each is compiled. "
+                "Define it once, outside the loop."
+            )
+        if len(self._of_loss) > 2 * MANY:
+            self._of_loss.pop(next(iter(self._of_loss)))
+        if local:
+            made = OnModel(partial(self._phases.local, loss_fn), wrt, donated=(1, 2))
+        elif self.updating is not None:
+            run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
+            made = OnModel(run, wrt, donated=(3,))
+        else:
+            made = OnModel(partial(self._phases.backward, loss_fn), wrt)
+        return self._of_loss.setdefault((loss_fn, local), made)
 
 
 @dataclass(frozen=True)

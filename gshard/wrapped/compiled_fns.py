@@ -28,50 +28,31 @@ from gshard.train.options import StepOptions
 from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
+LossFn = Callable[..., Any]
+Grads = nnx.State | None
+Pending = LocalGradients | None
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a model without their arrays, as a key for compilation.
-
-    Attributes:
-      structure: the tree structure of `(args, kwargs)`.
-      others: one per leaf; None for an array.
-    """
-
-    structure: Any
-    others: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, inputs: Any) -> tuple[list[Any], Inputs]:
-        """Splits inputs into their arrays and the rest."""
-        graphs = jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, _GRAPHS))
-        if any(isinstance(x, _GRAPHS) for x in graphs):
-            raise GShardError(
-                "the model is called with an nnx.Rngs, a module or a Variable, whose changes would "
-                "be lost. Give the model its own, when it is made."
-            )
-        leaves, structure = jax.tree.flatten(inputs)
-        rest = cls(structure, tuple(None if _is_array(x) else x for x in leaves))
-        try:
-            hash(rest)
-        except TypeError as error:
-            raise GShardError(
-                f"the model is called with an argument that cannot be hashed ({error}), so gshard "
-                "cannot look up whether it is compiled already. Pass arrays, numbers, strings and "
-                "tuples."
-            ) from error
-        return [x for x in leaves if _is_array(x)], rest
-
-    def with_arrays(self, arrays: list[Any]) -> Any:
-        """Returns the inputs with these arrays."""
-        rest = iter(arrays)
-        leaves = [next(rest) if x is None else x for x in self.others]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+def split_inputs(inputs: Any) -> tuple[list[Any], Any]:
+    """Splits the inputs of a model into arrays and a hashable rest, a key for compilation."""
+    graphs = jax.tree.leaves(inputs, is_leaf=lambda x: isinstance(x, _GRAPHS))
+    if any(isinstance(x, _GRAPHS) for x in graphs):
+        raise GShardError(
+            "the model is called with an nnx.Rngs, a module or a Variable, whose changes would be "
+            "lost. Give the model its own, when it is made."
+        )
+    leaves, structure = jax.tree.flatten(inputs)
+    is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
+    rest = structure, tuple(None if yes else x for x, yes in zip(leaves, is_array, strict=True))
+    try:
+        hash(rest)
+    except TypeError as error:
+        raise GShardError(
+            f"the model is called with an argument that cannot be hashed ({error}), so gshard "
+            "cannot look up whether it is compiled already. Pass arrays, numbers, strings and "
+            "tuples."
+        ) from error
+    return [x for x, yes in zip(leaves, is_array, strict=True) if yes], rest
 
 
 @dataclass(frozen=True)
@@ -91,27 +72,21 @@ class Phases:
     sizes: dict[str, int]
     options: dict[str, Any]
 
-    def forward(self, model: Any, arrays: list[Any], rest: Inputs) -> Any:
-        """Returns the model's output, and writes the changes of its own state."""
-        plan, (args, kwargs) = self.plan, rest.with_arrays(arrays)
+    def forward(self, model: Any, arrays: list[Any], rest: Any) -> Any:
+        """Returns the model's output for split inputs, and writes the changes of its own state."""
+        plan, (structure, fixed), given = self.plan, rest, iter(arrays)
+        inputs = structure.unflatten([next(given) if x is None else x for x in fixed])
         parts = plan.kind.split_target(model, {})
-        params = jax.tree.map(lambda x, layout: layout.unpad(x), parts.params, plan.params)
-        non_trainable = {
-            path: plan.non_trainable[path].unpad(x) for path, x in parts.non_trainable.items()
-        }
+        stored, layouts = (parts.params, parts.non_trainable), (plan.params, plan.non_trainable)
+        params, others = jax.tree.map(lambda x, layout: layout.unpad(x), stored, layouts)
         pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
-        out, changed = pure(params, non_trainable, (args, kwargs), None)
+        out, changed = pure(params, others, inputs, None)
         changed = {path: plan.pin(x, plan.non_trainable[path]) for path, x in changed.items()}
         plan.kind.absorb(model, parts, changed)
         return out
 
     def backward(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nnx.Module,
-        batch: Any,
-        pending: LocalGradients | None,
-        grads: nnx.State | None,
+        self, loss_fn: LossFn, model: nnx.Module, batch: Any, pending: Pending, grads: Grads
     ) -> tuple[jax.Array, nnx.State]:
         """Returns the loss, and its gradient and pending ones reduced and added to `grads`."""
         if pending is None:
@@ -124,27 +99,18 @@ class Phases:
         return loss, _sum(grads, new)
 
     def backward_and_update(
-        self,
-        loss_fn: Callable[..., Any],
-        updated: Callable[..., Any],
-        model: nnx.Module,
-        batch: Any,
-        pending: LocalGradients | None,
-        grads: nnx.State | None,
-        *arguments: Any,
+        self, loss_fn: LossFn, updated: Callable[..., Any], model: nnx.Module, *args: Any
     ) -> tuple[jax.Array, Any, Any]:
-        """Returns loss, new parameters and state; updates do not wait for all gradients."""
+        """Returns loss, new parameters and state; updates do not wait for all gradients.
+
+        `args` are those of `backward`, then the optimizer's state and hyperparameters.
+        """
         params = self.plan.kind.split_target(model, {}).params
-        loss, grads = self.backward(loss_fn, model, batch, pending, grads)
-        return loss, *updated(params, grads, *arguments)
+        loss, grads = self.backward(loss_fn, model, *args[:3])
+        return loss, *updated(params, grads, *args[3:])
 
     def local(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nnx.Module,
-        batch: Any,
-        pending: LocalGradients | None,
-        buffers: dict[str, Any],
+        self, loss_fn: LossFn, model: nnx.Module, batch: Any, pending: Pending, buffers: Any
     ) -> tuple[jax.Array, LocalGradients, dict[str, Any]]:
         """Returns each device's loss, its gradient added to the pending ones, and its buffers.
 
@@ -153,7 +119,7 @@ class Phases:
         own, buffers = self._own(loss_fn, model, batch, buffers)
         return own.loss, _added(pending, own), buffers
 
-    def reduce(self, pending: LocalGradients, grads: nnx.State | None) -> nnx.State:
+    def reduce(self, pending: LocalGradients, grads: Grads) -> nnx.State:
         """Returns the pending gradients, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
@@ -164,11 +130,7 @@ class Phases:
         self.plan.kind.absorb(model, parts, mean_non_trainable(buffers, self.plan, options))
 
     def _own(
-        self,
-        loss_fn: Callable[..., Any],
-        model: nnx.Module,
-        batch: Any,
-        buffers: dict[str, Any] | None = None,
+        self, loss_fn: LossFn, model: nnx.Module, batch: Any, buffers: Any = None
     ) -> tuple[LocalGradients, dict[str, Any]]:
         """Returns each device's gradient of the mean over its examples, with weight 1, and buffers.
 
@@ -221,12 +183,12 @@ def unscale(grads: nnx.State, scale: jax.Array) -> tuple[nnx.State, jax.Array]:
     return new, jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(new)]))
 
 
-def _added(pending: LocalGradients | None, own: LocalGradients) -> LocalGradients:
+def _added(pending: Pending, own: LocalGradients) -> LocalGradients:
     """Adds the means of several calls; the weight remains that of one call."""
     return own if pending is None else dataclasses.replace(pending + own, weight=own.weight)
 
 
-def _sum(grads: nnx.State | None, new: nnx.State) -> nnx.State:
+def _sum(grads: Grads, new: nnx.State) -> nnx.State:
     return new if grads is None else jax.tree.map(jnp.add, grads, new)
 
 
@@ -272,11 +234,10 @@ class OnModel:
         return out, {i: new for i, (new, old) in pairs if new is not old}
 
 
-def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
+def check_closure(loss_fn: LossFn, model: nnx.Module) -> None:
     """Warns of models that a loss reads from outside: once compiled, it sees their first values.
 
-    Raises:
-      GShardError: it reads the wrapped model itself from outside, which then has no gradient.
+    If it is the wrapped model itself, which then has no gradient, this raises a `GShardError`.
     """
     function: Any = loss_fn
     while hasattr(function, "loss_fn"):
@@ -302,16 +263,10 @@ def check_closure(loss_fn: Callable[..., Any], model: nnx.Module) -> None:
         )
 
 
-def unused_params(
-    loss_fn: Callable[..., Any], model: nnx.Module, wrt: Any, batch: Any
-) -> list[str]:
-    """Returns the paths of the parameters that `loss_fn(model, batch)` does not depend on.
+def unused_params(loss_fn: LossFn, model: nnx.Module, wrt: Any, batch: Any) -> list[str]:
+    """Returns the paths of the parameters (`wrt`) that `loss_fn(model, batch)` does not depend on.
 
-    Args:
-      loss_fn: the loss that `backward` was given.
-      model: the abstract model, in logical shapes.
-      wrt: the filter of the parameters.
-      batch: the batch, a tree of arrays.
+    `model` is abstract, in logical shapes.
     """
     graph, params, rest = nnx.split(model, wrt, ...)
 

@@ -11,12 +11,12 @@ import jax
 import optax
 from flax import nnx
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, mesh_of, refuse_wrapped
-from gshard.wrapped.wrapped_model import Wrapped, owners, wrapped
+from gshard.wrapped.arguments import as_module, mesh_of
+from gshard.wrapped.wrapped_model import Wrapped, keepers, wrapped
 
 _MB = 2**20
 
@@ -67,7 +67,6 @@ class DataParallel(Wrapped):
         if cls is not DataParallel:  # a copy, made by NNX
             return object.__new__(cls)
         del strategy
-        refuse_wrapped(layers, "DataParallel")
         size = check_integer("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
         last = last_comm_buffer_size
         if isinstance(last, bool) or not isinstance(last, Real) or not 0 < last < math.inf:
@@ -134,5 +133,13 @@ def fused_allreduce_gradients(parameters: Iterable[Any], hcg: Any = None) -> Non
             f"fused_allreduce_gradients: {shown(parameters)} is not an iterable of "
             "parameters. Pass model.parameters()."
         )
-    for keep in owners(list(parameters)):
+    variables = list(parameters)
+    owners = keepers(variables)
+    strange = [shown(x) for x, keep in zip(variables, owners, strict=True) if keep is None]
+    if strange or not variables:
+        raise GShardError(
+            f"{some(strange) or 'an empty list'}: these are not the parameters of a wrapped model. "
+            "Pass model.parameters()."
+        )
+    for keep in filter(None, owners):
         keep.reduce()

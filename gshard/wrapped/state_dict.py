@@ -92,14 +92,7 @@ def _stored(target: Any, call: str) -> NamedArrays:
 
 
 def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
-    """Returns stored arrays with their layouts, by dotted path.
-
-    Args:
-      *pairs: trees of arrays, each with the tree of their layouts.
-
-    Raises:
-      GShardError: two paths have the same name.
-    """
+    """Returns the arrays of trees with their layouts, by dotted path; two must not be the same."""
     found = [
         (path.replace("/", "."), (x, layout))
         for tree, layouts in pairs
@@ -123,11 +116,6 @@ def _is_key(x: Any) -> bool:
 
 def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[str]]:
     """Returns the names that a state dict lacks, and its names that are not known.
-
-    Args:
-      values: arrays by name.
-      stored: the arrays to set.
-      what: the state dict's name in messages.
 
     Raises:
       GShardError: `values` is not a state dict, or a value has another shape.
@@ -158,24 +146,17 @@ def _is_numeric(x: np.ndarray) -> bool:
     return jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_
 
 
-def differences(missing: list[str], unknown: list[str], whose: str) -> str:
+def differing_names(missing: list[str], unknown: list[str], whose: str) -> str:
     """Describes what `check` returned, for a message; empty if nothing differs."""
     both = [("it lacks", missing), (f"{whose} does not know", unknown)]
     return "; ".join(f"{what} {some(names)}" for what, names in both if names)
 
 
 def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
-    """Sets the arrays that both have; a warning lists the others.
-
-    Returns:
-      Names that the state dict lacks, and names that the model does not know.
-
-    Raises:
-      GShardError: a value has another shape; nothing is changed.
-    """
+    """Sets the arrays that both have, and warns of the others; returns the result of `check`."""
     missing, unknown = check(values, stored, "set_state_dict")
     write(model, values, stored)
-    if strange := differences(missing, unknown, "the model"):
+    if strange := differing_names(missing, unknown, "the model"):
         warn(f"set_state_dict: {strange}.")
     return missing, unknown
 
@@ -183,7 +164,7 @@ def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], 
 def check_optimizer(values: Any, stored: NamedArrays) -> None:
     """Raises a `GShardError` unless the state dict has exactly the optimizer's arrays."""
     found = check(values, stored, "set_state_dict of the optimizer")
-    if strange := differences(*found, "this optimizer"):
+    if strange := differing_names(*found, "this optimizer"):
         raise GShardError(
             f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
         )

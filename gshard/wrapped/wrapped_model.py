@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
 import jax
@@ -20,23 +20,13 @@ from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.compiled_fns import Inputs, OnModel
+from gshard.wrapped.compiled_fns import OnModel, split_inputs
 from gshard.wrapped.state_dict import NamedArrays, full_values, name_arrays, set_model
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
-
 _SAME = "A wrapped model is an instance of your own class and has its attributes: use model itself."
 _PLACED = "Arrays are placed where model.plan says. Choose devices with group=."
-_OF_MODELS = {
-    "module": _SAME,
-    "_layers": _SAME,
-    "zero_grad": "Call model.clear_gradients().",
-    "load_state_dict": "Call model.set_state_dict(values).",
-    "to": _PLACED,
-    "cuda": _PLACED,
-    "cpu": "Call model.state_dict() for the values on the host.",
-}
 
 
 class Keeping:
@@ -64,22 +54,27 @@ class Wrapped(Keeping):
     """The methods that a model has once it is wrapped."""
 
     __slots__ = ()
-    _gshard_instead = _OF_MODELS
+    _gshard_instead = {
+        "module": _SAME,
+        "_layers": _SAME,
+        "zero_grad": "Call model.clear_gradients().",
+        "load_state_dict": "Call model.set_state_dict(values).",
+        "to": _PLACED,
+        "cuda": _PLACED,
+        "cpu": "Call model.state_dict() for the values on the host.",
+    }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output; outside jit, one compiled function computes it."""
         own: Any = super()
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if not any(isinstance(x, core.Tracer) for x in arrays):
-            given, rest = Inputs.of((args, kwargs))
+            given, rest = split_inputs((args, kwargs))
             self._gshard_settle()
-            return self._gshard_forward(
-                cast(Any, self), [_placed(x, self.plan) for x in given], fixed=rest
-            )
-        params = self.parameters()
-        places = jax.tree.leaves(self.plan.params)
-        padded = [y.path for x, y in zip(params, places, strict=True) if x.shape != y.shape]
-        if padded:
+            placed = [_placed(x, self.plan) for x in given]
+            return self._gshard_forward(cast(Any, self), placed, fixed=rest)
+        pairs = zip(self.parameters(), jax.tree.leaves(self.plan.params), strict=True)
+        if padded := [layout.path for x, layout in pairs if x.shape != layout.shape]:
             raise GShardError(
                 f"inside a transform of JAX or NNX the model has {some(padded)} as stored, with "
                 "padding. Take the loss's gradient by gshard.value_and_grad(loss_fn, model.plan)("
@@ -113,14 +108,13 @@ class Wrapped(Keeping):
         keep.grads = value
 
     def _gshard_refuse_waiting(self) -> None:
-        keep = getattr(self, "_gshard", None)
-        if keep is not None:
-            keep.refuse_waiting()
+        if hasattr(self, "_gshard"):
+            self._gshard.refuse_waiting()
 
     @property
-    def backward(self) -> Backward:
+    def backward(self) -> Accumulation:
         """`model.backward(loss_fn, batch)`: forward and backward pass; adds to `grads`."""
-        return Backward(kept(self))
+        return kept(self)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Keeps gradients of `backward` on their devices; the first call outside reduces them.
@@ -224,21 +218,6 @@ def _placed(x: Any, plan: Plan) -> jax.Array:
     return jax.device_put(x, plan.sharding())
 
 
-def refuse_hidden(model: nnx.Module) -> None:
-    """Refuses a model that has an attribute by a name of `Wrapped`.
-
-    Raises:
-      GShardError: the model has such attributes; the message names them.
-    """
-    ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}
-    hidden = [name for name in sorted(ours) if name in vars(model) or hasattr(type(model), name)]
-    if hidden:
-        raise GShardError(
-            f"{type(model).__name__} has {some(hidden)} of its own, which a wrapped model uses in "
-            "another sense. Rename it."
-        )
-
-
 def follow(model: Any, plan: Plan) -> None:
     """Switches a wrapped model to another plan of its parameters, and drops its gradients."""
     keep = kept(model)
@@ -252,64 +231,14 @@ def keepers(variables: list[Any]) -> list[Accumulation | None]:
     return [of.get(id(x)) for x in variables]
 
 
-def owners(variables: list[Any]) -> list[Accumulation]:
-    """Returns the accumulations of the wrapped models that these Variables belong to.
-
-    Raises:
-      GShardError: a Variable belongs to no wrapped model.
-    """
-    found = keepers(variables)
-    strange = [shown(x) for x, keep in zip(variables, found, strict=True) if keep is None]
-    if strange or not variables:
-        raise GShardError(
-            f"{some(strange) or 'an empty list'}: these are not the parameters of a wrapped model. "
-            "Pass model.parameters()."
-        )
-    return list(dict.fromkeys(keep for keep in found if keep is not None))
-
-
 def kept(target: Any) -> Accumulation:
-    """Returns the accumulation of a wrapped model or optimizer.
-
-    Raises:
-      GShardError: it is a copy, which keeps nothing.
-    """
+    """Returns the accumulation of a wrapped model or optimizer; refuses a copy, which has none."""
     found = getattr(target, "_gshard", None)
     if found is None or not any(target is x for x in (found.model, found.optimizer)):
         raise GShardError(
             "this is a copy of what was wrapped, or what a jitted function sees of it, and keeps "
             "no gradients. Call backward and step on what was returned, outside jit; inside your "
-            "own nnx.jit take loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, "
+            "own nnx.jit use loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, "
             "batch) and optimizer.update(model, grads)."
         )
     return found
-
-
-class Backward:
-    """`model.backward`: a call runs a forward and a backward pass.
-
-    Attributes:
-      plan: the layout of every array.
-    """
-
-    def __init__(self, keep: Accumulation):
-        self.plan, self._keep = keep.plan, keep
-
-    def __call__(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
-        """Adds the gradient to `model.grads`.
-
-        Args:
-          loss_fn: `loss_fn(model, batch)`, the mean over the given examples. It is compiled:
-            define it once, and pass what changes from call to call in the batch; numbers that it
-            reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
-          batch: the batch of this process; its examples are sharded over the devices.
-
-        Returns:
-          The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
-          (`.mean()` is that of all).
-        """
-        return self._keep.backward(loss_fn, batch)
-
-    def lower(self, loss_fn: Callable[..., Any], batch: Any) -> jax.stages.Lowered:
-        """The next call, lowered; nothing runs. `gshard.audit(model.backward, loss_fn, batch)`."""
-        return self._keep.lower(loss_fn, batch)

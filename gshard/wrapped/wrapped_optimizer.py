@@ -10,7 +10,6 @@ import jax
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
-from gshard.train_state import Components
 from gshard.wrapped.state_dict import (
     NamedArrays,
     check_optimizer,
@@ -48,29 +47,19 @@ class StepVariable:
     def value(self, value: Any) -> None:
         self._count[...] = value
 
-    def __jax_array__(self) -> jax.Array:
-        return self._count[...]
-
-    def __eq__(self, other: object) -> Any:
-        return self._count[...] == other
-
-    def __add__(self, other: Any) -> Any:
-        return self._count[...] + other
-
-    __radd__ = __add__
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._count[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._count[index] = value
-
-    def __int__(self) -> int:
-        return int(self._count[...])
-
     def __repr__(self) -> str:
         return repr(self._count)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _of_count(operator: str) -> Any:
+    return lambda self, *args: getattr(self._count, operator)(*args)
+
+
+# Operators are looked up in the class, not by `__getattr__`.
+for _name in ("jax_array", "eq", "add", "radd", "getitem", "setitem", "int"):
+    setattr(StepVariable, f"__{_name}__", _of_count(f"__{_name}__"))
 
 
 class WrappedOptimizer(Keeping):
@@ -119,8 +108,8 @@ class WrappedOptimizer(Keeping):
     def minimize(self, *_: Any, **__: Any) -> NoReturn:
         """Raises an error: as in Paddle, a wrapped optimizer has no `minimize`."""
         raise CallOrderError(
-            "optimizer.minimize() is not for a wrapped optimizer. Call model.backward(loss_fn, "
-            "batch), optimizer.step() and optimizer.clear_grad()."
+            "a wrapped optimizer has no minimize(). Call model.backward(loss_fn, batch), "
+            "optimizer.step() and optimizer.clear_grad()."
         )
 
     def get_lr(self) -> float:
@@ -132,7 +121,7 @@ class WrappedOptimizer(Keeping):
         number = value.item() if getattr(value, "shape", None) == () else value
         fits = isinstance(number, Real) and not isinstance(number, bool)
         if not fits or not 0 <= float(number) < math.inf:
-            raise GShardError(f"set_lr({shown(value)}): a learning rate is a number from 0.")
+            raise GShardError(f"set_lr({shown(value)}): a learning rate must be a number >= 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
         stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}
         write(self, dict.fromkeys(stored, number), stored)
@@ -151,22 +140,18 @@ class WrappedOptimizer(Keeping):
         check_optimizer(state_dict, stored)
         write(self, state_dict, stored)
 
-    def _gshard_parts(self) -> Components:
-        keep = kept(self)
-        return keep.plan.kind.split((keep.model, self))
-
     def _gshard_named(self) -> NamedArrays:
-        parts, layouts = self._gshard_parts(), kept(self).plan.layouts
-        of, places = parts.opt_state, layouts.opt_state
-        return name_arrays(
-            (
-                {"step": parts.step, "inner": of.inner, "master": of.master},
-                {"step": layouts.step, "inner": places.inner, "master": places.master},
-            )
-        )
+        keep = kept(self)
+        parts, layouts = keep.plan.kind.split((keep.model, self)), keep.plan.layouts
+
+        def of_state(x: Any) -> dict[str, Any]:
+            return {"step": x.step, "inner": x.opt_state.inner, "master": x.opt_state.master}
+
+        return name_arrays((of_state(parts), of_state(layouts)))
 
     def _gshard_hyperparams(self, call: str) -> dict[str, Any]:
-        inner = self._gshard_parts().opt_state.inner
+        keep = kept(self)
+        inner = keep.plan.kind.split((keep.model, self)).opt_state.inner
 
         def has(node: Any) -> bool:
             return LEARNING_RATE in (getattr(node, "hyperparams", None) or {})
@@ -174,8 +159,7 @@ class WrappedOptimizer(Keeping):
         found = [x for x in jax.tree.leaves(inner, is_leaf=has) if has(x)]
         if len(found) > 1:
             raise GShardError(
-                f"{call}: this optimizer has {len(found)} learning rates that were injected. "
-                "Inject one of them."
+                f"{call}: this optimizer has {len(found)} injected learning rates. Inject only one."
             )
         if not found:
             raise GShardError(

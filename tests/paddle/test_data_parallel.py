@@ -182,7 +182,7 @@ def weighted(model, batch):
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda: gshard.paddle.DataParallel(3), "is no model"),
+        (lambda: gshard.paddle.DataParallel(3), "is not a model"),
         (lambda: gshard.paddle.DataParallel(nnx.Dropout(0.1)), "no nnx.Param"),
         (lambda: gshard.paddle.DataParallel(Net(), comm_buffer_size=2.5), "comm_buffer_size"),
         (
