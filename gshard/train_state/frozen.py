@@ -88,10 +88,7 @@ class Frozen(optax.GradientTransformationExtraArgs):
 
 
 def thawed(tx: optax.GradientTransformation, frozen: Set[str]) -> optax.GradientTransformation:
-    """Returns the optimizer that `without_frozen` wrapped, for a state that freezes `frozen`.
-
-    It has no state for other parameters, so these must not be trained now.
-    """
+    """Returns the optimizer that `without_frozen` wrapped, which has no state for frozen ones."""
     if not isinstance(tx, Frozen):
         return tx
     fresh = sorted(tx.paths - frozen)
