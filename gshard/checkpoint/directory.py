@@ -36,7 +36,7 @@ _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape
 _LOCK = ".gshard_lock"
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
-FORMAT = 1
+FORMAT = 2
 
 
 def as_directory(path: Any) -> Path:
@@ -148,7 +148,7 @@ class StepInfo:
 
     @classmethod
     def read(cls, folder: Path) -> StepInfo:
-        """Reads the description of a step; refuses a missing or damaged one, or a later format."""
+        """Reads the description of a step; refuses a missing or damaged one, or another format."""
         path = folder / DESCRIPTION
         try:
             table = json.loads(path.read_bytes())
@@ -156,6 +156,12 @@ class StepInfo:
                 raise GShardError(
                     f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
                     f"(format {table['format']}, this one reads {FORMAT}). Update gshard."
+                )
+            if table["format"] < FORMAT:
+                raise GShardError(
+                    f"{folder} was written by gshard before its first release (format "
+                    f"{table['format']}, this one reads {FORMAT}). Restore it with that gshard, "
+                    "and take the weights along with gshard.save_safetensors."
                 )
             arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
             return cls(

@@ -173,7 +173,8 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
         if n != count:
             raise GShardError(
                 f"batch{subscript(path)} has {n} examples and batch{subscript(first)} has {count}. "
-                "All arrays of a batch share their leading dimension."
+                "All arrays of a batch share their leading dimension. (A random key goes into a "
+                "batch as a typed scalar: jax.random.key(seed).)"
             )
     unit = devices * micro_batches
     if count % unit or not count:

@@ -37,3 +37,8 @@ __all__ = [
     "spawn",
     "state_dict",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, for completion."""
+    return __all__

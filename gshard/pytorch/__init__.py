@@ -23,3 +23,8 @@ __all__ = [
     "load",
     "save",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, for completion."""
+    return __all__

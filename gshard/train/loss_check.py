@@ -3,6 +3,7 @@
 On each device it compares the loss of n examples with the mean of n losses, each of a batch that
 repeats one example n times. One compiled loop evaluates all of them, so that an example gives the
 same bits at any position, also in bfloat16. A sum passes, but not with the losses of both halves.
+Of a `Weighted` the sums and the weights are added up before they are divided.
 """
 
 from __future__ import annotations
@@ -65,20 +66,21 @@ def check_mean(
     if devices * k == 1 or not count or any(isinstance(x, jax_core.Tracer) for x in given):
         return
     tolerances: list[float] = []
+    weighted: list[bool] = []
 
     def value(params: Any, non_trainable: Any, examples: Any) -> Any:
         out, _ = loss(params, non_trainable, examples, options.rng)
         out = out[0] if options.has_aux else out
-        if isinstance(out, Weighted):
-            raise _NotComparableError
-        return jnp.asarray(out)
+        weighted.append(isinstance(out, Weighted))
+        total, weight = (out.sum, out.weight) if weighted[-1] else (out, 1.0)
+        return jnp.asarray(total), jnp.asarray(weight, jnp.float32)
 
     def without_draws(*args: Any) -> jax.Array:
         closed = jax.make_jaxpr(value)(*args)
         _check_comparable(closed.jaxpr, plan.data_axes)
         tolerances.append(_tolerance(closed.jaxpr))
-        (out,) = _without_draws(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
-        return out.astype(jnp.float32)
+        total, weight = _without_draws(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        return jnp.stack([total.astype(jnp.float32), weight])
 
     def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
         every = examples // count
@@ -92,9 +94,13 @@ def check_mean(
 
             return jax.lax.scan(one, None, jnp.stack(picks))[1]
 
-        together, *single = losses(order, *(np.full(count, i) for i in order))
-        single = jnp.stack(single).mean()
-        halves = losses(order[: count // 2], order[count // 2 :]).mean()
+        def combined(found: jax.Array) -> jax.Array:
+            total, weight = found.sum(0)
+            return total / weight
+
+        found = losses(order, *(np.full(count, i) for i in order))
+        together, single = combined(found[:1]), combined(found[1:])
+        halves = combined(losses(order[: count // 2], order[count // 2 :]))
         tolerance = tolerances[-1]
         scale = jnp.maximum(jnp.maximum(abs(together), abs(single)), abs(halves))
         off = abs(together - single) / (scale + 1e-2) / tolerance
@@ -121,14 +127,28 @@ def check_mean(
         return
     worst, together, other = jax.device_get(traced.lower().compile()(parts, batch))
     if worst > 1:
+        effect = (
+            f"gshard averages the loss over devices and micro-batches, so training on {devices} "
+            f"devices with {k} micro-batch{'es' * (k > 1)} does not match single-device training."
+        )
+        end = "If this is intended, pass check_loss=False."
+        if weighted[-1]:
+            warn(
+                "the loss returns a gshard.Weighted whose values do not add up over examples: for "
+                f"{count} examples of one device sum / weight is {together:.6g}, and from the sums "
+                f"and weights of subsets of them {other:.6g}. {effect} Return the sum over the "
+                "examples and their total weight, without dividing: "
+                f"gshard.Weighted((losses * mask).sum(), mask.sum()). {end}"
+            )
+            return
+        subsets = f"the mean of the losses of subsets of them is {other:.6g}"
+        if not np.isfinite(other):
+            subsets = f"the loss of one of them alone is {other:.6g}"
         warn(
             f"the loss is not a mean over examples: for {count} examples of one device it is "
-            f"{together:.6g}, and the mean of the losses of subsets of them is {other:.6g}. gshard "
-            "averages the loss over devices and micro-batches, so training on "
-            f"{devices} devices with {k} micro-batch{'es' * (k > 1)} does not match single-device "
-            "training. In place of a masked mean, (losses * mask).sum() / mask.sum(), return "
-            "gshard.Weighted((losses * mask).sum(), mask.sum()); give a BatchNorm "
-            "axis_name=plan.data_axes. If this is intended, pass check_loss=False."
+            f"{together:.6g}, and {subsets}. {effect} In place of a masked mean, (losses * "
+            "mask).sum() / mask.sum(), return gshard.Weighted((losses * mask).sum(), mask.sum()); "
+            f"give a BatchNorm axis_name=plan.data_axes. {end}"
         )
 
 

@@ -662,11 +662,12 @@ def test_two_writers_of_one_directory(written, run):
     assert second.all_steps() == [10, 20, 30, 40]
 
 
-def test_a_later_format_is_refused_in_words(written, run):
+@pytest.mark.parametrize(("by", "said"), [(1, "later gshard"), (-1, "before its first release")])
+def test_another_format_is_refused_in_words(written, run, by, said):
     about = written / "20" / "gshard.json"
-    table = json.loads(about.read_text()) | {"format": 2}
-    about.write_text(json.dumps(table))
-    with pytest.raises(gshard.GShardError, match="later gshard"):
+    table = json.loads(about.read_text())
+    about.write_text(json.dumps(table | {"format": table["format"] + by}))
+    with pytest.raises(gshard.GShardError, match=said):
         gshard.Checkpointer(written).restore(20, like=run.state, verify=False)
 
 

@@ -91,10 +91,17 @@ WRONG = {
     "masked after dropout": lambda p, b, *, rng: masked(dropped(p, b, rng), b),
     "masked, dropout in a scan": lambda p, b, *, rng: masked(scanned_dropout(p, b, rng), b),
 }
+WRONG_WEIGHTED = {
+    "divided already": lambda p, b: gshard.Weighted(masked(entropies(p, b), b), b["mask"].sum()),
+    "a mean with a count": lambda p, b: gshard.Weighted(entropies(p, b).mean(), len(b["y"])),
+    "a sum without a count": lambda p, b: gshard.Weighted(entropies(p, b).sum(), 1),
+}
 RIGHT = {
     "mean": lambda p, b: entropies(p, b).mean(),
     "weight decay": lambda p, b: entropies(p, b).mean() + 0.1 * jnp.square(p["w"]).sum(),
     "Weighted": weighted,
+    "Weighted mean": lambda p, b: gshard.Weighted(entropies(p, b).mean(), 1),
+    "Weighted by counts": lambda p, b: gshard.Weighted(entropies(p, b).sum(), len(b["y"])),
     "bfloat16": lambda p, b: of_bfloat16(p, b).mean(),
     "float16": lambda p, b: entropies(p, b).mean().astype(jnp.float16),
     "about zero": centered,
@@ -146,6 +153,13 @@ def test_what_is_no_mean_is_named_once(name):
     assert_named(said(WRONG[name]))
 
 
+@pytest.mark.parametrize("name", WRONG_WEIGHTED)
+def test_a_weighted_that_does_not_add_up_is_named(name):
+    (text,) = said(WRONG_WEIGHTED[name])
+    for part in ("do not add up", "sum / weight is", "without dividing", "check_loss=False"):
+        assert part in text
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not_named(name):
     assert said(RIGHT[name]) == []
@@ -162,7 +176,7 @@ def test_of_every_level_and_of_micro_batches(level, devices, k):
 
 def test_an_example_without_weight_is_not_taken_for_an_overflow():
     (text,) = said(WRONG["masked"])
-    assert "subsets of them is nan" in text
+    assert "the loss of one of them alone is nan" in text
 
     def overflows(params, batch):
         return (entropies(params, batch) / batch["mask"]).mean()
