@@ -84,7 +84,7 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
             f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
         )
     report = report or (lambda done, of: None)
-    options = list(options_of(config))
+    options = list(options_to_try(config))
     setups: dict[str, TrainSetup] = {}
 
     def setup_of(option: Option) -> TrainSetup:
@@ -204,7 +204,7 @@ class Option:
         return self.level, self.extras_text
 
 
-def options_of(config: Config) -> Iterator[Option]:
+def options_to_try(config: Config) -> Iterator[Option]:
     """The options to compare, without offload (tried for what does not fit) and replicas.
 
     These are the levels of the config with all equal micro-batches of a device's examples, with and

@@ -8,7 +8,14 @@ from typing import Any
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard.paddle.grad_scaler import kept_by
-from gshard.wrapped.state_dict import check, check_optimizer, differing_names, load, save, write
+from gshard.wrapped.state_dict import (
+    check,
+    check_optimizer_values,
+    differing_names,
+    load,
+    save,
+    set_values,
+)
 from gshard.wrapped.wrapped_model import Wrapped, kept
 
 
@@ -77,9 +84,9 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
         )
     if optimizer is not None:
         its = optimizer._gshard_named()
-        check_optimizer(values["optimizer"], its)
-        write(optimizer, values["optimizer"], its)
-    write(model, values["model"], stored)
+        check_optimizer_values(values["optimizer"], its)
+        set_values(optimizer, values["optimizer"], its)
+    set_values(model, values["model"], stored)
 
 
 def _check(model: Any, optimizer: Any, call: str) -> None:

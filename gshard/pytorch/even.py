@@ -21,7 +21,7 @@ from gshard._util.pytree import flatten
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Labels, Parameters
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_shards, with_zeros
-from gshard.sharding.host_arrays import to_host
+from gshard.sharding.host_arrays import full_on_host
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.gradients import LocalGradients
 from gshard.train.optim.optimizer import update_and_all_gather
@@ -105,7 +105,7 @@ class Even:
 
     def states(self) -> list[Any]:
         """Returns the full state of each group, in host memory."""
-        full = jax.tree.leaves(to_host(self.state.inner, self.plan.opt_state))
+        full = jax.tree.leaves(full_on_host(self.state.inner, self.plan.opt_state))
         return [
             jax.tree.unflatten(jax.tree.structure(group.state), [full[i] for i in own.values()])
             for group, own in zip(self._groups, self._indices, strict=True)

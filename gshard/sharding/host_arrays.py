@@ -42,9 +42,9 @@ def full_params(state: Any) -> Any:
     """
     plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
-    params = to_host(*plan.master_params(parts.params, parts.opt_state))
+    params = full_on_host(*plan.master_params(parts.params, parts.opt_state))
     others = {
-        name: to_host(tree, layouts.non_trainable[name])
+        name: full_on_host(tree, layouts.non_trainable[name])
         for name, tree in parts.non_trainable.items()
         if name in PARAMETERS
     }
@@ -66,7 +66,7 @@ def plan_of(state: Any, call: str) -> Any:
     return plan
 
 
-def to_host(tree: Any, layouts: Any) -> Any:
+def full_on_host(tree: Any, layouts: Any) -> Any:
     """Gathers a tree of stored arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
     refuse_donated(jax.tree.leaves(tree))
     return map_leaves(_leaf_to_host, tree, layouts)

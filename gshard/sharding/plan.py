@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
-from gshard.sharding.host_arrays import to_host
+from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
@@ -193,10 +193,10 @@ class Plan:
         if not isinstance(parts.opt_state, ShardedOptState):
             raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
         full = Components(
-            to_host(*self.master_params(parts.params, parts.opt_state)),
-            to_host(parts.opt_state.inner, self.opt_state),
-            to_host(parts.step, layouts.step),
-            to_host(parts.non_trainable, layouts.non_trainable),
+            full_on_host(*self.master_params(parts.params, parts.opt_state)),
+            full_on_host(parts.opt_state.inner, self.opt_state),
+            full_on_host(parts.step, layouts.step),
+            full_on_host(parts.non_trainable, layouts.non_trainable),
             parts.static,
         )
         return self.kind.merge(full, state, self.kind.plain_tx(self.tx))

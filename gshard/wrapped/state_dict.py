@@ -18,7 +18,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
-from gshard.sharding.host_arrays import to_host
+from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.mesh import data_group, make_mesh
 
@@ -69,8 +69,8 @@ def set_state_dict(target: Any, values: Any) -> None:
     if isinstance(target, nnx.Module):
         set_model(target, values, stored)
     else:
-        check_optimizer(values, stored)
-        write(target, values, stored)
+        check_optimizer_values(values, stored)
+        set_values(target, values, stored)
 
 
 def _stored(target: Any, call: str) -> NamedArrays:
@@ -104,7 +104,7 @@ def name_arrays(*pairs: tuple[Any, Any]) -> NamedArrays:
 
 def full_values(stored: NamedArrays) -> dict[str, np.ndarray]:
     """Returns the logical values, gathered one after the other; for a PRNG key, its data."""
-    full = {name: to_host(x, layout) for name, (x, layout) in stored.items()}
+    full = {name: full_on_host(x, layout) for name, (x, layout) in stored.items()}
     return {
         name: np.asarray(jax.random.key_data(x) if _is_key(x) else x) for name, x in full.items()
     }
@@ -155,13 +155,13 @@ def differing_names(missing: list[str], unknown: list[str], whose: str) -> str:
 def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
     """Sets the arrays that both have, and warns of the others; returns the result of `check`."""
     missing, unknown = check(values, stored, "set_state_dict")
-    write(model, values, stored)
+    set_values(model, values, stored)
     if strange := differing_names(missing, unknown, "the model"):
         warn(f"set_state_dict: {strange}.")
     return missing, unknown
 
 
-def check_optimizer(values: Any, stored: NamedArrays) -> None:
+def check_optimizer_values(values: Any, stored: NamedArrays) -> None:
     """Raises a `GShardError` unless the state dict has exactly the optimizer's arrays."""
     found = check(values, stored, "set_state_dict of the optimizer")
     if strange := differing_names(*found, "this optimizer"):
@@ -170,7 +170,7 @@ def check_optimizer(values: Any, stored: NamedArrays) -> None:
         )
 
 
-def write(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
+def set_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
     """Sets Variables of a model or an optimizer one by one, in their layouts.
 
     `stored` is emptied, so that at most one value exists twice at a time.

@@ -12,10 +12,10 @@ from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.wrapped.state_dict import (
     NamedArrays,
-    check_optimizer,
+    check_optimizer_values,
     full_values,
     name_arrays,
-    write,
+    set_values,
 )
 from gshard.wrapped.wrapped_model import Keeping, kept
 
@@ -124,7 +124,7 @@ class WrappedOptimizer(Keeping):
             raise GShardError(f"set_lr({shown(value)}): a learning rate must be a number >= 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
         stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}
-        write(self, dict.fromkeys(stored, number), stored)
+        set_values(self, dict.fromkeys(stored, number), stored)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state by dotted path, as full NumPy arrays."""
@@ -137,8 +137,8 @@ class WrappedOptimizer(Keeping):
           GShardError: names are missing or unknown, or a shape differs; nothing is changed.
         """
         stored = self._gshard_named()
-        check_optimizer(state_dict, stored)
-        write(self, state_dict, stored)
+        check_optimizer_values(state_dict, stored)
+        set_values(self, state_dict, stored)
 
     def _gshard_named(self) -> NamedArrays:
         keep = kept(self)

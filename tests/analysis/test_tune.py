@@ -18,7 +18,7 @@ from gshard.analysis.tune import (
     Verdict,
     advice_text,
     advise,
-    options_of,
+    options_to_try,
     ranked,
     replicas_of,
     with_replicas,
@@ -44,7 +44,7 @@ def group_of(devices, replica=1):
 
 def test_options_take_the_same_examples():
     config = config_of(choices=Choices(micro_batch_size=6, micro_batches=2))
-    found = list(options_of(config))
+    found = list(options_to_try(config))
     assert {x.choices.micro_batches * x.choices.micro_batch_size for x in found} == {12}
     assert {x.choices.micro_batches for x in found} == {1, 2, 3, 4, 6, 12}
     assert {x.level for x in found} == {"dp", "os", "os_g", "p_g_os"}
@@ -58,7 +58,7 @@ def test_options_take_the_same_examples():
 
 def test_what_varies_is_tried():
     config = config_of(levels=("os",), vary={"layers": [2, 3], "width": [64]})
-    tried = [x.arguments for x in options_of(config)]
+    tried = [x.arguments for x in options_to_try(config)]
     assert tried == [{"layers": 2, "width": 64}, {"layers": 3, "width": 64}]
 
 

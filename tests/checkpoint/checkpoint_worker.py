@@ -27,7 +27,7 @@ import optax
 
 import gshard
 from gshard._util.pytree import flatten
-from gshard.sharding.host_arrays import to_host
+from gshard.sharding.host_arrays import full_on_host
 
 KEEP, ROWS, ARMED_AFTER = 2, 8, 3  # ARMED_AFTER: saves, so that there is an old step to delete
 SHAPES = {"first": (7, 300), "second": (300, 301), "scale": ()}
@@ -56,7 +56,7 @@ def batch(step: int) -> dict[str, np.ndarray]:
 
 def checksum(state: Any, plan: gshard.Plan) -> str:
     """Of every bit of the state's logical values, whatever their mesh."""
-    paths, leaves, _ = flatten(to_host(plan.kind.split(state), plan.layouts))
+    paths, leaves, _ = flatten(full_on_host(plan.kind.split(state), plan.layouts))
     total = hashlib.sha256()
     for path, leaf in sorted(zip(paths, leaves, strict=True)):
         total.update(f"{path} {leaf.shape} {leaf.dtype}".encode() + np.asarray(leaf).tobytes())

@@ -18,9 +18,9 @@ import pytest
 import gshard
 from gshard._util.cgroup import memory_limit
 from gshard.cli.doctor import devices
-from gshard.cli.doctor.devices import ask, reason_in, to_install
+from gshard.cli.doctor.devices import reason_in, run_probe, to_install
 from gshard.cli.doctor.machine import Hardware, cluster, disks, hardware, own_name, reached, written
-from gshard.cli.doctor.versions import package, variables, versions
+from gshard.cli.doctor.versions import check_versions, package, variables
 from gshard.cli.main import main
 from gshard.distributed.rendezvous import LOOPBACK, Address
 from tests.terminal import on_terminal
@@ -136,7 +136,7 @@ def test_a_backend_that_ends_the_process(tmp_path):
 
 
 def test_a_probe_that_raises():
-    found, trouble, _ = ask("probe_two_processes", 60, timeout=-1)
+    found, trouble, _ = run_probe("probe_two_processes", 60, timeout=-1)
     assert found is None and trouble.startswith("GShardError: initialization_timeout=-1 must be")
 
 
@@ -193,7 +193,7 @@ def test_jaxlib_of_another_jax(tmp_path, monkeypatch):
 def test_a_plugin_of_another_jax(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "jax_cuda13_plugin", "0.1.0")
-    check = by_name(versions())["jax-cuda13-plugin"]
+    check = by_name(check_versions())["jax-cuda13-plugin"]
     assert check.ok == "warn" and 'pip install -U "jax[cuda13]==' in check.fix
 
 
@@ -205,7 +205,7 @@ def test_a_package_that_is_missing():
 def test_another_python(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "gshard", "1.0", "Requires-Python: >=99")
-    check = by_name(versions())["Python"]
+    check = by_name(check_versions())["Python"]
     assert check.ok == "fail" and "gshard asks for Python>=99" in check.found
 
 

@@ -21,7 +21,7 @@ from gshard.checkpoint.safetensors.format import (
     weights_of,
 )
 from gshard.distributed.agree import run_on_all
-from gshard.sharding.host_arrays import plan_of, stored_on_host, to_host
+from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
 
 FORMAT = "1"  # version of the names and the metadata
 _CALL = "save_safetensors"
@@ -72,7 +72,7 @@ def save_safetensors(
             target = file_path(path, _CALL)
             components = plan.kind.split(state)
             weights = in_file_order(weights_of(components, plan, _CALL), _CALL)
-            step = int(to_host(components.step, plan.layouts.step))
+            step = int(full_on_host(components.step, plan.layouts.step))
             beginning = header(weights, _all_metadata(metadata, step))
             if not writes:
                 return [*weights.values()], None

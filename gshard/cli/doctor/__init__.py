@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from gshard.cli.common import NO, NO_ANSWER, YES, command_parser, guarded, print_text, status
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.machine import Check, cluster, disks, hardware, own_name
-from gshard.cli.doctor.versions import variables, versions
+from gshard.cli.doctor.versions import check_versions, variables
 
 _EXAMPLES = """example:
   gshard doctor
@@ -65,7 +65,7 @@ def _groups(quick: bool, seconds: float, held: ExitStack) -> dict[str, Callable[
     here = functools.cache(hardware)
     started = functools.cache(lambda: devices.started(here()[0], seconds))
     groups = {
-        "versions": versions,
+        "versions": check_versions,
         "accelerators": lambda: here()[1],
         "variables": lambda: variables(here()[0].all, os.environ),
         "disks": lambda: disks(here()[0].all),

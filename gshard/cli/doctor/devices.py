@@ -1,7 +1,7 @@
 """Checks that JAX starts, uses every device of the machine, and computes correctly on them.
 
-JAX may hang or abort, so it runs in other processes: `ask` starts one that runs a function named
-`probe_...` of this module, and the check before that function judges its answer.
+JAX may hang or abort, so it runs in other processes: `run_probe` starts one that runs a function
+named `probe_...` of this module, and the check before that function judges its answer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ _GLOG = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ \S+\] ")
 _REASON = re.compile(r"F\d{4} |Unknown flag|Check failed|\b\w*(Error|Exception)\b|[Ff]ailed")
 
 
-def ask(probe: str, seconds: float, **arguments: Any) -> tuple[dict[str, Any] | None, str, str]:
+def run_probe(
+    probe: str, seconds: float, **arguments: Any
+) -> tuple[dict[str, Any] | None, str, str]:
     """Runs a probe in a new process; returns its result, or why there is none, and its error."""
     # A probe runs alone, so it must not see this process's position in a job.
     alone = {name: x for name, x in os.environ.items() if not name.startswith("GSHARD_")}
@@ -109,7 +111,7 @@ _TIMED_OUT = "check that no other program holds the devices; --timeout gives it 
 
 def started(here: Hardware, seconds: float) -> tuple[bool, list[Check]]:
     """Returns whether JAX starts, and checks of the devices that it uses."""
-    found, trouble, log = ask("probe_devices", seconds)
+    found, trouble, log = run_probe("probe_devices", seconds)
     if found is None:
         return False, [Check("devices", "fail", trouble, _fix_start(trouble, here))]
     platform, kind, memory = found["platform"], found["kind"], found["memory"]
@@ -186,7 +188,7 @@ _STEPS = 2
 
 def train_step(seconds: float) -> list[Check]:
     """Checks that a train step at every level matches single-device training."""
-    found, trouble, _ = ask("probe_train_step", seconds)
+    found, trouble, _ = run_probe("probe_train_step", seconds)
     if found is None:
         return [Check("train step", "fail", trouble, _TIMED_OUT)]
     return [judged(found["levels"], found["where"])]
@@ -247,7 +249,7 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 def two_processes(seconds: float) -> list[Check]:
     """Checks that two CPU processes of this machine can join and compute a sum."""
     name = "two processes (Gloo)"
-    found, trouble, _ = ask("probe_two_processes", seconds, timeout=max(1, int(seconds)))
+    found, trouble, _ = run_probe("probe_two_processes", seconds, timeout=max(1, int(seconds)))
     if found is None:
         fix = "see `own name` above, and let firewalls pass connections of this machine to itself"
         return [Check(name, "fail", trouble, fix)]

@@ -30,7 +30,7 @@ _COMPARE = {
 }  # fmt: skip
 
 
-def versions() -> list[Check]:
+def check_versions() -> list[Check]:
     """Checks gshard, Python, the packages, and the plugins of JAX."""
     if _version("gshard") is None:
         said = "on the path, but not installed: its requirements are unknown"

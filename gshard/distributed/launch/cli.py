@@ -15,7 +15,7 @@ from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.exit_status import first_cause, report
-from gshard.distributed.launch.job import Outcome, Request, collected_signals, run
+from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
 from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
 
 _BEFORE_RESTART = 1.0  # seconds
@@ -47,7 +47,7 @@ def main(words: list[str]) -> int:
 
 def _run(asked: Request, signals: list[int]) -> int:
     restarts = 0
-    while (outcome := run(asked, restarts, signals)).failed:
+    while (outcome := run_job(asked, restarts, signals)).failed:
         _say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
         if restarts == asked.max_restarts or signals:
             break

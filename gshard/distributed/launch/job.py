@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
 
-def run(request: Request, restarts: int, signals: list[int]) -> Outcome:
+def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
     """Starts the processes and waits for all of them; if one fails, ends the others.
 
     Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait.
