@@ -287,10 +287,10 @@ def _levels_table(found: Explanation) -> Table:
         ("level",),
         ("stored", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
     )
+    labels = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
         amounts = (x.stored, found.saves(name), x.gradients, x.gathered, x.host, x.wire)
-        now = " (now)" if name == found.level else ""
-        made.add_row(name + now, *(f"{n:,}" for n in amounts))
+        made.add_row(labels.get(name, name), *(f"{n:,}" for n in amounts))
     return made
 
 

@@ -70,6 +70,7 @@ def initialize(
       1
     """
     asked = JobPosition(coordinator_address, num_processes, process_id)
+    _check_secure(secure)
     if _joined:
         _check_again(asked)
         return
@@ -85,7 +86,6 @@ def initialize(
     }
     for name, value in options.items():
         options[name] = check_integer(name, value, 1, " of seconds")
-    _check_secure(secure)
     position = resolve_position(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if position.num_processes != 1 and not by_the_user:
