@@ -49,8 +49,14 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
         futures = thread.submit(asyncio.run, saving).result() or []
 
     def finish() -> None:
-        for future in futures:
-            future.result()
+        errors = []
+        for future in futures:  # all of them: one that goes on would write into a removed folder
+            try:
+                future.result()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     return finish
 
