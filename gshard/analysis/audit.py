@@ -173,7 +173,10 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
     plan = getattr(step, "plan", None) if plan is None else plan
     budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    return Audit(collective_rows(text, mesh), compiled_memory(compiled), budget)
+    memory = compiled_memory(compiled)
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+        memory.pop("peak", None)  # XLA:CPU leaves out temporaries (JAX 0.10)
+    return Audit(collective_rows(text, mesh), memory, budget)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:

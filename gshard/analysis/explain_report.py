@@ -331,7 +331,9 @@ def _answers(found: Explanation) -> Iterator[str]:
         yield f"    {paths} ({bytes_of(size)}): {reason}{how}"
     by, now = found.halved_by, bytes_of(found.stored)
     halves = f"{by}: {now} become {bytes_of(found.levels[by].stored)}" if by else ""
-    yield f"  Which level halves it? {halves or f'None: {found.level} is at {now} already'}."
+    least = min(found.levels, key=lambda name: found.levels[name].stored)
+    none = f"None: {now} now, and {bytes_of(found.levels[least].stored)} at {least}, the smallest"
+    yield f"  Which level halves it? {halves or none}."
     saved = {name: found.saves(name) for name in found.levels if found.saves(name) > 0}
     better = "; ".join(f"{name} {bytes_of(n)} on each device" for name, n in saved.items())
     yield f"  What would a higher level save? {better or 'Nothing more.'}"

@@ -130,9 +130,14 @@ class Forecast:
     usable: int | None = None
 
     def fits(self, level: str) -> bool | None:
-        """Whether a level fits a device's memory; None if the device is unknown."""
+        """Whether a level fits a device's memory; None if that is not known.
+
+        It is not if the device is unknown, or if it fits without activations, which were left out.
+        """
         of = self.levels[level]
-        return None if self.usable is None else (of.peak or of.needs) <= self.usable
+        if self.usable is None or (of.peak is None and of.needs <= self.usable):
+            return None
+        return (of.peak or of.needs) <= self.usable
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
@@ -199,8 +204,8 @@ def _memory_table(found: Forecast) -> Table:
         title += f"; {found.target} has {bytes_of(found.usable)} for programs"
     made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
     for name, *row in zip(found.levels, *amounts.values(), strict=True):
-        fits = ("fits" if found.fits(name) else "does not fit",) if known else ()
-        made.add_row(name, *map(bytes_of, row), *fits)
+        said = {True: "fits", False: "does not fit", None: "not known"}[found.fits(name)]
+        made.add_row(name, *map(bytes_of, row), *((said,) if known else ()))
     return made
 
 

@@ -205,13 +205,22 @@ def command_parser(name: str, about: str, examples: str) -> argparse.ArgumentPar
     return parser
 
 
+def parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Returns the parsed words; an unknown option is an error that suggests one of this command."""
+    given, rest = parser.parse_known_args(words)
+    if rest and rest[0].startswith("-"):
+        known = re.findall(r"--[\w.]+", parser.format_usage())
+        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0].partition('=')[0], known)}")
+    return parser.parse_args(words) if rest else given
+
+
 def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
     """Returns a parser that takes CONFIG, and an option for every key of it."""
     parser = command_parser(name, about, examples)
     parser.add_argument("config", metavar="CONFIG", nargs="?",
                         help="a TOML file, or module:function")  # fmt: skip
     of_model = "An argument of the model's function is given by name: --arguments.layers 4"
-    group = parser.add_argument_group("over what CONFIG says", of_model)
+    group = parser.add_argument_group("options that override CONFIG", of_model)
     for key, meaning in _MEANINGS.items():
         group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
     return parser
@@ -224,15 +233,13 @@ def given_config(
     for name in {x.partition("=")[0] for x in words if x.startswith("--arguments.")}:
         dest = name.removeprefix("--")
         parser.add_argument(name, dest=dest, metavar="X", default=argparse.SUPPRESS)
-    given, rest = parser.parse_known_args(words)
+    _, rest = parser.parse_known_args(words)
     if rest and not rest[0].startswith("-"):
         parser.error(
             f"{rest[0]!r} is one word too many. There is one CONFIG, and several values of an "
             "option are joined by commas, such as --levels os,os_g."
         )
-    if rest:
-        known = [f"--{key}" for key in _MEANINGS] + ["--json", "--html", "--help"]
-        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0], known)}")
+    given = parsed(parser, words)
     options = {
         key: _value(word)
         for key, word in vars(given).items()

@@ -85,7 +85,11 @@ def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
     if programs and not answers:
         return common.NO_ANSWER
     fits = answers if programs else [found.fits(name) for name in found.levels]
-    return common.NO if all(x is False for x in fits) else common.YES
+    if all(x is False for x in fits):
+        return common.NO
+    # With a machine, sizes without activations are no answer.
+    unknown = not programs and found.usable is not None and not any(fits)
+    return common.NO_ANSWER if unknown else common.YES
 
 
 def _checked_target(config: Config) -> Target:

@@ -18,7 +18,7 @@ from gshard.checkpoint.directory import (
     existing_step,
     steps_in,
 )
-from gshard.cli.common import NO, YES, Answer, command_parser, progress_bar, respond
+from gshard.cli.common import NO, YES, Answer, command_parser, parsed, progress_bar, respond
 
 _EXAMPLES = """example:
   gshard verify checkpoints
@@ -32,9 +32,9 @@ def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "Reads every byte of checkpoints and compares it with their checksums."
     parser = command_parser("gshard verify", about, _EXAMPLES)
-    parser.add_argument("directory", help="what gshard.Checkpointer was given")
+    parser.add_argument("directory", metavar="DIRECTORY", help="what gshard.Checkpointer was given")
     parser.add_argument("--step", type=int, help="this step alone (default: all)")
-    return respond(lambda: (parser.parse_args(words), None), _verify)
+    return respond(lambda: (parsed(parser, words), None), _verify)
 
 
 def _verify(given: Namespace, _: None) -> Answer:

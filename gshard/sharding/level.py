@@ -37,6 +37,8 @@ class Level:
     accumulate: Literal["local", "scatter"]
 
 
+LevelChoice = LevelName | Level
+
 LEVELS: dict[str, Level] = {  # name, shards_params, shards_opt_state, accumulate
     "dp": Level("dp", False, False, "local"),
     "os": Level("os", False, True, "local"),

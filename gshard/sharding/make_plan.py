@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
-from gshard.sharding.level import Level
+from gshard.sharding.level import Level, parse_level
 from gshard.sharding.mesh import Group, entry_axes
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
@@ -117,7 +117,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         kind=kind,
         tx=request.tx,
         template=request.state,
-        at_level=lambda other: plan_state(other, request),
+        at_level=lambda other: plan_state(parse_level(other), request),
         wrap=request.wrap,
     )
     if request.offload:

@@ -18,7 +18,7 @@ from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
-from gshard.sharding.level import Level
+from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
 from gshard.train_state import Components, Kind, kind_of
@@ -76,7 +76,7 @@ class Plan:
     kind: Kind
     tx: optax.GradientTransformation
     template: Any
-    at_level: Callable[[Level], Plan]
+    at_level: Callable[[LevelChoice], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
 
     @property

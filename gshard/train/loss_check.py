@@ -95,8 +95,10 @@ def check_mean(
             return jax.lax.scan(one, None, jnp.stack(picks))[1]
 
         def combined(found: jax.Array) -> jax.Array:
-            total, weight = found.sum(0)
-            return total / weight
+            totals, weights = found.T
+            if weighted[-1]:  # examples without weight count as nothing, even if 0 / 0 is NaN
+                totals = jnp.where(weights == 0, 0, totals)
+            return totals.sum() / weights.sum()
 
         found = losses(order, *(np.full(count, i) for i in order))
         together, single = combined(found[:1]), combined(found[1:])

@@ -21,7 +21,7 @@ from gshard._util.text import bytes_of
 from gshard._util.validation import flag, shown
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
-from gshard.sharding.level import LEVELS, Level, LevelName, is_auto, parse_level
+from gshard.sharding.level import LEVELS, Level, LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.mesh import data_group
 from gshard.sharding.plan import Plan, ShardedTransformation
@@ -39,7 +39,6 @@ from gshard.train_state import Components, abstract, abstract_like, as_state, is
 from gshard.train_state.linen import TrainState
 from gshard.train_state.nnx import nnx
 
-LevelChoice = LevelName | int | Level
 State = TypeVar("State", bound=TrainState)
 Model = TypeVar("Model", bound=nnx.Module)
 Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
@@ -115,13 +114,13 @@ def shard_train_state(
       level: `"zero1"` or `"os"` (the optimizer state is sharded), `"zero2"` or `"os_g"` (gradients
         too), `"zero3"`, `"fsdp"` or `"p_g_os"` (parameters too), `"ddp"` or `"dp"` (nothing is
         sharded); 0 to 3 mean the same. `"auto"` takes, of the levels whose state and gradients fit
-        70 % of a device's memory, the one that communicates least. It does not know how much memory
-        activations need; `gshard advise` does.
+        70 % of a device's memory, the one whose communication and update take the least time. It
+        does not know how much memory activations need; `gshard advise` does.
       init_args: arguments of an init function.
       min_shard_size: elements of one layer; only larger arrays are sharded.
       rules: which dimension of an array is sharded: `gshard.by_path`, `gshard.by_predicate`, a
         function of a `gshard.LeafInfo`, a mapping from path pattern to dimension, or a list of
-        these. Arrays that no rule answers for go by shape.
+        these. Other arrays follow the default rule, by shape.
       scan_axes: the dimension that a scan over layers iterates over: a mapping from path pattern to
         dimension. It is never sharded, except by a rule of yours at `"os"` and `"os_g"`. Flax's
         metadata (an axis named `layers`, `layer` or `scan`, or one of the names given here) is read
@@ -133,7 +132,8 @@ def shard_train_state(
       precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
         `state.params` has that dtype, and the optimizer updates a sharded master copy in float32.
       offload: keep the optimizer state with its master copies, and sharded parameters, in host
-        memory; they are on the device only while they are used.
+        memory; they are on the device only while they are used
+        (docs/offload.md says what stays).
       indivisible: what happens to a large array none of whose dimensions is a multiple of the shard
         group: `"pad"` stores it with padding, `"replicate"` leaves it replicated.
       shard_axes: mesh axes to shard over; by default the one named `"shard"`, and where there is

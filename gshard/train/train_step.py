@@ -72,11 +72,10 @@ def make_train_step(
         or `(loss, (aux, {name: value}))`. Floating values become their mean over devices, others
         their maximum (see `sync_buffers`).
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
-        and micro-batch. So are typed keys that the state holds in further fields.
+        and micro-batch. Keys in further fields of the state, typed or old-style, are folded too.
       scaler: a `gshard.GradScaler`, for float16.
       max_bad_steps: number of non-finite steps in a row after which the step raises a
-        `NonFiniteError`, at most two steps late (so the host is never further ahead than that);
-        None for never.
+        `NonFiniteError`, at most two steps late; None for never.
       micro_batches: number of slices in which each device processes its examples, one after the
         other (k).
       accumulate: how gradients accumulate over micro-batches: `"level"` (dp, os: local; os_g,
@@ -89,8 +88,8 @@ def make_train_step(
         backward pass (`True`), kept unsharded from the forward pass (`False`), or kept sharded over
         sub-groups of this many devices (an int that divides the shard group) and gathered within
         them. What `jax.checkpoint` recomputes is gathered again unless this is `False`.
-      prefetch: a sharded parameter is gathered while what comes before its use is computed; with
-        False only when its other operands are available.
+      prefetch: whether the all-gather of a sharded parameter overlaps with the computation before
+        its use; with False it waits for that computation.
       sync_buffers: take the new values of `mutable` from the first device instead of their mean.
       bucket_size: elements of one bucket; 0 for none.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
@@ -101,8 +100,8 @@ def make_train_step(
         changes keeps its path, shape, dtype and layout.
       donate: whether the step reuses the memory of the state that it is given.
       check_loss: whether the first call warns if the loss is not a mean over examples (a masked
-        mean, a sum). It evaluates up to 8 examples of each device, forward only. A
-        `gshard.Weighted` needs no check, and a loss that communicates by itself is not checked.
+        mean, a sum, a `gshard.Weighted` that is already divided). It evaluates up to 8 examples
+        of each device, forward only. A loss that communicates by itself is not checked.
         GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
 
     Returns:

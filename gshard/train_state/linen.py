@@ -171,11 +171,12 @@ class Linen(Kind):
             available = _without_params(non_trainable) | ({} if rng is None else {"rng": rng})
             missing = needed - set(available)
             if missing:
+                only = f"only {some(sorted(available))} is" if available else "nothing is"
                 raise GShardError(
-                    f"the loss requires {some(sorted(missing))}, but only "
-                    f"{some(sorted(available)) or 'nothing'} is available. A loss is called with "
-                    "params, batch, the further fields of the state that it names, and rng where "
-                    "one was passed (make_train_step(rng=jax.random.key(0)); evaluation has none)."
+                    f"the loss requires {some(sorted(missing))}, but {only} available. A loss "
+                    "is called with params, batch, the further fields of the state that it names, "
+                    "and rng where one was passed (make_train_step(rng=jax.random.key(0)); "
+                    "evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
             boxed = all_params(params, non_trainable)

@@ -350,3 +350,41 @@ def test_a_forecast_for_a_target_says_what_fits(capsys):
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["target"], found["levels"]["dp"]["fits"]) == ("h100:1x8", True)
+
+
+def test_sizes_without_activations_never_fit():
+    """They can be too large, which is an answer; that the rest fits is none."""
+    small = gshard.forecast(setups.mlp(), 8, activations=False)
+    small = dataclasses.replace(small, target="h100:1x8", usable=10**12)
+    assert [small.fits(level) for level in small.levels] == [None] * 4
+    assert "not known" in str(small) and exit_code(small, {}) == 2
+    large = dataclasses.replace(small, usable=1)
+    assert [large.fits(level) for level in large.levels] == [False] * 4
+    assert exit_code(large, {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "tests.setups:mlp", "--mots", "3"], "Did you mean '--most'?"),
+        (["explain", "tests.setups:mlp", "--html", "x"], "unknown option '--html'."),
+        (["advise", "tests.setups:mlp", "--targett", "x"], "Did you mean '--target'?"),
+        (["doctor", "--tmeout", "3"], "Did you mean '--timeout'?"),
+        (["verify", ".", "--stp", "3"], "Did you mean '--step'?"),
+    ],
+)
+def test_an_unknown_option_suggests_one_of_its_command(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert f"Did you mean {words[-2]!r}" not in printed
+
+
+def test_a_plan_at_another_level_takes_every_name():
+    found = gshard.forecast(setups.mlp(), 8, levels="os")
+    plan = found.plans["os"]
+    assert plan.at_level("zero3").level.name == plan.at_level(3).level.name == "p_g_os"
+    with pytest.raises(gshard.GShardError, match="Did you mean 'p_g_os'"):
+        plan.at_level("p_g_oss")

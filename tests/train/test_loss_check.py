@@ -101,6 +101,9 @@ RIGHT = {
     "weight decay": lambda p, b: entropies(p, b).mean() + 0.1 * jnp.square(p["w"]).sum(),
     "Weighted": weighted,
     "Weighted mean": lambda p, b: gshard.Weighted(entropies(p, b).mean(), 1),
+    "Weighted by its own mean": lambda p, b: gshard.Weighted(
+        masked(entropies(p, b), b) * b["mask"].sum(), b["mask"].sum()
+    ),
     "Weighted by counts": lambda p, b: gshard.Weighted(entropies(p, b).sum(), len(b["y"])),
     "bfloat16": lambda p, b: of_bfloat16(p, b).mean(),
     "float16": lambda p, b: entropies(p, b).mean().astype(jnp.float16),

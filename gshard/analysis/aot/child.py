@@ -233,6 +233,8 @@ def _memory(
     reports leaves out temporaries (JAX 0.10), so the buffers are added up.
     """
     memory = compiled_memory(compiled) if compiled else {}
+    if target.platform == "cpu":
+        memory.pop("peak", None)
     if buffers:
         needs = buffers.peak
         if not compiled:

@@ -94,7 +94,8 @@ def _verdict(found: Forecast, compiled: Compiled) -> Markup:
     for name, level in found.levels.items():
         of = compiled.get(name, {"fits": found.fits(name)})
         needs = of.get("needs") or level.peak or level.needs
-        verdicts[name] = joined([_fits(of), f", needs {bytes_of(needs)}"])
+        without = "" if of.get("needs") or level.peak else " without activations"
+        verdicts[name] = joined([_fits(of), f", needs {bytes_of(needs)}{without}"])
     choices = found.choices
     replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
     named = {

@@ -10,7 +10,16 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from gshard.cli.common import NO, NO_ANSWER, YES, command_parser, guarded, print_text, status
+from gshard.cli.common import (
+    NO,
+    NO_ANSWER,
+    YES,
+    command_parser,
+    guarded,
+    parsed,
+    print_text,
+    status,
+)
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.machine import Check, cluster, disks, hardware, own_name
 from gshard.cli.doctor.versions import check_versions, variables
@@ -30,11 +39,11 @@ def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "Looks for what keeps a training from starting, or makes it slow or wrong."
     parser = command_parser("gshard doctor", about, _EXAMPLES)
-    quick = "without the checks that start JAX (a second)"
+    quick = "skip the checks that start JAX; takes about two seconds"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
                         help="for each check that starts JAX (default: 120)")  # fmt: skip
-    given = parser.parse_args(words)
+    given = parsed(parser, words)
     if not 0 < given.timeout < float("inf"):
         parser.error("--timeout must be a positive number of seconds")
     return guarded(lambda: _run(given))
