@@ -160,7 +160,7 @@ def forecast_text(found: Forecast) -> str:
     replicas = f", {found.replica} replicas" if found.replica > 1 else ""
     title = (
         f"{count_of(found.parameters)} parameters on {found.devices} devices{replicas}; a step "
-        f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each"
+        f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each device"
     )
     flavours = next(iter(found.levels.values())).wire_by_flavour
     wire = text_table(

@@ -44,6 +44,9 @@ _COLLECTIVES = ("kind", "axes", "dtype", "purpose", "count", "asynchronous", "ti
 Compiled = Mapping[str, Mapping[str, Any]]  # results of `compile_for`, or of `audit`, by level
 
 
+_RANKED = "Ways to train, the best first (estimates, meant for ranking)"
+
+
 def page(
     found: Forecast,
     model: str,
@@ -66,7 +69,7 @@ def page(
         "Memory of one device": _memory(found),
         "Sent by one device in one step": _wire(found),
         "Compiled": _compiled(compiled),
-        "Advice": records_table("Ways to train, the best first", ranked) if ranked else None,
+        "Advice": records_table(_RANKED, ranked) if ranked else None,
         "Arrays": joined(_leaves(name, plan) for name, plan in found.plans.items()),
     }
     title = f"Plan of {model}" + (f" for {found.target}" if found.target else "")
@@ -160,7 +163,7 @@ def _wire(found: Forecast) -> Markup:
         el("figure", bars(rows, {}, None, {"sent": "#999999"})),
         html_table("By the way to accumulate", ["level", "as chosen", *flavours], lines),
         el("p", "local, scatter, sync: ways to accumulate micro-batches; kept: gathered parameters "
-           "are kept for the backward pass."),
+           "are kept for the backward pass. Upper bounds at levels that gather parameters."),
     ])  # fmt: skip
 
 
