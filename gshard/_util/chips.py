@@ -92,7 +92,19 @@ _FIGURES = {
     "tpu-7x": ("TPU7x (Ironwood)", 94.74 * _GIB, (2307, 2307), (7380, 90, 12.5, 32, 960 / 4), 2),
 }
 CHIPS = {  # virtual devices of this computer: rough figures of one core, so that a forecast runs
-    "cpu": Chip("cpu", "virtual CPU device", None, None, 5e10, 5e10, 1e10, 5e9, 1e9, 1e10, 4e9)
+    "cpu": Chip(
+        name="cpu",
+        title="virtual CPU device",
+        memory=None,
+        usable=None,
+        bfloat16=5e10,
+        float32=5e10,
+        memory_bandwidth=1e10,
+        link=5e9,
+        network=1e9,
+        host_link=1e10,
+        host_memory=4e9,
+    )
 }
 for _name, (_title, _memory, _tera, (_hbm, _link, *_others), _devices) in _FIGURES.items():
     _tpu = _name.startswith("tpu")
