@@ -173,10 +173,8 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
     plan = getattr(step, "plan", None) if plan is None else plan
     budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    memory = compiled_memory(compiled)
-    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
-        memory.pop("peak", None)  # XLA:CPU leaves out temporaries (JAX 0.10)
-    return Audit(collective_rows(text, mesh), memory, budget)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    return Audit(collective_rows(text, mesh), compiled_memory(compiled, platform), budget)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
@@ -187,10 +185,16 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
     return max(meshes, key=lambda mesh: mesh.size, default=None)
 
 
-def compiled_memory(compiled: Any) -> dict[str, int]:
-    """Returns the bytes of a compiled program on one device by use, as in `Audit.memory`."""
+def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
+    """Returns the bytes of a compiled program on one device by use, as in `Audit.memory`.
+
+    Without the peak if the platform is "cpu": that of XLA:CPU leaves out temporaries (JAX 0.10).
+    """
     stats = compiled.memory_analysis()
-    return {name: getattr(stats, field) for name, field in _MEMORY.items() if hasattr(stats, field)}
+    fields = {name: field for name, field in _MEMORY.items() if hasattr(stats, field)}
+    if platform == "cpu":
+        fields.pop("peak", None)
+    return {name: getattr(stats, field) for name, field in fields.items()}
 
 
 def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:

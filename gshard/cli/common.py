@@ -205,13 +205,22 @@ def command_parser(name: str, about: str, examples: str) -> argparse.ArgumentPar
     return parser
 
 
-def parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Returns the parsed words; an unknown option is an error that suggests one of this command."""
+def parsed(
+    parser: argparse.ArgumentParser,
+    words: list[str],
+    too_many: str = "unrecognized arguments: {rest}",
+) -> argparse.Namespace:
+    """Returns the parsed words; an unknown option is an error that suggests one of this command.
+
+    `too_many` is the error for other words that are left over: `{first}`, or all of them, `{rest}`.
+    """
     given, rest = parser.parse_known_args(words)
     if rest and rest[0].startswith("-"):
         known = re.findall(r"--[\w.]+", parser.format_usage())
         parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0].partition('=')[0], known)}")
-    return parser.parse_args(words) if rest else given
+    if rest:
+        parser.error(too_many.format(first=rest[0], rest=" ".join(rest)))
+    return given
 
 
 def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
@@ -233,13 +242,11 @@ def given_config(
     for name in {x.partition("=")[0] for x in words if x.startswith("--arguments.")}:
         dest = name.removeprefix("--")
         parser.add_argument(name, dest=dest, metavar="X", default=argparse.SUPPRESS)
-    _, rest = parser.parse_known_args(words)
-    if rest and not rest[0].startswith("-"):
-        parser.error(
-            f"{rest[0]!r} is one word too many. There is one CONFIG, and several values of an "
-            "option are joined by commas, such as --levels os,os_g."
-        )
-    given = parsed(parser, words)
+    too_many = (
+        "{first!r} is one word too many. There is one CONFIG, and several values of an option are "
+        "joined by commas, such as --levels os,os_g."
+    )
+    given = parsed(parser, words, too_many)
     options = {
         key: _value(word)
         for key, word in vars(given).items()

@@ -232,9 +232,7 @@ def _memory(
     A TPU's compiler refuses a program that is too large. Others do not, and the peak that XLA:CPU
     reports leaves out temporaries (JAX 0.10), so the buffers are added up.
     """
-    memory = compiled_memory(compiled) if compiled else {}
-    if target.platform == "cpu":
-        memory.pop("peak", None)
+    memory = compiled_memory(compiled, target.platform) if compiled else {}
     if buffers:
         needs = buffers.peak
         if not compiled:
