@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.extend.core import Literal
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
+_LIBRARIES = (str(Path(__file__).parents[1]), "site-packages")
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINTS = ("checkpoint", "remat2")
 _CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
@@ -34,9 +36,13 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 
-def bind(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates one equation, in the context that it was traced in (`compute_on`, ...)."""
-    found = eqn.primitive.get_bind_params(eqn.params)  # a pair up to JAX 0.11, later a dict
+def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
+    """Evaluates one equation, in the context that it was traced in (`compute_on`, ...).
+
+    `changes` replace parameters of the equation.
+    """
+    # a pair up to JAX 0.11, later a dict
+    found = eqn.primitive.get_bind_params({**eqn.params, **changes})
     functions, params = found if isinstance(found, tuple) else ((), found)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *values, **params)
@@ -52,6 +58,14 @@ def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Evaluates one equation like `bind`, in the named scope of the equation."""
     with in_scope(eqn):
         return bind(eqn, values)
+
+
+def user_line(eqn: Any) -> str:
+    """The file and line that an equation was traced at, outside of libraries where there is one."""
+    frames = list(getattr(eqn.source_info.traceback, "frames", ()))  # the innermost is the first
+    own = [f for f in frames if not any(name in f.file_name for name in _LIBRARIES)]
+    last = (own or frames)[:1]
+    return f"{last[0].file_name}:{last[0].line_num}" if last else "an unknown line"
 
 
 class Bindings:

@@ -1,0 +1,71 @@
+"""Collectives of values that devices hold in part: examples of the batch, and partial sums.
+
+A dimension of size `outer * devices * n` can be sharded as `(outer, devices, n)`: device i holds
+`[:, i, :]`. `outer` is 1 for the examples of a batch, and more after a transposition and a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+_NARROW = (jnp.float16, jnp.bfloat16)
+
+
+def gather_examples(shard: jax.Array, dim: int, outer: int, axes: Sequence[str]) -> jax.Array:
+    """All-gathers a value that is sharded on `dim`, in the order of the global batch."""
+    with jax.named_scope("gshard/loss_gather"):
+        if outer == 1:
+            return lax.all_gather(shard, tuple(axes), axis=dim, tiled=True)
+        shape = shard.shape
+        split = shard.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+        full = lax.all_gather(split, tuple(axes), axis=dim + 1)
+        return full.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+
+def sum_partial(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sums partial sums over the devices; of float16 and bfloat16 in float32."""
+    with jax.named_scope("gshard/loss_sum"):
+        if x.dtype == jnp.bool_:
+            return lax.psum(x.astype(jnp.int32), tuple(axes)).astype(jnp.bool_)
+        wide = x.astype(jnp.float32) if x.dtype in _NARROW else x
+        return lax.psum(wide, tuple(axes)).astype(x.dtype)
+
+
+def extreme_of_examples(
+    x: jax.Array, dims: tuple[int, ...], largest: bool, axes: Sequence[str]
+) -> jax.Array:
+    """Computes the maximum or minimum over `dims` and all devices; NaN if any entry is NaN.
+
+    Its derivative is that of `jnp.max` on one device: entries that tie share it.
+    """
+    axes = tuple(axes)
+    pick, over = (lax.reduce_max, lax.pmax) if largest else (lax.reduce_min, lax.pmin)
+
+    def value(x: jax.Array) -> jax.Array:
+        with jax.named_scope("gshard/loss_extreme"):
+            if x.dtype == jnp.bool_:
+                return over(pick(x.astype(jnp.int32), dims), axes).astype(jnp.bool_)
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return over(pick(x, dims), axes)
+            # A collective maximum may ignore NaN.
+            lost = lax.pmax(jnp.any(jnp.isnan(x), dims), axes)
+            return jnp.where(lost, jnp.nan, over(pick(x, dims), axes))
+
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return value(x)
+    extreme = jax.custom_jvp(value)
+
+    @extreme.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        (x,), (dx,) = primals, tangents
+        found = extreme(x)
+        ties = x == jnp.expand_dims(found, dims)
+        count = sum_partial(jnp.sum(ties, dims), axes).astype(dx.dtype)
+        return found, sum_partial(jnp.sum(jnp.where(ties, dx, 0), dims), axes) / count
+
+    return extreme(x)

@@ -1,0 +1,173 @@
+"""Rules of equations with a body: loops, branches and rematerialization.
+
+The body is rebuilt from its own rules. What a loop carries keeps one placement for all iterations:
+the first that its body gives back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
+from gshard.train.global_loss.registry import Decision, Given, rule
+
+
+def _joined(given: Given, shape: Sequence[int], one: Placement, other: Placement) -> Placement:
+    """Returns a placement that both can be converted to without a gather, where there is one."""
+    if one == other:
+        return one
+    slices = [p for p in (one, other) if p.is_sharded]
+    if not slices:
+        return PARTIAL
+    alone = len(slices) == 1 and PARTIAL not in (one, other)
+    return slices[0] if alone and given.partition.fits(shape, slices[0]) else REPLICATED
+
+
+def _carried(
+    given: Given,
+    body: Any,
+    fixed: Sequence[Placement],
+    carry: Sequence[Placement],
+    scanned: Sequence[Placement] = (),
+) -> tuple[list[Placement], list[Placement]]:
+    """Returns placements of the carry that every iteration keeps, and those of other results.
+
+    A value moves from replicated to sharded or partial, and from there to replicated for good.
+    """
+    carry, settled = list(carry), set[int]()
+    while True:
+        outs, _ = given.evaluator.placements_of(body, [*fixed, *carry, *scanned])
+        new = []
+        for i, (old, out) in enumerate(zip(carry, outs, strict=False)):
+            joined = (
+                REPLICATED if i in settled else _joined(given, body.outvars[i].aval.shape, old, out)
+            )
+            if old != REPLICATED and joined == REPLICATED:
+                settled.add(i)
+            new.append(joined)
+        if new == carry:
+            return carry, outs[len(carry) :]
+        carry = new
+
+
+@rule("scan")
+def scan(given: Given) -> Decision | None:
+    """The scanned dimension is replicated, unless every iteration works on one example."""
+    body, consts = body_of(given.eqn)
+    fixed, carried, _ = scan_sizes(given.eqn)
+    first = fixed + carried
+    consts_at, carry_at = given.placements[:fixed], given.placements[fixed:first]
+    scanned_at = given.placements[first:]
+    if any(p.is_sharded and p.dim == 0 for p in scanned_at):
+        return _map_of_examples(given, fixed, carried)
+    inside = [p.on(p.dim - 1) if p.is_sharded else p for p in scanned_at]
+    carry_at, out_at = _carried(given, body, consts_at, carry_at, inside)
+    options = {name: given.params[name] for name in ("length", "reverse", "unroll")}
+    evaluator = given.evaluator
+
+    def run(values: list[Any]) -> list[Any]:
+        def step(carry: Any, x: Any) -> Any:
+            arrays = [*values[:fixed], *carry, *x]
+            places = [*consts_at, *carry_at, *inside]
+            out = evaluator.arrays(body, consts, places, arrays, [*carry_at, *out_at])
+            return out[:carried], out[carried:]
+
+        with evaluator.repeated(given.params["length"]):
+            carry, out = lax.scan(step, values[fixed:first], values[first:], **options)
+        return [*carry, *out]
+
+    stacked = [p.on(p.dim + 1) if p.is_sharded else p for p in out_at]
+    return Decision([*consts_at, *carry_at, *scanned_at], [*carry_at, *stacked], run=run)
+
+
+def _map_of_examples(given: Given, fixed: int, carried: int) -> Decision | None:
+    """`lax.map` over examples: each part runs its own iterations."""
+    place, others = sharded(0), given.placements[:fixed]
+    scanned = given.placements[fixed:]
+    if carried or any(p != REPLICATED for p in others):
+        return None
+    if any(p not in (REPLICATED, place) for p in scanned):
+        return None
+    body, consts = body_of(given.eqn)
+    options = {name: given.params[name] for name in ("reverse", "unroll")}
+
+    def run(values: list[Any]) -> list[Any]:
+        def step(_: None, x: Any) -> Any:
+            return None, evaluate(body, consts, [*values[:fixed], *x])
+
+        length = given.params["length"] // given.partition.parts
+        return lax.scan(step, None, values[fixed:], length=length, **options)[1]
+
+    results = [place] * len(given.eqn.outvars)
+    return Decision([*others, *[place] * len(scanned)], results, run=run)
+
+
+@rule("while")
+def while_(given: Given) -> Decision:
+    """The condition is replicated, so that all devices run as many iterations."""
+    params, evaluator = given.params, given.evaluator
+    test, test_consts = opened(params["cond_jaxpr"])
+    body, body_consts = opened(params["body_jaxpr"])
+    n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    of_test, of_body = given.placements[:n], given.placements[n:m]
+    carry_at, _ = _carried(given, body, of_body, given.placements[m:])
+
+    def run(values: list[Any]) -> Any:
+        def go_on(carry: Any) -> Any:
+            arrays = [*values[:n], *carry]
+            places = [*of_test, *carry_at]
+            return evaluator.arrays(test, test_consts, places, arrays, [REPLICATED])[0]
+
+        def step(carry: Any) -> Any:
+            arrays = [*values[n:m], *carry]
+            places = [*of_body, *carry_at]
+            return evaluator.arrays(body, body_consts, places, arrays, carry_at)
+
+        return lax.while_loop(go_on, step, values[m:])
+
+    return Decision([*of_test, *of_body, *carry_at], carry_at, run=run)
+
+
+@rule("cond")
+def cond(given: Given) -> Decision | None:
+    """The predicate is replicated, so that all devices take the same branch."""
+    branches = [opened(branch) for branch in given.params["branches"]]
+    inside, evaluator = given.placements[1:], given.evaluator
+    found = [evaluator.placements_of(body, inside)[0] for body, _ in branches]
+    outs = found[0]
+    for more in found[1:]:
+        shapes = [v.aval.shape for v in given.eqn.outvars]
+        outs = [_joined(given, *three) for three in zip(shapes, outs, more, strict=True)]
+
+    def run(values: list[Any]) -> Any:
+        def branch(body: Any, consts: Any, *arrays: Any) -> Any:
+            return evaluator.arrays(body, consts, inside, arrays, outs)
+
+        chosen = values[0].astype(jnp.int32) if values[0].dtype == jnp.bool_ else values[0]
+        return lax.switch(chosen, [partial(branch, *pair) for pair in branches], *values[1:])
+
+    return Decision([REPLICATED, *inside], outs, run=run)
+
+
+@rule("checkpoint", "remat2")
+def checkpoint(given: Given) -> Decision:
+    """Rebuilt around the same body, with the same policy."""
+    body, consts = body_of(given.eqn)
+    places, evaluator = given.placements, given.evaluator
+    outs, _ = evaluator.placements_of(body, places)
+    options = {name: given.params[name] for name in ("policy", "prevent_cse")}
+
+    def run(values: list[Any]) -> Any:
+        def inside(*arrays: Any) -> Any:
+            return evaluator.arrays(body, consts, places, arrays, outs)
+
+        return jax.checkpoint(inside, **options)(*values)
+
+    return Decision(places, outs, run=run)

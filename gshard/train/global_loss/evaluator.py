@@ -1,0 +1,383 @@
+"""Evaluates a loss that was traced for the global batch, on the examples of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
+from gshard.train.comm.collectives import group_index
+from gshard.train.comm.examples import gather_examples, sum_partial
+from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
+    bodies,
+    derivatives,
+    index_rules,
+    partial_rules,
+    product_rules,
+    shape_rules,
+)
+from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
+from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
+from gshard.train.global_loss.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partition,
+    Placement,
+    is_key,
+    size_in_bytes,
+)
+from gshard.train.global_loss.positions import Positions, positions_of
+from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
+from gshard.train.global_loss.shape_rules import ENTRY_BY_ENTRY
+
+_INLINED = (JIT, "closed_call", "core_call")
+_FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
+_KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective that the loss needs.
+
+    Attributes:
+      kind: `gather`, `sum` or `extreme`.
+      size: bytes of the full result.
+      times: how often, in loops.
+      operation: the name of the operation that needs it.
+      line: the user's file and line.
+    """
+
+    kind: str
+    size: int
+    times: int
+    operation: str
+    line: str
+
+
+@dataclass(eq=False)
+class Value:
+    """A value of the global trace, as this device holds it.
+
+    Attributes:
+      placement: how it is held.
+      aval: its global shape and dtype.
+      array: what this device holds; None for a value that is not made yet.
+      source: the equation and operands that make it, all replicated.
+      depends: whether it depends on what is differentiated.
+      positions: what is known of integers.
+      quotient: numerator and denominator, of a scalar that is not divided yet.
+    """
+
+    placement: Placement
+    aval: Any
+    array: Any = None
+    source: tuple[Any, list[Value]] | None = None
+    depends: bool = False
+    positions: Positions | None = None
+    quotient: tuple[Value, Value] | None = None
+    converted: dict[Placement, Any] = field(default_factory=dict)
+
+
+class GlobalEvaluator:
+    """Evaluates jaxprs of the global batch, inside a `shard_map` over the data axes.
+
+    Args:
+      axes: the data axes.
+      devices: along them.
+    """
+
+    def __init__(self, axes: Sequence[str], devices: int):
+        self.axes = tuple(axes)
+        self.partition = Partition(devices, group_index(self.axes))
+        self.transfers: list[Transfer] = []
+        self._times = 1
+
+    # ---- evaluation
+
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+        """Evaluates a jaxpr, which is not closed; its results are held as the rules say."""
+        out = evaluate(jaxpr, consts, values, self._evaluate_equation)
+        return [self._value(v, x) for v, x in zip(jaxpr.outvars, out, strict=True)]
+
+    def arrays(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        placements: Sequence[Placement],
+        arrays: Sequence[Any],
+        results: Sequence[Placement],
+    ) -> list[Any]:
+        """Evaluates a body, from arrays of these placements to arrays of those."""
+        given = zip(jaxpr.invars, placements, arrays, strict=True)
+        values = [Value(place, v.aval, x, depends=True) for v, place, x in given]
+        out = self.evaluate(jaxpr, consts, values)
+        return [self.convert(x, place) for x, place in zip(out, results, strict=True)]
+
+    def _value(self, variable: Any, x: Any) -> Value:
+        return x if isinstance(x, Value) else Value(REPLICATED, variable.aval, x)
+
+    def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
+        values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
+        name = eqn.primitive.name
+        if name in _INLINED:
+            body, consts = body_of(eqn)
+            return self.evaluate(body, consts, values)
+        known = [x.positions for x in values]
+        positions = positions_of(eqn, known) if eqn.outvars else None
+        depends = name != "stop_gradient" and any(x.depends for x in values)
+        decision = self.decide(eqn, [x.placement for x in values], known)
+        if _is_from_nothing(eqn, values, decision):
+            return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
+        if _is_quotient(eqn, values):
+            return [self._quotient(eqn, values, depends)]
+        with in_scope(eqn, "loss"):
+            placed = zip(values, decision.operands, strict=True)
+            arrays = [self.convert(x, place, eqn) for x, place in placed]
+            if decision.run is not None:
+                results = decision.run(arrays)
+            else:
+                results = bind(eqn, arrays, **decision.params)
+        out = []
+        for v, x, place in zip(eqn.outvars, results, decision.results, strict=True):
+            self._check(eqn, v.aval, x, place)
+            varies = depends and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            out.append(Value(place, v.aval, x, depends=varies, positions=positions))
+        return out
+
+    def _check(self, eqn: Any, aval: Any, x: Any, placement: Placement) -> None:
+        wanted = self.partition.local_shape(aval.shape, placement)
+        if tuple(jnp.shape(x)) != wanted:
+            raise AssertionError(
+                f"{eqn.primitive.name} at {user_line(eqn)}: the rule says {placement} of "
+                f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."
+            )
+
+    def _quotient(self, eqn: Any, values: list[Value], depends: bool) -> Value:
+        """A scalar sum over examples divided by what is not differentiated, not divided yet."""
+        numerator, denominator = values
+        value = Value(PARTIAL, eqn.outvars[0].aval, depends=depends)
+        value.quotient = (numerator, denominator)
+        value.source = (eqn, values)
+        return value
+
+    # ---- conversions
+
+    def convert(self, value: Value, placement: Placement, eqn: Any = None) -> Any:
+        """Returns the array of a value in a placement; `eqn` is the equation that needs it."""
+        if placement not in value.converted:
+            value.converted[placement] = self._convert(value, placement, eqn)
+        return value.converted[placement]
+
+    def _convert(self, value: Value, placement: Placement, eqn: Any) -> Any:
+        if value.array is None and placement.is_sharded and value.placement == REPLICATED:
+            return self._part_from_nothing(value, placement)
+        if value.array is None:
+            self._make(value)
+        if value.placement == placement:
+            return value.array
+        if value.placement == REPLICATED:
+            if placement == PARTIAL:
+                first = self.partition.index == 0
+                return jnp.where(first, value.array, jnp.zeros_like(value.array))
+            return self.partition.part_of(jnp.asarray(value.array), placement)
+        if placement == REPLICATED:
+            return self._complete(value, eqn)
+        full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
+        return self.convert(full, placement, eqn)
+
+    def _make(self, value: Value) -> None:
+        """Makes a value that was put off."""
+        eqn, values = value.source or (None, [])
+        if value.quotient is not None:
+            sums = [self.convert(value.quotient[0], PARTIAL, eqn)]
+            arrays = [*sums, self.convert(value.quotient[1], REPLICATED, eqn)]
+        else:
+            arrays = [self.convert(x, REPLICATED, eqn) for x in values]
+        with in_scope(eqn, "loss"):
+            (value.array,) = bind(eqn, arrays)
+
+    def _complete(self, value: Value, eqn: Any) -> Any:
+        """Makes a value replicated: sums it over the devices, or all-gathers it."""
+        kind = "sum" if value.placement == PARTIAL else "gather"
+        self.record(kind, value.aval, eqn)
+        if kind == "sum":
+            return sum_partial(jnp.asarray(value.array), self.axes)
+        x, place = value.array, value.placement
+        if is_key(x):
+            data = gather_examples(jax.random.key_data(x), place.dim, place.outer, self.axes)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return gather_examples(x, place.dim, place.outer, self.axes)
+
+    def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
+        """Makes this device's part of a value that depends on no example."""
+        eqn, values = value.source or (None, [])
+        name, shape, partition = eqn.primitive.name, value.aval.shape, self.partition
+        if name == "iota":
+            return iota_part(eqn, partition, placement)
+        if name == "broadcast_in_dim":
+            (operand,), mapping = values, eqn.params["broadcast_dimensions"]
+            wanted = REPLICATED
+            if placement.dim in mapping:
+                dim = mapping.index(placement.dim)
+                if operand.aval.shape[dim] == shape[placement.dim]:
+                    wanted = placement.on(dim)
+            local = partition.local_shape(shape, placement)
+            return bind(eqn, [self.convert(operand, wanted, eqn)], shape=local)[0]
+        if name == "random_bits":
+            key = self.convert(values[0], REPLICATED, eqn)
+            if can_draw_part(eqn, key):
+                return random_bits_part(eqn, key, partition, placement)
+        elif name in ENTRY_BY_ENTRY:
+            operands = [self._entry_placement(x, shape, placement) for x in values]
+            pairs = zip(values, operands, strict=True)
+            return bind(eqn, [self.convert(x, place, eqn) for x, place in pairs])[0]
+        return partition.part_of(jnp.asarray(self.convert(value, REPLICATED, eqn)), placement)
+
+    def _entry_placement(self, x: Value, shape: Sequence[int], placement: Placement) -> Placement:
+        own = x.aval.shape
+        same = own and own[placement.dim] == shape[placement.dim]
+        return placement if same else REPLICATED
+
+    # ---- decisions
+
+    def decide(
+        self,
+        eqn: Any,
+        placements: Sequence[Placement],
+        positions: Sequence[Positions | None] = (),
+    ) -> Decision:
+        """Returns how an equation is evaluated; there is always a way."""
+        given = Given(eqn, list(placements), list(positions) or [None] * len(placements), self)
+        if eqn.primitive.name in COLLECTIVES:
+            check_own_collective(given)
+            return given.all(REPLICATED)
+        if all(p == REPLICATED for p in placements):
+            return given.all(REPLICATED)
+        for attempt in self._attempts(given):
+            found = self._by_rule(attempt)
+            if found is not None:
+                return found
+        return given.all(REPLICATED)
+
+    def _attempts(self, given: Given) -> Iterator[Given]:
+        """The placements to try: as they are, with one partial sum, with none, with one shard."""
+        yield given
+        placements = given.placements
+        partial = [i for i, p in enumerate(placements) if p == PARTIAL]
+        for i in partial if len(partial) > 1 else ():
+            yield _with(given, [p if j == i else _summed(p) for j, p in enumerate(placements)])
+        summed = [_summed(p) for p in placements]
+        if partial:
+            yield _with(given, summed)
+        sizes = {
+            i: size_in_bytes(given.eqn.invars[i].aval) for i, p in enumerate(summed) if p.is_sharded
+        }
+        for i in sorted(sizes, key=sizes.__getitem__, reverse=True) if len(sizes) > 1 else ():
+            yield _with(given, [p if j == i else REPLICATED for j, p in enumerate(summed)])
+
+    def _by_rule(self, given: Given) -> Decision | None:
+        partial = PARTIAL in given.placements
+        name = given.eqn.primitive.name
+        if partial and name not in _KEEP_PARTIAL:
+            if any(p.is_sharded for p in given.placements):
+                return None
+            rule = PARTIAL_RULES.get(name)
+        elif partial or any(p.is_sharded for p in given.placements):
+            rule = RULES.get(name)
+        else:
+            return given.all(REPLICATED)
+        found = rule(given) if rule is not None else None
+        return found if found is not None and self._fits(given.eqn, found) else None
+
+    def _fits(self, eqn: Any, found: Decision) -> bool:
+        pairs = [*zip(eqn.invars, found.operands, strict=True)]
+        pairs += [*zip(eqn.outvars, found.results, strict=True)]
+        return all(self.partition.fits(v.aval.shape, place) for v, place in pairs)
+
+    def placements_of(
+        self,
+        jaxpr: Any,
+        placements: Sequence[Placement],
+        positions: Sequence[Positions | None] = (),
+    ) -> tuple[list[Placement], list[Positions | None]]:
+        """Returns how the results of a body will be held, without evaluating it."""
+        places: dict[Any, Placement] = dict(zip(jaxpr.invars, placements, strict=True))
+        known: dict[Any, Positions | None] = dict(zip(jaxpr.invars, positions, strict=False))
+
+        def read(table: dict[Any, Any], v: Any, default: Any) -> Any:
+            return default if isinstance(v, Literal) else table.get(v, default)
+
+        for eqn in jaxpr.eqns:
+            given = [read(places, v, REPLICATED) for v in eqn.invars]
+            facts = [read(known, v, None) for v in eqn.invars]
+            if eqn.primitive.name in _INLINED:
+                results, found = self.placements_of(body_of(eqn)[0], given, facts)
+            else:
+                results = self.decide(eqn, given, facts).results
+                found = [positions_of(eqn, facts) if eqn.outvars else None]
+            places.update(zip(eqn.outvars, results, strict=True))
+            known.update(zip(eqn.outvars, found, strict=False))
+        outs = jaxpr.outvars
+        return [read(places, v, REPLICATED) for v in outs], [read(known, v, None) for v in outs]
+
+    @contextmanager
+    def indexed(self, index: jax.Array) -> Iterator[None]:
+        """Uses this index of the part: a custom derivative may not close over the other."""
+        before = self.partition
+        self.partition = Partition(before.parts, index)
+        try:
+            yield
+        finally:
+            self.partition = before
+
+    # ---- what is communicated
+
+    def record(self, kind: str, aval: Any, eqn: Any) -> None:
+        """Notes a collective that the loss needs."""
+        name, line = ("the result", "") if eqn is None else (eqn.primitive.name, user_line(eqn))
+        self.transfers.append(Transfer(kind, size_in_bytes(aval), self._times, name, line))
+
+    @contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Counts what is recorded inside as often as a loop runs."""
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
+
+
+def _summed(placement: Placement) -> Placement:
+    return REPLICATED if placement == PARTIAL else placement
+
+
+def _with(given: Given, placements: list[Placement]) -> Given:
+    return Given(given.eqn, placements, given.positions, given.evaluator)
+
+
+def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:
+    """Whether an equation is put off until a part of its result is needed."""
+    if decision.run is not None or list(decision.results) != [REPLICATED]:
+        return False
+    name = eqn.primitive.name
+    if any(x.placement != REPLICATED for x in values):
+        return False
+    if name in ENTRY_BY_ENTRY:
+        return any(x.array is None for x in values)
+    return name in _FROM_NOTHING and len(values) <= 1
+
+
+def _is_quotient(eqn: Any, values: Sequence[Value]) -> bool:
+    return (
+        eqn.primitive.name == "div"
+        and values[0].placement == PARTIAL
+        and eqn.outvars[0].aval.shape == ()
+        and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        and not values[1].depends
+    )

@@ -1,0 +1,193 @@
+"""Rules of slices, gathers and scatters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard._util.jaxpr import bind
+from gshard.train.global_loss.placement import (
+    PARTIAL,
+    REPLICATED,
+    Placement,
+    first_sharded,
+    sharded,
+)
+from gshard.train.global_loss.registry import Decision, Given, rule
+
+
+@rule("slice")
+def slice_(given: Given) -> Decision | None:
+    """Along the sharded dimension, a run of whole blocks."""
+    place, params, dim = given.placements[0], given.params, given.placements[0].dim
+    start, limit = params["start_indices"], params["limit_indices"]
+    block = given.shapes[0][dim] // place.outer
+    stride = params["strides"][dim] if params["strides"] else 1
+    blocks, rest = divmod(limit[dim] - start[dim], block)
+    if stride != 1 or rest or start[dim] % block or not blocks:
+        return None
+    parts = given.partition.parts
+    local = {
+        "start_indices": _with(start, dim, start[dim] // parts),
+        "limit_indices": _with(limit, dim, limit[dim] // parts),
+    }
+    return Decision([place], [sharded(dim, blocks)], local)
+
+
+def _with(numbers: Any, i: int, value: int) -> tuple[int, ...]:
+    return (*numbers[:i], value, *numbers[i + 1 :])
+
+
+@rule("dynamic_slice")
+def dynamic_slice(given: Given) -> Decision | None:
+    """Along other dimensions."""
+    place, sizes = given.placements[0], given.params["slice_sizes"]
+    if not place.is_sharded or sizes[place.dim] != given.shapes[0][place.dim]:
+        return None
+    indices = [REPLICATED] * (len(given.placements) - 1)
+    return Decision([place, *indices], [place], {"slice_sizes": given.local(sizes, place)})
+
+
+@rule("dynamic_update_slice")
+def dynamic_update_slice(given: Given) -> Decision | None:
+    """Along other dimensions."""
+    place = first_sharded(given.placements)
+    old, new = given.shapes[:2]
+    if old[place.dim] != new[place.dim] or not set(given.placements) <= {REPLICATED, place}:
+        return None
+    indices = [REPLICATED] * (len(given.placements) - 2)
+    return Decision([place, place, *indices], [place])
+
+
+@rule("gather")
+def gather(given: Given) -> Decision | None:
+    """The examples are in the indices, in both (a batching dimension), or in the operand."""
+    numbers = given.params["dimension_numbers"]
+    operand, indices = given.placements
+    # Of the result, the dimensions that come from the indices, in their order.
+    scattered = [d for d in range(len(given.result)) if d not in numbers.offset_dims]
+    batched = dict(
+        zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    )
+    if operand.is_sharded and operand.dim in batched:
+        wanted = operand.on(batched[operand.dim])
+        return _paired(operand, indices, wanted, scattered)
+    if indices.is_sharded:
+        last = len(given.shapes[1]) - 1
+        if indices.dim == last:
+            return None
+        for of_operand, of_indices in batched.items():
+            if indices.dim == of_indices:
+                return _paired(indices.on(of_operand), indices, indices, scattered, operand)
+        if operand == REPLICATED:
+            return Decision(given.placements, [indices.on(scattered[indices.dim])])
+    if not operand.is_sharded:
+        return None
+    if operand.dim in numbers.collapsed_slice_dims:
+        return _own_example(given, scattered)
+    return _in_window(given) if indices == REPLICATED else None
+
+
+def _paired(
+    operand: Placement,
+    indices: Placement,
+    wanted: Placement,
+    scattered: list[int],
+    given: Placement | None = None,
+) -> Decision | None:
+    """Example i of the operand is indexed by example i of the indices."""
+    if indices not in (REPLICATED, wanted) or given not in (None, REPLICATED, operand):
+        return None
+    return Decision([operand, wanted], [wanted.on(scattered[wanted.dim])])
+
+
+def _own_example(given: Given, scattered: list[int]) -> Decision | None:
+    """`x[arange(examples), y]`: example i takes from example i."""
+    numbers, (operand, indices) = given.params["dimension_numbers"], given.placements
+    known = given.positions[1]
+    if known is None or operand.outer != 1 or operand.dim not in numbers.start_index_map:
+        return None
+    column = numbers.start_index_map.index(operand.dim)
+    dim = dict(known.columns).get(column)
+    if dim is None or given.shapes[1][dim] != given.shapes[0][operand.dim]:
+        return None
+    if indices not in (REPLICATED, sharded(dim)):
+        return None
+    size = given.shapes[1][dim] // given.partition.parts
+
+    def run(values: list[Any]) -> list[Any]:
+        x, at = values
+        start = jnp.asarray(given.partition.index * size, at.dtype)
+        return bind(given.eqn, [x, at.at[..., column].add(-start)])
+
+    return Decision([operand, sharded(dim)], [sharded(scattered[dim])], run=run)
+
+
+def _in_window(given: Given) -> Decision | None:
+    """All examples are in every window."""
+    numbers, place = given.params["dimension_numbers"], given.placements[0]
+    sizes, dim = given.params["slice_sizes"], place.dim
+    if dim in numbers.start_index_map or sizes[dim] != given.shapes[0][dim]:
+        return None
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(len(given.shapes[0])) if d not in gone]
+    result = place.on(numbers.offset_dims[kept.index(dim)])
+    return Decision(given.placements, [result], {"slice_sizes": given.local(sizes, place)})
+
+
+@rule("scatter", "scatter_add", "scatter-add", "scatter_mul", "scatter-mul")
+@rule("scatter_min", "scatter-min", "scatter_max", "scatter-max")
+def scatter(given: Given) -> Decision | None:
+    """Each example into its own place; added ones also into places that they share."""
+    return _into_own(given) or _added(given)
+
+
+def _into_own(given: Given) -> Decision | None:
+    """Along a batching dimension, or one that is whole in every window."""
+    numbers = given.params["dimension_numbers"]
+    operand, _, updates = given.shapes
+    batched = dict(
+        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    )
+    scattered = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(len(operand)) if d not in gone]
+    place = first_sharded(given.placements)
+    for dim in range(len(operand)):
+        if dim in batched:
+            i = batched[dim]
+            wanted = [place.on(dim), place.on(i), place.on(scattered[i])]
+        elif dim in kept and dim not in numbers.scatter_dims_to_operand_dims:
+            window = numbers.update_window_dims[kept.index(dim)]
+            if updates[window] != operand[dim]:
+                continue
+            wanted = [place.on(dim), REPLICATED, place.on(window)]
+        else:
+            continue
+        pairs = zip(given.placements, wanted, strict=True)
+        if all(have in (REPLICATED, want) for have, want in pairs):
+            return Decision(wanted, wanted[:1])
+    return None
+
+
+def _added(given: Given) -> Decision | None:
+    """Examples are added into a table: every part gives a partial sum."""
+    if given.eqn.primitive.name not in ("scatter_add", "scatter-add"):
+        return None
+    numbers = given.params["dimension_numbers"]
+    operand, indices, updates = given.placements
+    scattered = [d for d in range(len(given.shapes[2])) if d not in numbers.update_window_dims]
+    if indices.is_sharded:
+        place = indices
+    elif updates.is_sharded and updates.dim in scattered:
+        place = updates.on(scattered.index(updates.dim))
+    else:
+        return None
+    last = len(given.shapes[1]) - 1
+    if place.dim >= last or place.dim in numbers.scatter_indices_batching_dims:
+        return None
+    wanted = [PARTIAL, place, place.on(scattered[place.dim])]
+    if operand.is_sharded or indices not in (REPLICATED, place):
+        return None
+    return Decision(wanted, [PARTIAL]) if updates in (REPLICATED, wanted[2]) else None

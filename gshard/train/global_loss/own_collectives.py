@@ -1,0 +1,34 @@
+"""Collectives that the loss calls by itself."""
+
+from __future__ import annotations
+
+from gshard._util.errors import GShardError
+from gshard._util.jaxpr import user_line
+from gshard.train.global_loss.registry import Given
+
+# all-reductions, of which those of replicated values run as they are written
+COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant pmax pmin all_gather all_to_all ppermute axis_index reduce_scatter
+    psum_scatter pbroadcast pvary""".split()
+)
+_OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
+
+
+def check_own_collective(given: Given) -> None:
+    """Refuses a collective whose meaning depends on which examples a device has.
+
+    Raises:
+      GShardError: it names a device, or combines the examples of the devices.
+    """
+    name, params = given.eqn.primitive.name, given.params
+    over = params.get("axes", params.get("axis_name", ()))
+    over = over if isinstance(over, (tuple, list)) else (over,)
+    if not set(over) & set(given.evaluator.axes):
+        return
+    if name in _OF_ONE_DEVICE or any(p.is_sharded for p in given.placements):
+        raise GShardError(
+            f"the loss calls {name} over {', '.join(map(repr, over))} at {user_line(given.eqn)}. "
+            "The loss is that of the global batch, which no device has by itself: write it "
+            "without the collective, as for one device. For a loss of each device's own examples "
+            "pass loss_semantics='per_device'."
+        )

@@ -1,0 +1,120 @@
+"""How the devices hold one value of a loss that was traced for the global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Replicated, sharded on one dimension, or a partial sum.
+
+    Attributes:
+      kind: `partial`: the values of all parts add up to the global value.
+      dim: the sharded dimension. Its size is `outer * parts * n`; part i holds `[:, i, :]`.
+      outer: 1 where a part is one contiguous slice.
+    """
+
+    kind: Literal["replicated", "sharded", "partial"]
+    dim: int = -1
+    outer: int = 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a part holds a slice."""
+        return self.kind == "sharded"
+
+    def on(self, dim: int) -> Placement:
+        """Returns the same slices on another dimension."""
+        return Placement("sharded", dim, self.outer)
+
+    def __str__(self) -> str:
+        inner = "" if self.outer == 1 else f" in each of {self.outer} blocks"
+        return f"sharded on dimension {self.dim}{inner}" if self.is_sharded else self.kind
+
+
+REPLICATED, PARTIAL = Placement("replicated"), Placement("partial")
+
+
+def sharded(dim: int, outer: int = 1) -> Placement:
+    """Returns the placement of a value that is sharded on `dim`."""
+    return Placement("sharded", dim, outer)
+
+
+def first_sharded(placements: Sequence[Placement]) -> Placement:
+    """Returns the first placement that is sharded."""
+    return next(p for p in placements if p.is_sharded)
+
+
+def agree(placements: Sequence[Placement], allowed: Placement) -> bool:
+    """Whether all sharded placements are the allowed one."""
+    return all(p == allowed for p in placements if p.is_sharded)
+
+
+def is_key(x: jax.Array) -> bool:
+    """Whether this is a typed PRNG key, or an array of them."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The parts that the global batch is split into, and the one that this device works on.
+
+    Attributes:
+      parts: devices times micro-batches.
+      index: of this part, int32 scalar.
+    """
+
+    parts: int
+    index: jax.Array
+
+    def fits(self, shape: Sequence[int], placement: Placement) -> bool:
+        """Whether an array of this global shape can be placed so."""
+        if not placement.is_sharded:
+            return True
+        d, unit = placement.dim, placement.outer * self.parts
+        return 0 <= d < len(shape) and shape[d] > 0 and shape[d] % unit == 0
+
+    def local_shape(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+        """Returns the shape of one part of an array of this global shape."""
+        d = placement.dim if placement.is_sharded else None
+        return tuple(n // self.parts if i == d else n for i, n in enumerate(shape))
+
+    def part_of(self, x: jax.Array, placement: Placement) -> jax.Array:
+        """Slices this part from a full array."""
+        if is_key(x):
+            data = self.part_of(jax.random.key_data(x), placement)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        d, outer, shape = placement.dim, placement.outer, x.shape
+        n = shape[d] // (outer * self.parts)
+        if outer == 1:
+            return lax.dynamic_slice_in_dim(x, self.index * n, n, axis=d)
+        blocks = x.reshape(*shape[:d], outer, self.parts, n, *shape[d + 1 :])
+        mine = lax.dynamic_index_in_dim(blocks, self.index, d + 1, keepdims=False)
+        return mine.reshape(self.local_shape(shape, placement))
+
+    def positions(self, shape: Sequence[int], placement: Placement) -> jax.Array:
+        """Returns the position in the full array of each entry of a part, along its dimension.
+
+        `shape` is that of the full array; uint32 of the shape of a part.
+        """
+        local = self.local_shape(shape, placement)
+        n = local[placement.dim] // placement.outer
+        here = lax.broadcasted_iota(jnp.uint32, local, placement.dim)
+        index = self.index.astype(jnp.uint32)
+        if placement.outer == 1:
+            return here + index * jnp.uint32(n)
+        block, within = here // jnp.uint32(n), here % jnp.uint32(n)
+        return (block * jnp.uint32(self.parts) + index) * jnp.uint32(n) + within
+
+
+def size_in_bytes(aval: jax.core.ShapedArray | jax.Array) -> int:
+    """Returns the bytes of an array; a typed key counts as 8."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)

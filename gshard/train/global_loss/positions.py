@@ -1,0 +1,68 @@
+"""Knows which integers are positions, so that `x[jnp.arange(examples), y]` needs no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What is known of an integer array, or of a comparison of one.
+
+    Attributes:
+      dim: every entry is its own index along this dimension; None: not known.
+      columns: pairs `(column, dim)`: these columns of the last dimension are indices along `dim`.
+      never: a boolean that is false everywhere: whether an index is negative.
+    """
+
+    dim: int | None = None
+    columns: tuple[tuple[int, int], ...] = ()
+    never: bool = False
+
+
+def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
+    """Returns what is known of the first result of an equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "iota":
+        return Positions(params["dimension"])
+    if not any(known):
+        return None
+    first, out = known[0], eqn.outvars[0].aval
+    if name == "concatenate":
+        return _columns(eqn, known)
+    if first is None:
+        return None
+    if name == "select_n":
+        return known[1] if first.never else None
+    if first.dim is None:
+        return None
+    if name in ("convert_element_type", "copy"):
+        wide = jnp.issubdtype(out.dtype, jnp.integer) and out.dtype.itemsize >= 4
+        return first if wide else None
+    if name == "broadcast_in_dim":
+        dim = params["broadcast_dimensions"][first.dim]
+        same = out.shape[dim] == eqn.invars[0].aval.shape[first.dim]
+        return Positions(dim) if same else None
+    if name == "lt":
+        bound = eqn.invars[1]
+        zero = isinstance(bound, Literal) and jnp.ndim(bound.val) == 0 and bound.val == 0
+        return Positions(never=True) if zero else None
+    return None
+
+
+def _columns(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
+    """Columns of size 1 side by side, as the indices of a gather are."""
+    last = len(eqn.outvars[0].aval.shape) - 1
+    if eqn.params["dimension"] != last or any(v.aval.shape[-1] != 1 for v in eqn.invars):
+        return None
+    found = [
+        (column, x.dim)
+        for column, x in enumerate(known)
+        if x is not None and x.dim is not None and x.dim != last
+    ]
+    return Positions(columns=tuple(found)) if found else None

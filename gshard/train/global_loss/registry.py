@@ -1,0 +1,99 @@
+"""What a rule is: from the placements of an equation's operands to those of its results.
+
+A rule states an identity of index arithmetic, or returns None. Without one, the operands are
+replicated and the equation runs as it was traced: a missing rule costs a collective, never a wrong
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from gshard.train.global_loss.placement import Partition, Placement
+
+if TYPE_CHECKING:
+    from gshard.train.global_loss.evaluator import GlobalEvaluator
+    from gshard.train.global_loss.positions import Positions
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one equation is evaluated on parts.
+
+    Attributes:
+      operands: the placements that the operands are converted to.
+      results: the placements of the results.
+      params: parameters of the equation that differ for a part, such as shapes.
+      run: evaluates converted operands; None binds the equation with `params`.
+    """
+
+    operands: Sequence[Placement]
+    results: Sequence[Placement]
+    params: dict[str, Any] = field(default_factory=dict)
+    run: Callable[[list[Any]], Sequence[Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """An equation, with the placements of its operands and what is known of their values."""
+
+    eqn: Any
+    placements: list[Placement]
+    positions: list[Positions | None]
+    evaluator: GlobalEvaluator
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of the equation."""
+        return self.eqn.params
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The global shapes of the operands."""
+        return [v.aval.shape for v in self.eqn.invars]
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        """The global shape of the first result."""
+        return self.eqn.outvars[0].aval.shape
+
+    @property
+    def partition(self) -> Partition:
+        """The parts of the batch, and this one."""
+        return self.evaluator.partition
+
+    def all(self, operands: Placement, results: Placement | None = None) -> Decision:
+        """Places all operands alike, and all results alike."""
+        outs = [results or operands] * len(self.eqn.outvars)
+        return Decision([operands] * len(self.placements), outs)
+
+    def local(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
+        """Returns the shape of one part."""
+        return self.partition.local_shape(shape, placement)
+
+
+Rule = Callable[[Given], Decision | None]
+RULES: dict[str, Rule] = {}  # of equations with a sharded operand, by the primitive's name
+PARTIAL_RULES: dict[str, Rule] = {}  # of equations with a partial sum among the operands
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for the primitives of these names."""
+
+    def register(found: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, found))
+        return found
+
+    return register
+
+
+def partial_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule that keeps partial sums partial."""
+
+    def register(found: Rule) -> Rule:
+        PARTIAL_RULES.update(dict.fromkeys(names, found))
+        return found
+
+    return register
