@@ -14,7 +14,9 @@ from gshard.sharding.budget import accumulation, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train_state.nonfinite import GradScaler
+from gshard.train_state.nonfinite import GradScaler, treats_nonfinite
+
+MAX_BAD_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class TrainStepOptions(StepOptions):
     mutable: tuple[str, ...] = ()
     rng: jax.Array | None = None
     scaler: GradScaler | None = None
-    max_bad_steps: int | None = 10
+    skip_nonfinite: bool | None = None
+    max_bad_steps: int | None = MAX_BAD_STEPS
     post_update: Callable[..., Any] | None = None
     donate: bool = True
     check_loss: bool = True
@@ -57,6 +60,8 @@ class TrainStepOptions(StepOptions):
                 f"make_train_step: scaler={shown(self.scaler)} is not a gshard.GradScaler. Pass "
                 "one, such as scaler=gshard.GradScaler()."
             )
+        if self.skip_nonfinite is not None:
+            flag("skip_nonfinite", self.skip_nonfinite)
         if self.max_bad_steps is not None:
             check_integer("max_bad_steps", self.max_bad_steps, 1, " (None: never)")
         if self.post_update is not None and not callable(self.post_update):
@@ -65,6 +70,33 @@ class TrainStepOptions(StepOptions):
                 "post_update(state) -> state; NNX: post_update(model, optimizer), in place."
             )
         flag("check_loss", self.check_loss)
+
+
+def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
+    """Whether the step skips non-finite gradients, or hands them to the optimizer.
+
+    Raises:
+      GShardError: an option has no effect without skipped steps.
+    """
+    scaler = options.scaler is not None and options.scaler.enable
+    skips = options.skip_nonfinite
+    if skips is None:
+        skips = scaler or not treats_nonfinite(plan.opt_state)
+    if skips:
+        return True
+    if scaler:
+        raise GShardError(
+            "skip_nonfinite=False with scaler=: a loss scale is found by skipping the steps that "
+            "overflow. Leave skip_nonfinite= out, or pass no scaler."
+        )
+    if options.max_bad_steps not in (None, MAX_BAD_STEPS):
+        why = "treats them itself" if options.skip_nonfinite is None else "is given them"
+        raise GShardError(
+            f"max_bad_steps={options.max_bad_steps} counts skipped steps, and no step with a "
+            f"non-finite gradient is skipped: the optimizer {why}. Leave max_bad_steps= out, or "
+            "pass skip_nonfinite=True."
+        )
+    return False
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:

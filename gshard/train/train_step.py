@@ -19,7 +19,12 @@ from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.gradients import GradientStage
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
-from gshard.train.options import TrainStepOptions, check_options
+from gshard.train.options import (
+    MAX_BAD_STEPS,
+    TrainStepOptions,
+    check_options,
+    skips_nonfinite,
+)
 from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
 from gshard.train_state import Components
@@ -37,7 +42,8 @@ def make_train_step(
     mutable: str | Sequence[str] = (),
     rng: jax.Array | None = None,
     scaler: GradScaler | None = None,
-    max_bad_steps: int | None = 10,
+    skip_nonfinite: bool | None = None,
+    max_bad_steps: int | None = MAX_BAD_STEPS,
     micro_batches: int = 1,
     accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
@@ -57,8 +63,8 @@ def make_train_step(
     (float32 scalar, of this step).
 
     A step whose gradient norm is not finite, because of any entry on any device, changes nothing in
-    the state but its count of skipped steps. Neither does one whose global weight is 0
-    (`gshard.Weighted`).
+    the state but its count of skipped steps (see `skip_nonfinite`). Neither does one whose global
+    weight is 0 (`gshard.Weighted`).
 
     Args:
       loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its
@@ -74,7 +80,11 @@ def make_train_step(
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
         and micro-batch. Keys in further fields of the state, typed or old-style, are folded too.
       scaler: a `gshard.GradScaler`, for float16.
-      max_bad_steps: number of non-finite steps in a row after which the step raises a
+      skip_nonfinite: whether a step whose gradient norm is not finite is skipped. With False the
+        optimizer gets such a gradient, as on one device. None: False for an optimizer that treats
+        them itself (`optax.zero_nans`, `optax.apply_if_finite`, `optax.MultiSteps` with
+        `should_skip_update_fn=`) where no scaler is given, else True.
+      max_bad_steps: number of skipped non-finite steps in a row after which the step raises a
         `NonFiniteError`, at most two steps late; None for never.
       micro_batches: number of slices in which each device processes its examples, one after the
         other (k).
@@ -133,6 +143,7 @@ def make_train_step(
         mutable=names_of("mutable", mutable),
         rng=typed_key(rng),
         scaler=scaler,
+        skip_nonfinite=skip_nonfinite,
         max_bad_steps=max_bad_steps,
         post_update=post_update,
         donate=donate,
@@ -150,6 +161,7 @@ class TrainStep:
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
+        self._skip_nonfinite = skips_nonfinite(plan, options)
         self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
         scaler = options.scaler
         self._scaler = scaler if scaler is not None and scaler.enable else None
@@ -225,7 +237,9 @@ class TrainStep:
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         result = GradientStage(loss, plan, options).reduced(now, batch, rng, scale)
-        updates = result.finite & (result.weight != 0)
+        updates = result.weight != 0
+        if self._skip_nonfinite:
+            updates = result.finite & updates
         extra = {"value": result.loss}
         params, opt_state = update_and_all_gather(
             plan, result.grads, before, parts.params, extra, updates, options.bucket_size

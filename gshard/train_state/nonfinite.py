@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import core
 
 from gshard._util.errors import GShardError, NonFiniteError
@@ -158,6 +159,17 @@ class GradScaler:
         scale = settings.pop("scale")
         counts = [jnp.int32(settings.pop(name)) for name in ("incr_count", "decr_count")]
         return cls(init_loss_scaling=scale, **settings), ScalerState(jnp.float32(scale), *counts)
+
+
+def treats_nonfinite(opt_state: Any) -> bool:
+    """Whether the optimizer of this state treats non-finite gradients itself."""
+
+    def treats(x: Any) -> bool:
+        if isinstance(x, optax.MultiStepsState):  # with should_skip_update_fn=
+            return bool(jax.tree.leaves(x.skip_state))
+        return isinstance(x, (optax.ApplyIfFiniteState, optax.ZeroNansState))
+
+    return any(map(treats, jax.tree.leaves(opt_state, is_leaf=treats)))
 
 
 LATE = 2  # number of steps that a run may be ahead of the last guard that was checked
