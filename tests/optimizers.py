@@ -40,6 +40,62 @@ def fast_alone(lookahead: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.GradientTransformation(init, update)
 
 
+def soap(every: int = 1) -> optax.GradientTransformation:
+    """Adam in the eigenbases of Shampoo's factors, found by one QR of the last (SOAP, 2024).
+
+    The bases change in every step, or under a `cond` in each `every`-th.
+    """
+
+    def sides(x):
+        return (-1, -2) if jnp.ndim(x) > 1 else ()
+
+    def init(params):
+        def basis(x, d):
+            return jnp.broadcast_to(jnp.eye(x.shape[d]), (*x.shape[:-2], x.shape[d], x.shape[d]))
+
+        def of(x):
+            return {"factors": [basis(x, d) for d in sides(x)], "second": jnp.zeros_like(x),
+                    "bases": [basis(x, d) for d in sides(x)]}  # fmt: skip
+
+        return jnp.int32(0), jax.tree.map(of, params)
+
+    def rotate(x, bases, back=False):
+        for d, q in zip(sides(x), bases, strict=True):
+            x = jnp.swapaxes(jnp.swapaxes(x, d, -1) @ (q.mT if back else q), d, -1)
+        return x
+
+    def one(count, g, s):
+        factors = [
+            0.9 * f + 0.1 * (m := jnp.swapaxes(g, d, -1)).mT @ m
+            for d, f in zip(sides(g), s["factors"], strict=True)
+        ]
+
+        def turn(bases):
+            return [jnp.linalg.qr(f @ q)[0] for f, q in zip(factors, bases, strict=True)]
+
+        bases = s["bases"]
+        if every == 1:
+            bases = turn(bases)
+        elif bases:
+            bases = jax.lax.cond(count % every == 0, turn, lambda bases: bases, bases)
+        rotated = rotate(g, bases)
+        second = 0.9 * s["second"] + 0.1 * jnp.square(rotated)
+        update = rotate(-RATE * rotated / (jnp.sqrt(second) + 1e-2), bases, back=True)
+        return update, {"factors": factors, "second": second, "bases": bases}
+
+    def update(grads, state, params=None):
+        del params
+        count, states = state
+        leaves, structure = jax.tree.flatten(grads)
+        pairs = [
+            one(count, g, s) for g, s in zip(leaves, structure.flatten_up_to(states), strict=True)
+        ]
+        updates, states = (structure.unflatten(x) for x in zip(*pairs, strict=True))
+        return updates, (count + 1, states)
+
+    return optax.GradientTransformation(init, update)
+
+
 def matrices(params):
     """Whether a leaf is a matrix."""
     return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
@@ -142,6 +198,8 @@ OPTIMIZERS: dict[str, Factory] = {
         ("clip", optax.clip_by_global_norm(1e-2)), ("adam", optax.adam(RATE))
     ),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.adam(RATE)),
+    "soap": soap,
+    "soap, every second step": lambda: soap(every=2),
     # Combinations that people train with.
     "clip, adamw, warm-up, mask": lambda: optax.chain(
         optax.clip_by_global_norm(1e-2), optax.adamw(WARM, weight_decay=0.1, mask=matrices)

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
 from gshard._util.pytree import flatten, map_leaves, same_leaves
-from gshard.sharding.layout import Layout
+from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated, local_shard
@@ -171,12 +171,20 @@ def _update_shards(
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
         inner = cut_padding(state.inner, plan.opt_state)
         inner = cut_padding(plan.pin(inner, plan.opt_state), plan.opt_state)
-        arguments = (logical, inner, own)
-        update = user_update(plan, extra)
-        if updates is not None:
-            update = skip_state_where(update, updates)
+        # As arguments, since an equation that reads a constant of the step has the step's mesh in
+        # its type, and no matrix product in a `shard_map` takes its result.
+        scalars = {k: x for k, x in extra.items() if isinstance(x, jax.Array) and not x.ndim}
+
+        def run(grads: Any, inner: Any, own: Any, scalars: Any, given: Any) -> tuple[Any, Any]:
+            update = user_update(plan, {**extra, **scalars})
+            if given is not None:
+                update = skip_state_where(update, given)
+            return update(grads, inner, own)
+
+        arguments = (logical, inner, own, scalars, updates)
+        rest = jax.tree.leaves(all_replicated((scalars, updates), plan.group))
         changes, inner = with_gathered_operands(
-            update, plan, arguments, [*results, *reduced], results
+            run, plan, arguments, [*results, *reduced, *rest], results
         )
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.pin(inner, plan.opt_state)
