@@ -25,7 +25,7 @@ from gshard.sharding.layout import all_replicated
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
-from gshard.train.loss import add_sums
+from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.microbatch import (
     DeviceInputs,
     MicroBatchLoss,
@@ -218,7 +218,8 @@ class GradientStage:
 
             if OVERWRITTEN in inputs.non_trainable:
                 # fp8 statistics of gradients need gradients at the scale of a single device
-                weight = reduce_scalar(total_weight(make(None), inputs), group.axes)
+                weight = total_weight(make(None), inputs)
+                weight = 1.0 if weight is None else reduce_scalar(weight, group.axes)
                 scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
             one = make(scale)
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
@@ -228,7 +229,12 @@ class GradientStage:
             if own_non_trainable is not None:
                 changed = {**own_state, **total.updates}
                 return result, jax.tree.map(lambda x: x[None], changed)
-            updates = mean_over_devices(total.updates, group, options.sync_buffers)
+            if one.adds_updates:
+                updates = _as_stored(reduce_sums(total.updates, None, group.axes), inputs)
+            elif one.is_global:
+                updates = total.updates
+            else:
+                updates = mean_over_devices(total.updates, group, options.sync_buffers)
             return result, {**updates, **max_over_devices(total.overwritten, group)}
 
         mapped = jax.shard_map(
@@ -257,6 +263,15 @@ class GradientStage:
             scale,
         )
         return found, pin_updates(updates, plan) if own_non_trainable is None else updates
+
+
+def _as_stored(updates: dict[str, Any], inputs: DeviceInputs) -> dict[str, Any]:
+    """Casts sums to the dtypes of the state that they replace."""
+
+    def cast(x: jax.Array, like: jax.Array) -> jax.Array:
+        return x if x.dtype == like.dtype else x.astype(like.dtype)
+
+    return {name: jax.tree.map(cast, x, inputs.non_trainable[name]) for name, x in updates.items()}
 
 
 def _may_be_keys(non_trainable: dict[str, Any]) -> bool:

@@ -50,8 +50,9 @@ class Weighted:
 
 Reduction = Literal["sum", "mean", "max", "min", "any", "all"]
 REDUCTIONS = get_args(Reduction)
+SAME: Any = "same"  # internal: on all devices and in all micro-batches
 _SAME_AS: dict[str, Reduction] = {"any": "max", "all": "min"}
-_COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}
+_COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, SAME: lambda _, new: new}
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +88,7 @@ class NormalizedLoss:
     structure: Any
     has_aux: bool
     by_examples: bool  # whether a plain loss weighs its number of examples; otherwise it weighs 1
+    of_global_batch: bool = False  # a plain loss has no weight (None), and aux is not averaged
 
     def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
         """Computes the loss of one device's examples, as float32, from full parameter leaves."""
@@ -120,8 +122,10 @@ class NormalizedLoss:
                 )
         if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(total)}.")
-        _check_aux(aux, batch)
+        _check_aux(aux, None if self.of_global_batch else batch)
         total = jnp.asarray(total, jnp.float32)
+        if plain and self.of_global_batch:
+            return total, (None, aux, updates)
         if plain and self.by_examples:
             weight = _examples(batch)
             total = total * weight
@@ -142,7 +146,10 @@ def is_numeric(x: Any) -> bool:
 
 
 def check_reductions(tree: Any, batch: Any, what: str) -> list[tuple[str, Any]]:
-    """Refuses invalid `Reduced` outputs; returns the paths and values of all other outputs."""
+    """Refuses invalid `Reduced` outputs; returns the paths and values of all other outputs.
+
+    `batch` is None for the global batch, of which entries per example may be returned.
+    """
     others = []
     for keys, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=has_reduction)[0]:
         path = path_of(keys)
@@ -174,13 +181,18 @@ def _examples(batch: Any) -> int:
 
 
 def _check_aux(aux: Any, batch: Any) -> None:
-    """Refuses auxiliary outputs that can be neither averaged nor reduced as they specify."""
+    """Refuses auxiliary outputs that can be neither averaged nor reduced as they specify.
+
+    `batch` is None for the global batch, of which nothing is averaged.
+    """
     for path, x in check_reductions(aux, batch, "aux"):
         if isinstance(x, Weighted):
             if not is_numeric(x.sum) or not is_numeric(x.weight) or jnp.ndim(x.weight):
                 raise GShardError(
                     f"aux {path!r}: a gshard.Weighted needs numbers, and a scalar weight."
                 )
+            continue
+        if is_numeric(x) and batch is None:
             continue
         if not is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
@@ -193,7 +205,7 @@ def _check_aux(aux: Any, batch: Any) -> None:
 
 
 def _warn_of_entries_per_example(place: str, x: Any, batch: Any) -> None:
-    examples = _examples(batch)
+    examples = 0 if batch is None else _examples(batch)
     if jnp.ndim(x) and jnp.shape(x)[0] == examples > 1:
         warn(
             f"{place} has shape {jnp.shape(x)}, and a device processes {examples} examples at a "
@@ -240,8 +252,8 @@ def as_sums(aux: Any, weight: Any) -> Any:
         value = jnp.asarray(x.value)
         if x.by == "mean":
             return _weighed(value, weight)
-        if x.by == "sum":
-            return Reduced(_wide(value), "sum")
+        if x.by in ("sum", SAME):
+            return Reduced(_wide(value) if x.by == "sum" else value, x.by)
         return Reduced(value, _SAME_AS.get(x.by, x.by))
 
     return jax.tree.map(total, aux, is_leaf=has_reduction)
@@ -276,7 +288,7 @@ def reduce_sums(sums: Any, weight: Any, axes: Sequence[str]) -> Any:
         if isinstance(x, Weighted):
             return reduce_scalar(x.sum, axes) / reduce_scalar(x.weight, axes)
         if isinstance(x, Reduced):
-            return reduce_scalar(x.value, axes, x.by)
+            return x.value if x.by == SAME else reduce_scalar(x.value, axes, x.by)
         return reduce_scalar(x, axes) / weight
 
     return jax.tree.map(end, sums, is_leaf=has_reduction)
@@ -296,7 +308,7 @@ def _wide(x: jax.Array) -> jax.Array:
 
 def _neutral(x: Reduced) -> Any:
     dtype = x.value.dtype
-    if x.by == "sum":
+    if x.by in ("sum", SAME):
         return 0
     if dtype == jnp.bool_:
         return x.by == "min"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,11 +15,12 @@ from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import keep_dimension_order
-from gshard.train.comm.collectives import group_index
+from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
+from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.options import StepOptions
@@ -34,9 +35,9 @@ class MicroBatchSums:
 
     grads: list[jax.Array]
     loss: jax.Array
-    weight: jax.Array
+    weight: jax.Array | None  # None: 1, of all devices and micro-batches together
     aux: Any
-    updates: dict[str, Any]  # the latest values
+    updates: dict[str, Any]  # the latest values; of a loss of the global batch, sums like aux
     overwritten: dict[str, Any]  # the largest values
 
 
@@ -48,6 +49,10 @@ class DeviceInputs(NamedTuple):
     layouts: dict[str, Any]
     batch: Any
     rng: Any
+
+
+class NothingToSumError(Exception):
+    """Every sum over the global batch that the loss needs is known."""
 
 
 class MicroBatchLoss:
@@ -64,8 +69,15 @@ class MicroBatchLoss:
         step: jax.Array | None,
     ):
         self.step, self.warned, self.raw_keys = step, False, set()
-        self.form = NormalizedLoss(loss, structure, options.has_aux, options.by_examples)
+        semantics, k = options.loss_semantics, options.micro_batches
+        self.is_global = semantics != "per_device"
+        # Micro-batches of one global batch do not see what the others changed.
+        self.adds_updates = semantics == "global" or (self.is_global and k == 1)
+        self.form = NormalizedLoss(
+            loss, structure, options.has_aux, options.by_examples, self.is_global
+        )
         self.group, self.options, self.scale = plan.group, options, scale
+        self.global_batch = GlobalBatch(plan.group, *((k, 1) if self.adds_updates else (1, k)))
         self.device = group_index(plan.group.axes)
         self.stored = jax.tree.leaves(plan.params)
         self.targets = accumulation_layouts(plan, accumulate)
@@ -82,15 +94,32 @@ class MicroBatchLoss:
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # The leaf that is used first gets its gradient last.
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
-        refuse_keys(updates, self.raw_keys)
+        if not self.is_global or self.options.micro_batches > 1:
+            refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
+        updates = as_sums(updates, weight) if self.adds_updates else updates
         return MicroBatchSums(grads, loss, weight, as_sums(aux, weight), updates, new)
 
-    def weight(self, given: DeviceInputs, i: Any) -> jax.Array:
+    def weight(self, given: DeviceInputs, i: Any) -> jax.Array | None:
         """Computes the weight of one micro-batch's loss; XLA removes what it does not need."""
         with self._scope() as scope:
             at, *points = self._at(given, i, scope)
             return at(*points)[1][1]
+
+    def next_sum(self, given: DeviceInputs, i: Any) -> jax.Array:
+        """Computes this part of the next sum over the global batch that the loss needs.
+
+        Raises:
+          NothingToSumError: the loss needs no other.
+        """
+        self.global_batch.collects = True
+        with self._scope() as scope:
+            at, *points = self._at(given, i, scope)
+            found = at(*points)
+        self.global_batch.collects = False
+        if found is None:
+            raise NothingToSumError
+        return found
 
     def _scope(self) -> GatherScope:
         return GatherScope(not self.options.prefetch, self.options.bucket_size)
@@ -99,11 +128,13 @@ class MicroBatchLoss:
         self, given: DeviceInputs, i: Any, scope: GatherScope
     ) -> tuple[Callable[..., Any], list[jax.Array], dict[str, Any]]:
         """Returns the loss as a function of what is differentiated, and those values."""
-        rng, non_trainable = fold_keys((given.rng, given.non_trainable), self.device, i)
-        # Keys with one per example stay as they are.
-        batch = jax.tree.map(
-            lambda x: x if jnp.ndim(x) else fold_keys(x, self.device, i), given.batch
+        # A loss of the global batch draws what one device would.
+        numbers = {"global": (), "per_micro_batch": (i,)}.get(
+            self.options.loss_semantics, (self.device, i)
         )
+        rng, non_trainable = fold_keys((given.rng, given.non_trainable), *numbers)
+        # Keys with one per example stay as they are.
+        batch = jax.tree.map(lambda x: x if jnp.ndim(x) else fold_keys(x, *numbers), given.batch)
         names, more, structure = flatten(non_trainable)
         n, leaves = len(self.uses), given.leaves
         more_uses = non_trainable_uses(given.layouts, self.reshard)
@@ -111,12 +142,23 @@ class MicroBatchLoss:
         points, more_sinks = grad_sinks(leaves, self.uses), grad_sinks(more, more_uses)
         overwritten = {name: tree for name, tree in non_trainable.items() if name == OVERWRITTEN}
 
-        def form(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
+        trained = len(leaves) + len(more) if overwritten else n
+
+        def of_examples(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
             return self.form(leaves[:n], jax.tree.unflatten(structure, leaves[n:]), batch, rng)
+
+        def form(*args: Any) -> Any:
+            if not self.is_global:
+                return of_examples(*args)
+            return self.global_batch.shares(
+                of_examples, self.options.by_examples, trained, *args, i
+            )
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             paths = dict(enumerate(names, n))  # by position among the inputs
-            return self._keys(draws_of(jaxpr), paths, inputs, lambda b: trace(b, rng), batch, i)
+            return self._keys(
+                draws_of(jaxpr), paths, inputs, lambda b: trace(b, rng), batch, numbers
+            )
 
         def at(points: list[jax.Array], overwritten: dict[str, Any]) -> Any:
             values = [
@@ -125,9 +167,12 @@ class MicroBatchLoss:
             ]
             values += jax.tree.leaves({**non_trainable, **overwritten})
             sinks, axes = [*points, *more_sinks], self.group.axes
-            loss, rest = with_sharded_params(
+            found = with_sharded_params(
                 form, uses, axes, values, sinks, batch, rng, scope=scope, prepare=prepare
             )
+            if self.global_batch.collects:
+                return found
+            loss, rest = found
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
         return at, points, overwritten
@@ -139,13 +184,13 @@ class MicroBatchLoss:
         inputs: list[Any],
         trace: Callable[[Any], Any],
         batch: Any,
-        i: Any,
+        numbers: Sequence[Any],
     ) -> list[Any]:
         """Folds old-style keys among the inputs of the traced loss; warns of keys it cannot fold.
 
         `non_trainable` are paths by position among the inputs; `trace(batch)` is another jaxpr.
         """
-        numbers = [x for x in (self.step, self.device, i) if x is not None]
+        numbers = [x for x in (self.step, *numbers) if x is not None]
         for at in draws.raw & non_trainable.keys():
             self.raw_keys.add(non_trainable[at])
             key = jax.random.wrap_key_data(gathered(inputs[at]))
@@ -156,7 +201,8 @@ class MicroBatchLoss:
         first = len(self.uses)
         folded = {DEVICE, *range(first, len(inputs))} - (unsigned - draws.raw)
         alike = draws.without(folded)
-        if self.warned or not alike or self.group.devices * self.options.micro_batches == 1:
+        alone = self.group.devices * self.options.micro_batches == 1
+        if self.warned or not alike or alone or self.is_global:
             return inputs
         try:  # what does not grow with the examples is the same on one device
             twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, batch)
@@ -182,6 +228,7 @@ def sum_over_micro_batches(
 ) -> MicroBatchSums:
     """Sums `one` over micro-batches; of several, `finish` reduces each gradient before the sum."""
     k, non_trainable = one.options.micro_batches, given.non_trainable
+    sum_before(one, given)
     if k == 1:
         return one(given, 0)
     slices, micro_batch = _slices(given.batch, k)
@@ -189,14 +236,16 @@ def sum_over_micro_batches(
     shapes = jax.eval_shape(lambda: one(first, 0))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     changing = {
-        name: all_gather_tree(non_trainable[name], given.layouts[name]) for name in shapes.updates
+        name: all_gather_tree(non_trainable[name], given.layouts[name])
+        for name in (() if one.adds_updates else shapes.updates)
     }
     replicated = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
     layouts = {**given.layouts, **replicated}
     shards, non_trainable_with = split_sharded(non_trainable, layouts)
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
+    updates = neutral_sums(shapes.updates) if one.adds_updates else changing
     start = MicroBatchSums(
-        zeros.grads, zeros.loss, zeros.weight, neutral_sums(shapes.aux), changing, least
+        zeros.grads, zeros.loss, zeros.weight, neutral_sums(shapes.aux), updates, least
     )
 
     def body(total: MicroBatchSums, x: Any) -> tuple[MicroBatchSums, None]:
@@ -204,30 +253,58 @@ def sum_over_micro_batches(
         # before the loop, and keeps everything unsharded.
         leaves, now, (i, arrays) = jax.lax.optimization_barrier((given.leaves, shards, x))
         leaves = _keep_dimension_orders(leaves, one.stored)
-        now = {**_keep_dimension_orders(non_trainable_with(now), layouts), **total.updates}
+        now = _keep_dimension_orders(non_trainable_with(now), layouts)
+        if not one.adds_updates:  # a micro-batch begins with what the one before it changed
+            now = {**now, **total.updates}
         new = one(DeviceInputs(leaves, now, layouts, micro_batch(arrays), given.rng), i)
         return MicroBatchSums(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
-            total.weight + new.weight,
+            jax.tree.map(jnp.add, total.weight, new.weight),
             add_sums(total.aux, new.aux),
-            new.updates,
+            add_sums(total.updates, new.updates) if one.adds_updates else new.updates,
             jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None
 
     return jax.lax.scan(body, start, (jnp.arange(k), slices))[0]
 
 
-def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array:
+def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array | None:
     """Sums the weights of all micro-batches of this device, before taking any gradient."""
+    return _sum(one.weight, one, given)
+
+
+def sum_before(one: MicroBatchLoss, given: DeviceInputs) -> None:
+    """Computes the sums over the global batch that each micro-batch of a global loss needs.
+
+    They depend on no parameter that is trained, such as a count of tokens, so that XLA removes the
+    model from these passes.
+    """
+    batch = one.global_batch
+    while batch.micro_batches > 1:
+        try:
+            batch.known.append(reduce_scalar(_sum(one.next_sum, one, given), one.group.axes))
+        except NothingToSumError:
+            return
+
+
+def _sum(term: Callable[[DeviceInputs, Any], Any], one: MicroBatchLoss, given: DeviceInputs) -> Any:
+    """Sums a term over the micro-batches of this device."""
     k = one.options.micro_batches
     slices, micro_batch = _slices(given.batch, k)
 
-    def body(total: jax.Array, x: Any) -> tuple[jax.Array, None]:
+    def of(x: Any) -> Any:
         i, arrays = x
-        return total + one.weight(given._replace(batch=micro_batch(arrays)), i), None
+        return term(given._replace(batch=micro_batch(arrays)), i)
 
-    return jax.lax.scan(body, jnp.zeros((), jnp.float32), (jnp.arange(k), slices))[0]
+    inputs = (jnp.arange(k), slices)
+    shapes = jax.eval_shape(of, jax.tree.map(lambda x: x[0], inputs))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def body(total: Any, x: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, of(x)), None
+
+    return jax.lax.scan(body, zeros, inputs)[0]
 
 
 def _keep_dimension_orders(tree: Any, layouts: Any) -> Any:

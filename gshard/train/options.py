@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.sharding.budget import accumulation, resharding
 from gshard.sharding.level import Accumulate
@@ -17,6 +17,8 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train_state.nonfinite import GradScaler, treats_nonfinite
 
 MAX_BAD_STEPS = 10
+
+LossSemantics = Literal["global", "per_micro_batch", "per_device"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class StepOptions:
     prefetch: bool = True
     by_examples: bool = False  # a plain loss weighs its number of examples, which differs by call
     end_bucket_size: int = END_BUCKET_SIZE
+    loss_semantics: LossSemantics = "per_device"
+    gather_limit: int | None = None
 
     def __post_init__(self) -> None:
+        check_semantics(self.loss_semantics)
+        if self.gather_limit is not None:
+            check_integer("gather_limit", self.gather_limit, 0, " of bytes")
         for name in ("has_aux", "sync_buffers", "prefetch"):
             flag(name, getattr(self, name))
         check_integer("bucket_size", self.bucket_size, 0, " of elements (0: no buckets)")
@@ -97,6 +104,18 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
             "pass skip_nonfinite=True."
         )
     return False
+
+
+def check_semantics(semantics: object) -> None:
+    """Refuses an unknown `loss_semantics=`."""
+    known = get_args(LossSemantics)
+    if semantics not in known:
+        raise GShardError(
+            f"loss_semantics={shown(semantics)} is unknown.{did_you_mean(semantics, known)} Choose "
+            "'global' (the loss of the whole batch, as on one device), 'per_micro_batch' (the mean "
+            "of the losses of micro-batches over all devices) or 'per_device' (the mean of each "
+            "device's own loss)."
+        )
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:

@@ -21,6 +21,7 @@ from gshard.train.gradients import GradientStage
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
     MAX_BAD_STEPS,
+    LossSemantics,
     TrainStepOptions,
     check_options,
     skips_nonfinite,
@@ -51,6 +52,8 @@ def make_train_step(
     sync_buffers: bool = False,
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
+    loss_semantics: LossSemantics = "per_device",
+    gather_limit: int | None = None,
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
     check_loss: bool = True,
@@ -103,6 +106,12 @@ def make_train_step(
       sync_buffers: take the new values of `mutable` from the first device instead of their mean.
       bucket_size: elements of one bucket; 0 for none.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
+      loss_semantics: `"global"`: the loss of the whole batch, as on one device, of unchanged code;
+        collectives are added where it needs other devices' examples. `"per_micro_batch"`: that of
+        each micro-batch over all devices, averaged. `"per_device"`: each device computes the loss
+        of its own examples, and the losses are averaged, as in PyTorch's DDP.
+      gather_limit: bytes that one operation of a global loss may all-gather; above, the error
+        names its line. By default 64 MiB, or 1 % of the parameters' traffic if that is more.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
         `post_update(model, optimizer)`, in place. It sees the state as `plan.unwrap` gives it: your
@@ -137,6 +146,8 @@ def make_train_step(
         accumulate=accumulate,
         bucket_size=bucket_size,
         end_bucket_size=end_bucket_size,
+        loss_semantics=loss_semantics,
+        gather_limit=gather_limit,
         sync_buffers=sync_buffers,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,

@@ -20,7 +20,7 @@ from gshard.train.comm.collectives import mean_over_devices
 from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
 from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
-from gshard.train.options import StepOptions, check_options
+from gshard.train.options import LossSemantics, StepOptions, check_options
 from gshard.train_state import OVERWRITTEN
 
 
@@ -38,6 +38,8 @@ def value_and_grad(
     sync_buffers: bool = False,
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
+    loss_semantics: LossSemantics = "per_device",
+    gather_limit: int | None = None,
 ) -> Callable[..., Any]:
     """Transforms a loss like `jax.value_and_grad`, over the global batch, with sharded gradients.
 
@@ -62,6 +64,8 @@ def value_and_grad(
       sync_buffers: as in `make_train_step`.
       bucket_size: elements of one bucket.
       end_bucket_size: as in `make_train_step`.
+      loss_semantics: as in `make_train_step`.
+      gather_limit: as in `make_train_step`.
 
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
@@ -96,6 +100,8 @@ def value_and_grad(
         prefetch,
         by_examples=not sync,
         end_bucket_size=end_bucket_size,
+        loss_semantics=loss_semantics,
+        gather_limit=gather_limit,
     )
     check_options(plan, options, sync)
     names = names_of("mutable", mutable)

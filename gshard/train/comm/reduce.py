@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,29 +61,33 @@ def reduce(
     """Sums over all devices, and divides once by the weight of the global batch.
 
     `own` are one device's gradients, loss, weight and aux, as sums; `order` is the order in which
-    gradients become available, `scale` the factor by which they were multiplied. Returns gradients,
-    loss, aux, weight and the norm of the gradient: the fields of `Gradients`.
+    gradients become available, `scale` the factor by which they were multiplied. A weight of None
+    is 1 for the whole batch. Returns gradients, loss, aux, weight and the norm of the gradient: the
+    fields of `Gradients`.
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
     reduced, targets = jax.tree.leaves(plan.grads), accumulation_layouts(plan, accumulate)
-    weight = reduce_scalar(weight, axes)
-    divisor = jnp.where(weight == 0, 1, weight)
+    weight = None if weight is None else reduce_scalar(weight, axes)
+    divisor = None if weight is None else jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # with "sync" each micro-batch was reduced already
         grads = _sum_over_devices(grads, targets, plan, options, order)
-    factor = divisor if scale is None else divisor * scale
+    factors = [x for x in (divisor, scale) if x is not None]
+    factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     grads = [_quotient(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
     return (
         grads,
-        reduce_scalar(value, axes) / divisor,
+        reduce_scalar(value, axes) / (1 if divisor is None else divisor),
         plan.output(reduce_sums(aux, divisor, axes)),
-        weight,
+        jnp.ones((), jnp.float32) if weight is None else weight,
         _norm(grads, plan),
     )
 
 
-def _quotient(g: jax.Array, by: jax.Array) -> jax.Array:
+def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:
+    if by is None:
+        return g
     # XLA recomputes a product in each kernel that reads it, but writes a quotient to memory.
     dtype = jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
     return (g * (1 / by.astype(dtype))).astype(g.dtype)

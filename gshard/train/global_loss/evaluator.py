@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import gather_examples, sum_partial
@@ -84,19 +85,40 @@ class Value:
     converted: dict[Placement, Any] = field(default_factory=dict)
 
 
+class NeedsSum(Exception):  # noqa: N818  not an error: it carries a result out of a trace
+    """Carries this part of a sum over all micro-batches that is not known yet."""
+
+    def __init__(self, partial: jax.Array):
+        super().__init__()
+        self.partial = partial
+
+
 class GlobalEvaluator:
     """Evaluates jaxprs of the global batch, inside a `shard_map` over the data axes.
 
     Args:
       axes: the data axes.
       devices: along them.
+      micro_batches: in which each device processes its examples.
+      micro_batch: the number of this one.
+
+    Attributes:
+      partition: the parts of the batch, and this one.
+      transfers: what was communicated.
+      known: sums over all parts that were computed before, for several micro-batches.
+      collects: whether a sum that is not known is raised, as `NeedsSum`.
     """
 
-    def __init__(self, axes: Sequence[str], devices: int):
-        self.axes = tuple(axes)
-        self.partition = Partition(devices, group_index(self.axes))
+    def __init__(
+        self, axes: Sequence[str], devices: int, micro_batches: int = 1, micro_batch: Any = 0
+    ):
+        self.axes, self.micro_batches = tuple(axes), micro_batches
+        index = group_index(self.axes) * micro_batches + micro_batch
+        self.partition = Partition(devices * micro_batches, index)
         self.transfers: list[Transfer] = []
-        self._times = 1
+        self.known: list[jax.Array] = []
+        self.collects = False
+        self._times, self._inside = 1, 0
 
     # ---- evaluation
 
@@ -116,8 +138,12 @@ class GlobalEvaluator:
         """Evaluates a body, from arrays of these placements to arrays of those."""
         given = zip(jaxpr.invars, placements, arrays, strict=True)
         values = [Value(place, v.aval, x, depends=True) for v, place, x in given]
-        out = self.evaluate(jaxpr, consts, values)
-        return [self.convert(x, place) for x, place in zip(out, results, strict=True)]
+        self._inside += 1
+        try:
+            out = self.evaluate(jaxpr, consts, values)
+            return [self.convert(x, place) for x, place in zip(out, results, strict=True)]
+        finally:
+            self._inside -= 1
 
     def _value(self, variable: Any, x: Any) -> Value:
         return x if isinstance(x, Value) else Value(REPLICATED, variable.aval, x)
@@ -205,6 +231,8 @@ class GlobalEvaluator:
     def _complete(self, value: Value, eqn: Any) -> Any:
         """Makes a value replicated: sums it over the devices, or all-gathers it."""
         kind = "sum" if value.placement == PARTIAL else "gather"
+        if self.micro_batches > 1:
+            return self._sum_of_micro_batches(value, eqn)
         self.record(kind, value.aval, eqn)
         if kind == "sum":
             return sum_partial(jnp.asarray(value.array), self.axes)
@@ -213,6 +241,27 @@ class GlobalEvaluator:
             data = gather_examples(jax.random.key_data(x), place.dim, place.outer, self.axes)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return gather_examples(x, place.dim, place.outer, self.axes)
+
+    def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
+        """Returns a sum over all micro-batches, which a pass before this one has computed."""
+        if value.placement != PARTIAL or value.depends or self._inside:
+            raise self.one_batch_error(eqn)
+        if self.known:
+            return self.known.pop(0)
+        if self.collects:
+            raise NeedsSum(value.array)
+        raise self.one_batch_error(eqn)
+
+    def one_batch_error(self, eqn: Any) -> GShardError:
+        """The error for what needs all examples at once, where they come in micro-batches."""
+        name, line = _place(eqn)
+        return GShardError(
+            f"{name} at {line} needs all examples of the batch at once, and they come in "
+            f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "
+            "such sums, does not. Pass micro_batches=1 (jax.checkpoint saves memory as well), or "
+            "loss_semantics='per_micro_batch', which computes it for the examples of one "
+            "micro-batch over all devices."
+        )
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""
@@ -340,7 +389,7 @@ class GlobalEvaluator:
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
         """Notes a collective that the loss needs."""
-        name, line = ("the result", "") if eqn is None else (eqn.primitive.name, user_line(eqn))
+        name, line = _place(eqn)
         self.transfers.append(Transfer(kind, size_in_bytes(aval), self._times, name, line))
 
     @contextmanager
@@ -355,6 +404,11 @@ class GlobalEvaluator:
 
 def _summed(placement: Placement) -> Placement:
     return REPLICATED if placement == PARTIAL else placement
+
+
+def _place(eqn: Any) -> tuple[str, str]:
+    """The operation and the user's line of an equation; None is the end of the loss."""
+    return ("the result", "the end") if eqn is None else (eqn.primitive.name, user_line(eqn))
 
 
 def _with(given: Given, placements: list[Placement]) -> Given:
@@ -376,7 +430,7 @@ def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> b
 def _is_quotient(eqn: Any, values: Sequence[Value]) -> bool:
     return (
         eqn.primitive.name == "div"
-        and values[0].placement == PARTIAL
+        and all(x.placement == PARTIAL for x in values)
         and eqn.outvars[0].aval.shape == ()
         and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
         and not values[1].depends

@@ -186,6 +186,8 @@ def reduction(given: Given) -> Decision | None:
 
     def run(values: list) -> list:
         evaluator = given.evaluator
+        if evaluator.micro_batches > 1:
+            raise evaluator.one_batch_error(given.eqn)
         found = extreme_of_examples(values[0], tuple(axes), largest, evaluator.axes)
         evaluator.record("extreme", given.eqn.outvars[0].aval, given.eqn)
         return [found]

@@ -1,0 +1,154 @@
+"""A loss of the global batch, as the share that one device contributes to it.
+
+The shares of all devices and micro-batches add up to the loss. A quotient of sums, such as a mean
+over valid tokens, stays apart: its numerators and its denominators add up, and are divided once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.sharding.mesh import Group
+from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum, Transfer, Value
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
+from gshard.train.loss import Reduced, Weighted, has_reduction
+
+
+@dataclass
+class GlobalBatch:
+    """Evaluates functions of the global batch on the examples of one device.
+
+    Attributes:
+      group: the devices of the data axes.
+      micro_batches: in which each device processes its examples of this batch.
+      batches: how many batches there are, of which loss and aux are averaged.
+      known: sums over all parts, computed before.
+      collects: whether `shares` returns this part of the first sum that is not known, or None.
+      transfers: what the last evaluation communicates.
+    """
+
+    group: Group
+    micro_batches: int = 1
+    batches: int = 1
+    known: list[jax.Array] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    collects: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the global batch is split."""
+        return self.group.devices * self.micro_batches
+
+    def values(
+        self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any, i: Any
+    ) -> tuple[GlobalEvaluator, Any]:
+        """Evaluates `fun(params, batch, rng)` on the examples of micro-batch `i`.
+
+        The first `trained` of the parameters are differentiated. Returns a tree of `Value`.
+        """
+        parts = self.parts
+        evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, i)
+        evaluator.known, evaluator.collects = list(self.known), self.collects
+        self.transfers = evaluator.transfers
+
+        def full(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[0] * parts, *x.shape[1:]) if jnp.ndim(x) else ()
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(
+            jax.tree.map(_abstract, params), jax.tree.map(full, batch), jax.tree.map(_abstract, rng)
+        )
+        leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
+        leaves += [(x, self._of_batch(x), False) for x in jax.tree.leaves(batch)]
+        leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
+        values = [
+            Value(place, v.aval, x, depends=depends)
+            for v, (x, place, depends) in zip(closed.jaxpr.invars, leaves, strict=True)
+        ]
+        found = evaluator.evaluate(closed.jaxpr, closed.consts, values)
+        return evaluator, jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+    def _of_batch(self, x: Any) -> Placement:
+        return sharded(0) if jnp.ndim(x) and self.parts > 1 else REPLICATED
+
+    def shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
+        """Returns the share of this part of what a `NormalizedLoss` returns; `args` as in `values`.
+
+        A weight of None is 1 for the sum of all shares. Auxiliary outputs and updates are
+        `Weighted` or `Reduced`; updates of one of several batches are arrays.
+        """
+        try:
+            evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
+        except NeedsSum as found:
+            return found.partial
+        if self.collects:
+            return None
+        if weight is None and total.quotient is not None:
+            total, weight = total.quotient
+        elif weight is None and by_examples:
+            examples = self._examples(args[1])
+            weight, total = _number(examples), _scaled(evaluator, total, examples)
+        share = _share(evaluator, total)
+        if weight is None:
+            share = share / self.batches
+        else:
+            weight = jax.lax.stop_gradient(evaluator.convert(weight, PARTIAL))
+            weight = jnp.asarray(weight, jnp.float32)
+
+        def form(x: Any) -> Any:
+            return _form(evaluator, x, self.batches > 1)
+
+        def last(x: Value) -> Any:
+            return evaluator.convert(x, REPLICATED)
+
+        aux = jax.tree.map(form, aux, is_leaf=_is_leaf)
+        updates = jax.tree.map(last if self.batches > 1 else form, updates, is_leaf=_is_leaf)
+        return jnp.asarray(share, jnp.float32), (weight, aux, updates)
+
+    def _examples(self, batch: Any) -> int:
+        sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)]
+        return sizes[0] * self.parts if sizes else 1
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
+
+
+def _is_leaf(x: Any) -> bool:
+    return has_reduction(x) or isinstance(x, Value)
+
+
+def _number(number: float) -> Value:
+    x = jnp.asarray(number, jnp.float32)
+    return Value(REPLICATED, jax.typeof(x), x)
+
+
+def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
+    place = PARTIAL if value.placement == PARTIAL else REPLICATED
+    return Value(place, value.aval, evaluator.convert(value, place) * by)
+
+
+def _share(evaluator: GlobalEvaluator, value: Value) -> Any:
+    """What adds up to the value over the devices."""
+    if value.placement == PARTIAL:
+        return evaluator.convert(value, PARTIAL)
+    return evaluator.convert(value, REPLICATED) / evaluator.partition.parts
+
+
+def _form(evaluator: GlobalEvaluator, x: Any, averaged: bool = False) -> Any:
+    """An output of the global batch in a form that adds up, or that is the same everywhere."""
+    if isinstance(x, Weighted):
+        return Weighted(evaluator.convert(x.sum, PARTIAL), evaluator.convert(x.weight, PARTIAL))
+    value = x.value if isinstance(x, Reduced) else x
+    if value.quotient is not None:
+        return _form(evaluator, Weighted(*value.quotient))
+    if averaged and jnp.issubdtype(value.aval.dtype, jnp.floating):
+        return _form(evaluator, Weighted(value, _number(1)))
+    if value.placement == PARTIAL:
+        return Reduced(evaluator.convert(value, PARTIAL), "sum")
+    return Reduced(evaluator.convert(value, REPLICATED), "same")
