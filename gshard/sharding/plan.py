@@ -276,7 +276,8 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
             "plan.unwrap(state).replace(tx=...) again. (A learning rate can change inside "
             "optax.inject_hyperparams.)"
         )
-    if tx.plan.tx is not plan.tx and tuple(tx.plan.tx) != tuple(plan.tx):
+    ours, given = ((x.init, x.update) for x in (plan.tx, tx.plan.tx))
+    if given != ours:
         warn(
             f"{call}: the state was sharded with another optimizer than this plan's, of the same "
             "state; the plan's is used. To silence this, give both calls of "

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
@@ -42,7 +41,18 @@ from gshard.train_state.nnx import nnx
 State = TypeVar("State", bound=TrainState)
 Model = TypeVar("Model", bound=nnx.Module)
 Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
-Plain = tuple[Any, optax.GradientTransformation]
+
+
+class Transformation(Protocol):
+    """What has `init` and `update`: an `optax.GradientTransformation`, an `optax.MultiSteps`."""
+
+    @property
+    def init(self) -> Callable[..., Any]: ...
+    @property
+    def update(self) -> Callable[..., Any]: ...
+
+
+Plain = tuple[Any, Transformation]
 
 # The share of a device's memory for the state and gradients. The memory of activations is not known
 # without a loss; `gshard advise` knows it.

@@ -47,8 +47,8 @@ def as_state(state: Any) -> Any:
     if (
         isinstance(state, tuple)
         and len(state) == 2
-        and isinstance(state[1], optax.GradientTransformation)
-        and not isinstance(state[0], (nn.Module, nnx.Module, optax.GradientTransformation))
+        and is_optimizer(state[1])
+        and not (isinstance(state[0], (nn.Module, nnx.Module)) or is_optimizer(state[0]))
     ):
         params, tx = state  # not by create, which fails for a list of NumPy arrays
         trained = updated(params)
@@ -57,6 +57,14 @@ def as_state(state: Any) -> Any:
         fields: dict[str, Any] = {"apply_fn": None, "opt_state": opt_state}
         return TrainState(step=0, params=params, tx=tx, **fields)
     return state
+
+
+def is_optimizer(x: Any) -> bool:
+    """Whether this has `init` and `update`, as optax's transformations and `MultiSteps` do."""
+    others = (type, nn.Module, nnx.Module)
+    return all(callable(getattr(x, name, None)) for name in ("init", "update")) and not isinstance(
+        x, others
+    )
 
 
 def is_init(state: Any) -> bool:

@@ -36,6 +36,8 @@ assert_type(plan, gshard.Plan)
 assert_type(gshard.shard_train_state(init, mesh, level=3, init_args=(key,))[0], MyState)
 plain, _ = gshard.shard_train_state(({"w": jnp.ones(8)}, optax.adam(1e-3)), mesh, "auto")
 assert_type(plain, TrainState)
+multi = optax.MultiSteps(optax.adam(1e-3), 2)
+assert_type(gshard.shard_train_state(({"w": jnp.ones(8)}, multi), mesh, "os")[0], TrainState)
 
 step = gshard.make_train_step(loss_fn, plan, accumulate="scatter")
 mine, metrics = step(mine, {"x": jnp.ones((8, 64))})

@@ -202,6 +202,42 @@ def test_a_step_that_may_be_skipped_factorises_its_state(name, level):
     assert_same(divided((name,), level, 8), one_device((name,)))
 
 
+class Own:
+    """An optimizer that is no tuple."""
+
+    init = staticmethod(optax.adam(RATE).init)
+
+    def update(self, grads, state, params=None):
+        return optax.adam(RATE).update(grads, state, params)
+
+
+@pytest.mark.parametrize("make", [lambda: optax.MultiSteps(optax.adam(RATE), 2), Own])
+def test_whatever_has_init_and_update_is_an_optimizer(make):
+    tx = make()
+
+    @jax.jit
+    def alone(p, s, rows):
+        updates, s = tx.update(jax.grad(loss)(p, rows), s, p)
+        return optax.apply_updates(p, updates), s
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    options = {"min_shard_size": 16, "scan_axes": {"stack": 0}}
+    state, plan = gshard.shard_train_state((params(), tx), mesh, "os", **options)
+    step = gshard.make_train_step(loss, plan)
+    p, s = params(), tx.init(params())
+    for i in range(STEPS):
+        p, s = alone(p, s, batch(i))
+        state, _ = step(state, batch(i))
+    assert_same({"": gshard.full_params(state)}, {"": jax.device_get(p)})
+    assert plan.unwrap(state).tx is tx
+    with pytest.raises(gshard.GShardError, match="tuple of .dict, type"):  # the class itself
+        gshard.shard_train_state((params(), type(tx)), mesh, "os")
+    # A state of another object of the same class: the plan's is used, with a warning.
+    other, _ = gshard.shard_train_state((params(), make()), mesh, "os", **options)
+    with pytest.warns(gshard.GShardWarning, match="another optimizer"):
+        step(other, batch(0))
+
+
 def test_no_optimizer_of_optax_is_forgotten():
     public = {
         name
