@@ -47,9 +47,14 @@ class Transformation(Protocol):
     """What has `init` and `update`: an `optax.GradientTransformation`, an `optax.MultiSteps`."""
 
     @property
-    def init(self) -> Callable[..., Any]: ...
+    def init(self) -> Callable[..., Any]:
+        """A function of the parameters that makes the state."""
+        ...
+
     @property
-    def update(self) -> Callable[..., Any]: ...
+    def update(self) -> Callable[..., Any]:
+        """A function of gradients, state and parameters: updates, and the new state."""
+        ...
 
 
 Plain = tuple[Any, Transformation]
