@@ -77,7 +77,7 @@ def check_mean(
 
     def without_draws(*args: Any) -> jax.Array:
         closed = jax.make_jaxpr(value)(*args)
-        _check_comparable(closed.jaxpr, plan.data_axes)
+        _check_comparable(closed.jaxpr, [name for name, _ in plan.group.model_axes])
         tolerances.append(_tolerance(closed.jaxpr))
         total, weight = _without_draws(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
         return jnp.stack([total.astype(jnp.float32), weight])
@@ -166,13 +166,14 @@ def _tolerance(jaxpr: Any) -> float:
     return max(inside, 2 * float(jnp.finfo(loss.dtype).eps))
 
 
-def _check_comparable(jaxpr: Any, data_axes: Sequence[str]) -> None:
-    """Refuses a loss that communicates by itself, and draws that cannot be replaced."""
+def _check_comparable(jaxpr: Any, model_axes: Sequence[str]) -> None:
+    """Refuses a loss that communicates examples by itself, and draws that cannot be replaced."""
     for eqn in all_equations(jaxpr):
         name = eqn.primitive.name
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-        if name in _UNKNOWN or (name != "axis_index" and set(axes) & set(data_axes)):
+        names = {axis for axis in axes if isinstance(axis, str)}
+        if name in _UNKNOWN or (name != "axis_index" and names - set(model_axes)):
             raise _NotComparableError
 
 

@@ -6,30 +6,24 @@ model has one gathered layer at a time, and a `checkpoint` gathers again in the 
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import some, warn
 from gshard._util.jaxpr import (
     CHECKPOINTS,
     JIT,
     VIEWS,
-    all_equations,
     bind,
     body_of,
     evaluate,
     in_scope,
     scan_sizes,
 )
-from gshard.sharding.mesh import entry_axes
 from gshard.train.fsdp.gather_bucket import GatherScope, GatherSpec
 from gshard.train.fsdp.lazy_param import (
     LazyParam,
@@ -38,9 +32,8 @@ from gshard.train.fsdp.lazy_param import (
     order_gathers,
     saves_operands,
 )
+from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.fsdp.use_analysis import ParamUses, by_first_use, share_buckets_of_layers
-
-_LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 
 
 def with_sharded_params(
@@ -55,7 +48,7 @@ def with_sharded_params(
 ) -> Any:
     """Evaluates `fun(params, *args)` with sharded parameters, all-gathered at their first use.
 
-    Runs inside a `shard_map` over the data axes `axes`, which `fun` may not constrain. `specs` are
+    Runs inside a `shard_map` over the data axes `axes`. `specs` are
     None for parameters that are replicated, and differentiated as they are. `prepare(jaxpr, inputs,
     trace)` may replace the inputs; `trace(*args)` is the jaxpr for other arguments.
     """
@@ -67,21 +60,16 @@ def with_sharded_params(
         jax.ShapeDtypeStruct(leaf.shape if spec is None else spec.stored.shape, leaf.dtype)
         for spec, leaf in zip(specs, leaves, strict=True)
     ]
-    try:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(abstract, *args)
-    except ValueError as error:
-        _raise_constraint_error(error, axes)
-        raise
-    _check_constraints(closed.jaxpr, axes)
-    scope.order = by_first_use(closed.jaxpr)
+    (jaxpr, consts), shapes = trace_loss(fun, axes, abstract, *args)
+    scope.order = by_first_use(jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
     if prepare is not None:
 
         def trace(*args: Any) -> Any:
-            return jax.make_jaxpr(fun)(abstract, *args).jaxpr
+            return trace_loss(fun, axes, abstract, *args)[0][0]
 
-        inputs = prepare(closed.jaxpr, inputs, trace)
-    out = _evaluate_scope(ParamUses(closed.jaxpr), closed.consts, inputs, scope)
+        inputs = prepare(jaxpr, inputs, trace)
+    out = _evaluate_scope(ParamUses(jaxpr), consts, inputs, scope)
     scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -267,49 +255,3 @@ def _pass_to_scope(
         return [there[id(v)] if isinstance(v, LazyParam) else next(rest) for v in values]
 
     return flat, restore
-
-
-def _raise_constraint_error(error: ValueError, axes: Sequence[str]) -> None:
-    """Raises a readable error for JAX's refusal of a constraint; returns for any other error."""
-    said = str(error)
-    missing = re.search(r"axis: (\S+) of (P\(.*?\)) is not found in mesh", said)
-    if missing:
-        raise GShardError(
-            f"the model constrains an array to {missing[2]}, and the mesh has no axis "
-            f"{missing[1]}. Add it with gshard.make_mesh(extra={{{missing[1]!r}: 2}}), or remove "
-            "the axis names from the model."
-        ) from error
-    spec = re.search(r"P\(.*?\)", said)
-    if "with_sharding_constraint" not in said or not spec:
-        return
-    frames = traceback.extract_tb(error.__traceback__)
-    if any(re.search(rf"['\"]{re.escape(axis)}['\"]", spec.group()) for axis in axes):
-        raise _refusal(spec.group(), [(f.filename, f.lineno) for f in frames]) from error
-    raise GShardError(
-        f"JAX refuses the sharding constraint {spec.group()} inside the loss: {said} (Flax "
-        "constrains what carries names, nn.with_partitioning: a layer that flattens its kernel, "
-        "such as nn.DenseGeneral in attention, takes the names of the flat one, "
-        "(None, 'model') for (features, heads x size).)"
-    ) from error
-
-
-def _check_constraints(jaxpr: Any, axes: Sequence[str]) -> None:
-    """Refuses constraints over `axes` that JAX would refuse when lowering, without a line."""
-    for eqn in all_equations(jaxpr):
-        sharding = eqn.params.get("sharding")
-        if eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding):
-            named = {a for part in sharding.spec for a in entry_axes(part)}
-            if named & set(axes):
-                frames = getattr(eqn.source_info.traceback, "frames", ())
-                places = [(f.file_name, f.line_num) for f in reversed(frames)]
-                raise _refusal(f"P{tuple(sharding.spec)}", places)
-
-
-def _refusal(spec: str, places: Sequence[tuple[str, int | None]]) -> GShardError:
-    own = [place for place in places if not any(name in place[0] for name in _LIBRARIES)]
-    where = f" at {own[-1][0]}:{own[-1][1]}" if own else ""
-    return GShardError(
-        f"the loss constrains a sharding to {spec}{where}. Inside the loss every device has its "
-        "own examples and full parameters: there is nothing to constrain over a data axis. Remove "
-        "the constraint, or name only axes that carry no data."
-    )
