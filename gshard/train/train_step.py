@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar, overload
 
 import jax
@@ -181,7 +183,7 @@ class TrainStep:
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
-            self._run,
+            _without_collector(self._run),
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, plan.sharding(), plan.sharding()),
@@ -289,3 +291,23 @@ class TrainStep:
         leaves = self._check(parts, batch)
         check_optimizer(state, self.plan, call)
         return state, parts, leaves, batch
+
+
+def _without_collector(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function to be traced: Python's garbage collector pauses while it runs.
+
+    A trace keeps nearly everything that it makes, and the collector would search through that again
+    and again, for a third of the time of a model with 1,000 parameters.
+    """
+
+    @wraps(fun)
+    def traced(*args: Any) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return fun(*args)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return traced

@@ -207,8 +207,12 @@ def _gather_and_scatter(
     return _gather_kept(specs, kept)
 
 
-def _forward(*args: Any) -> tuple[list[jax.Array], None]:
-    return _gather_and_scatter(*args), None
+def _forward(
+    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
+) -> tuple[list[jax.Array], None]:
+    if scope.saves:
+        return _gather_kept(specs, kept), None
+    return _gather_and_scatter(specs, scope, kept, grad_sinks), None  # for a scan's policy to see
 
 
 def _scatter_gradients(

@@ -27,7 +27,7 @@ from gshard.sharding.mesh import entry_axes
 
 _LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 _ABOUT_MESHES = re.compile(
-    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|valid for values of rank"
+    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|values of rank"
 )
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
