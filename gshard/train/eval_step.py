@@ -18,19 +18,38 @@ from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
-from gshard.train.loss import as_sums, check_reductions, has_reduction, is_numeric, reduce_sums
+from gshard.train.global_loss.shares import GlobalBatch
+from gshard.train.loss import (
+    Weighted,
+    as_sums,
+    check_reductions,
+    has_reduction,
+    is_numeric,
+    reduce_sums,
+)
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
+from gshard.train.options import LossSemantics, check_semantics, most_gathered
 from gshard.train_state import Components
 
 
-def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+def make_eval_step(
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    loss_semantics: LossSemantics = "global",
+    gather_limit: int | None = None,
+) -> Callable[..., Any]:
     """Compiles a function of the full parameters and a batch, for evaluation.
 
     Args:
       fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`. It
-        returns a tree of floating scalars (means over its examples), `gshard.Weighted`,
-        `gshard.Reduced`, and arrays with one entry per example.
+        returns a tree of arrays, computed from the whole batch. Per device, they are floating
+        scalars (means over its examples), `gshard.Weighted`, `gshard.Reduced`, and arrays with one
+        entry per example.
       plan: the plan of `shard_train_state`.
+      loss_semantics: `"global"`: outputs are those of the whole batch, as on one device.
+        `"per_device"`: each device computes those of its own examples, which are combined.
+      gather_limit: as in `make_train_step`.
 
     Returns:
       `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree for the global batch:
@@ -47,6 +66,8 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
       4096.0
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
+    check_semantics(loss_semantics)
+    is_global, limit = loss_semantics != "per_device", most_gathered(plan, gather_limit)
 
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
@@ -55,18 +76,34 @@ def make_eval_step(fn: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
             out = pure(params, non_trainable, batch, None)[0]
-            check_reductions(out, batch, "the evaluation output")
+            others = check_reductions(out, None if is_global else batch, "the evaluation output")
+            for path, x in others:
+                if not isinstance(x, Weighted) and not is_numeric(x):
+                    raise GShardError(
+                        f"the evaluation output {path!r} is {shown(x)}: return numbers and arrays."
+                    )
             return out
+
+        global_batch, per_example = GlobalBatch(plan.group, limit=limit), list[bool]()
+
+        def of_global_batch(params: Any, non_trainable: Any, batch: Any) -> Any:
+            found, own = global_batch.outputs(outputs, (params, non_trainable), batch)
+            per_example[:] = own
+            return found
 
         def on_device(evaluate: Callable[..., Any], batch: Any) -> Any:
             flat, tree = jax.tree.flatten(evaluate(batch), is_leaf=has_reduction)
             structure.append(tree)
-            found = [_over_devices(x, examples, plan) for x in flat]
+            if is_global:
+                found = [(x, not own) for x, own in zip(flat, per_example, strict=True)]
+            else:
+                found = [_over_devices(x, examples, plan) for x in flat]
             means = {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if is_mean}
             return means, {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if not is_mean}
 
         specs = (jax.P(), plan.batch_spec)
-        means, arrays = evaluate_on_devices(outputs, on_device, specs, parts, batch, plan)
+        fun = of_global_batch if is_global else outputs
+        means, arrays = evaluate_on_devices(fun, on_device, specs, parts, batch, plan)
         return jax.tree.unflatten(structure[-1], [x for _, x in sorted((means | arrays).items())])
 
     jitted = jax.jit(run)
@@ -139,8 +176,6 @@ def _over_devices(x: Any, examples: int, plan: Plan) -> tuple[jax.Array, bool]:
     axes = plan.group.axes
     if has_reduction(x):
         return reduce_sums(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True
-    if not is_numeric(x):
-        raise GShardError(f"an evaluation output is {shown(x)}: return numbers and arrays.")
     x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
         return reduce_scalar(x, axes) / plan.group.devices, True

@@ -23,7 +23,7 @@ from gshard.train.fsdp.lazy_param import gathered
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
-from gshard.train.options import StepOptions
+from gshard.train.options import StepOptions, most_gathered
 from gshard.train.random_keys import DEVICE, Draws, draws_of, fold_keys, refuse_keys
 from gshard.train_state import OVERWRITTEN, PureLoss
 
@@ -77,7 +77,11 @@ class MicroBatchLoss:
             loss, structure, options.has_aux, options.by_examples, self.is_global
         )
         self.group, self.options, self.scale = plan.group, options, scale
-        self.global_batch = GlobalBatch(plan.group, *((k, 1) if self.adds_updates else (1, k)))
+        self.global_batch = GlobalBatch(
+            plan.group,
+            *((k, 1) if self.adds_updates else (1, k)),
+            limit=most_gathered(plan, options.gather_limit),
+        )
         self.device = group_index(plan.group.axes)
         self.stored = jax.tree.leaves(plan.params)
         self.targets = accumulation_layouts(plan, accumulate)

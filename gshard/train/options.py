@@ -10,7 +10,7 @@ import jax
 
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, flag, shown
-from gshard.sharding.budget import accumulation, resharding
+from gshard.sharding.budget import accumulation, budget, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
@@ -18,6 +18,7 @@ from gshard.train_state.nonfinite import GradScaler, treats_nonfinite
 
 MAX_BAD_STEPS = 10
 
+_GATHER_LIMIT = 64 * 2**20  # bytes
 LossSemantics = Literal["global", "per_micro_batch", "per_device"]
 
 
@@ -116,6 +117,11 @@ def check_semantics(semantics: object) -> None:
             "of the losses of micro-batches over all devices) or 'per_device' (the mean of each "
             "device's own loss)."
         )
+
+
+def most_gathered(plan: Plan, given: int | None) -> int:
+    """The bytes that one operation of a global loss may all-gather; `given` is `gather_limit=`."""
+    return max(_GATHER_LIMIT, budget(plan).wire_bytes // 100) if given is None else given
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:

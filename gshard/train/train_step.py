@@ -54,7 +54,7 @@ def make_train_step(
     sync_buffers: bool = False,
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
-    loss_semantics: LossSemantics = "per_device",
+    loss_semantics: LossSemantics = "global",
     gather_limit: int | None = None,
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
@@ -178,7 +178,8 @@ class TrainStep:
         self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
         scaler = options.scaler
         self._scaler = scaler if scaler is not None and scaler.enable else None
-        self._check_loss = options.check_loss and loss_check.is_on()
+        of_devices = options.loss_semantics == "per_device"
+        self._check_loss = of_devices and options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]

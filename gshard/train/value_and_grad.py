@@ -38,7 +38,7 @@ def value_and_grad(
     sync_buffers: bool = False,
     bucket_size: int = BUCKET_SIZE,
     end_bucket_size: int = END_BUCKET_SIZE,
-    loss_semantics: LossSemantics = "per_device",
+    loss_semantics: LossSemantics = "global",
     gather_limit: int | None = None,
 ) -> Callable[..., Any]:
     """Transforms a loss like `jax.value_and_grad`, over the global batch, with sharded gradients.

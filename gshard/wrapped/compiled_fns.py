@@ -90,7 +90,10 @@ class Phases:
     ) -> tuple[jax.Array, nnx.State]:
         """Returns the loss, and its gradient and pending ones reduced and added to `grads`."""
         if pending is None:
-            run = value_and_grad(loss_fn, self.plan, **self.sizes, **self.options)
+            semantics = "per_device"  # DataParallel and DDP average the losses of the devices
+            run = value_and_grad(
+                loss_fn, self.plan, loss_semantics=semantics, **self.sizes, **self.options
+            )
             loss, new = run(model, batch)
         else:
             own, _ = self._own(loss_fn, model, batch)

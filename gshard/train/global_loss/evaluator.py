@@ -107,6 +107,7 @@ class GlobalEvaluator:
       transfers: what was communicated.
       known: sums over all parts that were computed before, for several micro-batches.
       collects: whether a sum that is not known is raised, as `NeedsSum`.
+      limit: bytes that one operation may all-gather; None for any number.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class GlobalEvaluator:
         self.transfers: list[Transfer] = []
         self.known: list[jax.Array] = []
         self.collects = False
+        self.limit: int | None = None
         self._times, self._inside = 1, 0
 
     # ---- evaluation
@@ -390,7 +392,16 @@ class GlobalEvaluator:
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
         """Notes a collective that the loss needs."""
         name, line = _place(eqn)
-        self.transfers.append(Transfer(kind, size_in_bytes(aval), self._times, name, line))
+        size = size_in_bytes(aval)
+        if kind == "gather" and self.limit is not None and size > self.limit:
+            raise GShardError(
+                f"{name} at {line} mixes examples, so that gshard all-gathers {aval.dtype}"
+                f"{list(aval.shape)} ({size / 1e6:.3g} MB) at every step, more than gather_limit="
+                f"{self.limit / 1e6:.3g} MB. Act on each example by itself (jax.vmap "
+                "over the batch, or another dimension), raise gather_limit=, or pass "
+                "loss_semantics='per_device', where each device sees its own examples alone."
+            )
+        self.transfers.append(Transfer(kind, size, self._times, name, line))
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:

@@ -28,6 +28,7 @@ class GlobalBatch:
       micro_batches: in which each device processes its examples of this batch.
       batches: how many batches there are, of which loss and aux are averaged.
       known: sums over all parts, computed before.
+      limit: bytes that one operation may all-gather; None for any number.
       collects: whether `shares` returns this part of the first sum that is not known, or None.
       transfers: what the last evaluation communicates.
     """
@@ -37,6 +38,7 @@ class GlobalBatch:
     batches: int = 1
     known: list[jax.Array] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
+    limit: int | None = None
     collects: bool = False
 
     @property
@@ -54,6 +56,7 @@ class GlobalBatch:
         parts = self.parts
         evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, i)
         evaluator.known, evaluator.collects = list(self.known), self.collects
+        evaluator.limit = self.limit
         self.transfers = evaluator.transfers
 
         def full(x: Any) -> jax.ShapeDtypeStruct:
@@ -75,6 +78,30 @@ class GlobalBatch:
 
     def _of_batch(self, x: Any) -> Placement:
         return sharded(0) if jnp.ndim(x) and self.parts > 1 else REPLICATED
+
+    def outputs(self, fun: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, list[bool]]:
+        """Evaluates `fun(*params, batch)`, and completes its outputs.
+
+        Returns the tree of outputs, and of each whether this device has those of its examples.
+        """
+        leaves, structure = jax.tree.flatten(params)
+
+        def of_leaves(leaves: list[Any], batch: Any, _: Any) -> Any:
+            return fun(*jax.tree.unflatten(structure, leaves), batch)
+
+        evaluator, found = self.values(of_leaves, 0, leaves, batch, None, 0)
+
+        def complete(x: Any) -> tuple[Any, bool]:
+            if isinstance(x, Weighted):
+                both = (evaluator.convert(v, REPLICATED) for v in (x.sum, x.weight))
+                return jnp.divide(*both), False
+            value = x.value if isinstance(x, Reduced) else x
+            own = value.placement == sharded(0)
+            return evaluator.convert(value, sharded(0) if own else REPLICATED), own
+
+        leaves, tree = jax.tree.flatten(found, is_leaf=_is_leaf)
+        pairs = [complete(x) for x in leaves]
+        return jax.tree.unflatten(tree, [x for x, _ in pairs]), [own for _, own in pairs]
 
     def shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
         """Returns the share of this part of what a `NormalizedLoss` returns; `args` as in `values`.
