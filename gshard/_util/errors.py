@@ -6,6 +6,7 @@ Every message says what is wrong (with the value), where (path or argument) and 
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import warnings
 from collections.abc import Iterable
@@ -64,6 +65,15 @@ def warn(message: str) -> None:
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, GShardWarning, stacklevel=level)
+
+
+def place_of(function: object) -> str:
+    """A function's name, with its file and line where it has one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
 def did_you_mean(value: object, known: Iterable[object]) -> str:

@@ -26,9 +26,9 @@ from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
 from gshard.train.loss import add_sums, reduce_sums
+from gshard.train.loss_reach import CheckedLoss
 from gshard.train.microbatch import (
     DeviceInputs,
-    MicroBatchLoss,
     sum_over_micro_batches,
     total_weight,
 )
@@ -140,6 +140,7 @@ class GradientStage:
     loss: PureLoss
     plan: Plan
     options: StepOptions
+    name: str = "the loss"  # in messages
 
     def reduced(
         self, parts: Components, batch: Any, rng: Any, scale: jax.Array | None = None
@@ -213,8 +214,8 @@ class GradientStage:
             own_state = jax.tree.map(lambda x: x[0], own_state)
             inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng)
 
-            def make(scale: jax.Array | None) -> MicroBatchLoss:
-                return MicroBatchLoss(self.loss, structure, plan, options, accumulate, scale, step)
+            def make(scale: jax.Array | None) -> CheckedLoss:
+                return CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step)
 
             if OVERWRITTEN in inputs.non_trainable:
                 # fp8 statistics of gradients need gradients at the scale of a single device
@@ -224,6 +225,7 @@ class GradientStage:
             one = make(scale)
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
             total = sum_over_micro_batches(one, inputs, finish)
+            one.refuse_unreached(self.name)
             own = (total.grads, total.loss, total.weight, total.aux)
             result = end(own, order=one.order, scale=scale)
             if own_non_trainable is not None:

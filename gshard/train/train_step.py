@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, place_of
 from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.budget import Budget, budget
@@ -175,6 +175,7 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
         self._skip_nonfinite = skips_nonfinite(plan, options)
+        self._name = f"the loss {place_of(loss_fn)}"
         self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
         scaler = options.scaler
         self._scaler = scaler if scaler is not None and scaler.enable else None
@@ -250,7 +251,7 @@ class TrainStep:
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        result = GradientStage(loss, plan, options).reduced(now, batch, rng, scale)
+        result = GradientStage(loss, plan, options, self._name).reduced(now, batch, rng, scale)
         updates = result.weight != 0
         if self._skip_nonfinite:
             updates = result.finite & updates

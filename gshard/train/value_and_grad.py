@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.level import Accumulate
@@ -104,11 +104,12 @@ def value_and_grad(
         gather_limit=gather_limit,
     )
     check_options(plan, options, sync)
-    names = names_of("mutable", mutable)
+    names, name = names_of("mutable", mutable), f"the loss {place_of(loss_fn)}"
 
     def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
-        stage = GradientStage(plan.kind.loss(loss_fn, names, parts.static), plan, options)
+        pure = plan.kind.loss(loss_fn, names, parts.static)
+        stage = GradientStage(pure, plan, options, name)
         if sync:
             result = stage.reduced(parts, batch, rng)
             grads = plan.kind.gradients(result.grads, target, result.updates)
