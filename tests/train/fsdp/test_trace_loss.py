@@ -184,11 +184,12 @@ def test_an_index_along_such_a_name_needs_one_data_axis():
         pytest.warns(gshard.GShardWarning, match="over the axis 'batch'"),
         pytest.raises(gshard.GShardError, match=rf"index along 'batch' \(.*{HERE}:\d+\)"),
     ):
-        one_step(loss, gshard.make_mesh(replica=2))
+        one_step(loss, gshard.make_mesh(replica=2), loss_semantics="per_device")
 
 
 @ignored
-def test_a_shard_map_over_the_users_own_axes():
+@pytest.mark.parametrize("semantics, k", [("global", 1), ("per_device", 2)])
+def test_a_shard_map_over_the_users_own_axes(semantics, k):
     def loss(params, x):
         columns = jax.shard_map(
             lambda y: jax.lax.psum(jnp.tanh(jnp.tanh(y)).sum(), "model"),
@@ -199,7 +200,8 @@ def test_a_shard_map_over_the_users_own_axes():
         )
         return jax.checkpoint(columns)(x @ params["w"]) / x.size
 
-    assert_same_step(loss, plain, gshard.make_mesh(extra={"model": 2}), micro_batches=2)
+    mesh = gshard.make_mesh(extra={"model": 2})
+    assert_same_step(loss, plain, mesh, micro_batches=k, loss_semantics=semantics)
 
 
 @ignored
@@ -225,7 +227,7 @@ def test_the_line_of_a_refused_shard_map():
         return inside(x @ params["w"]).mean()
 
     with pytest.raises(gshard.GShardError, match=rf"jax.shard_map \(.*{HERE}:\d+\)"):
-        one_step(loss, mesh)
+        one_step(loss, mesh, loss_semantics="per_device")
 
 
 def test_an_error_of_the_loss_itself_passes():
