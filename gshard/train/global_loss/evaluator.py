@@ -35,7 +35,7 @@ from gshard.train.global_loss.placement import (
 )
 from gshard.train.global_loss.positions import Positions, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
-from gshard.train.global_loss.shape_rules import ENTRY_BY_ENTRY
+from gshard.train.global_loss.shape_rules import acts_by_entry
 
 _INLINED = (JIT, "closed_call", "core_call")
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
@@ -284,7 +284,7 @@ class GlobalEvaluator:
             key = self.convert(values[0], REPLICATED, eqn)
             if can_draw_part(eqn, key):
                 return random_bits_part(eqn, key, partition, placement)
-        elif name in ENTRY_BY_ENTRY:
+        elif acts_by_entry(eqn):
             operands = [self._entry_placement(x, shape, placement) for x in values]
             pairs = zip(values, operands, strict=True)
             return bind(eqn, [self.convert(x, place, eqn) for x, place in pairs])[0]
@@ -433,7 +433,7 @@ def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> b
     name = eqn.primitive.name
     if any(x.placement != REPLICATED for x in values):
         return False
-    if name in ENTRY_BY_ENTRY:
+    if acts_by_entry(eqn):
         return any(x.array is None for x in values)
     return name in _FROM_NOTHING and len(values) <= 1
 

@@ -82,8 +82,6 @@ def gather(given: Given) -> Decision | None:
                 return _paired(indices.on(of_operand), indices, indices, scattered, operand)
         if operand == REPLICATED:
             return Decision(given.placements, [indices.on(scattered[indices.dim])])
-    if not operand.is_sharded:
-        return None
     if operand.dim in numbers.collapsed_slice_dims:
         return _own_example(given, scattered)
     return _in_window(given) if indices == REPLICATED else None
@@ -136,7 +134,7 @@ def _in_window(given: Given) -> Decision | None:
     return Decision(given.placements, [result], {"slice_sizes": given.local(sizes, place)})
 
 
-@rule("scatter", "scatter_add", "scatter-add", "scatter_mul", "scatter-mul")
+@rule("scatter", "scatter_add", "scatter-add", "scatter-sub", "scatter_mul", "scatter-mul")
 @rule("scatter_min", "scatter-min", "scatter_max", "scatter-max")
 def scatter(given: Given) -> Decision | None:
     """Each example into its own place; added ones also into places that they share."""

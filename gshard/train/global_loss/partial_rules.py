@@ -24,12 +24,15 @@ def linear(given: Given) -> Decision | None:
 
 @partial_rule("convert_element_type")
 def convert(given: Given) -> Decision | None:
-    """To the same or a wider dtype: a narrower one rounds every part."""
+    """To the same or a wider dtype: a narrower one rounds every part, small integers wrap."""
     old, new = given.eqn.invars[0].aval.dtype, given.eqn.outvars[0].aval.dtype
     if not jnp.issubdtype(new, jnp.inexact) or old == jnp.bool_:
         return None
-    wider = not jnp.issubdtype(old, jnp.inexact) or new.itemsize >= old.itemsize
-    return given.all(PARTIAL) if wider else None
+    if jnp.issubdtype(old, jnp.integer):
+        fits = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4
+    else:
+        fits = new.itemsize >= old.itemsize
+    return given.all(PARTIAL) if fits else None
 
 
 @partial_rule("add", "sub", "add_any", "concatenate", "stack")

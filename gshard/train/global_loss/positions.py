@@ -29,7 +29,8 @@ def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | Non
     """Returns what is known of the first result of an equation."""
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
-        return Positions(params["dimension"])
+        # a narrower integer or a float may not hold every index
+        return Positions(params["dimension"]) if _is_wide(params["dtype"]) else None
     if not any(known):
         return None
     first, out = known[0], eqn.outvars[0].aval
@@ -42,8 +43,7 @@ def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | Non
     if first.dim is None:
         return None
     if name in ("convert_element_type", "copy"):
-        wide = jnp.issubdtype(out.dtype, jnp.integer) and out.dtype.itemsize >= 4
-        return first if wide else None
+        return first if _is_wide(out.dtype) else None
     if name == "broadcast_in_dim":
         dim = params["broadcast_dimensions"][first.dim]
         same = out.shape[dim] == eqn.invars[0].aval.shape[first.dim]
@@ -53,6 +53,10 @@ def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | Non
         zero = isinstance(bound, Literal) and jnp.ndim(bound.val) == 0 and bound.val == 0
         return Positions(never=True) if zero else None
     return None
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize >= 4
 
 
 def _columns(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, agree, first_sharded
 from gshard.train.global_loss.registry import Decision, Given, rule
 
+THREEFRY_KEY = "key<fry>"
+
 
 @rule("dot_general")
 def dot_general(given: Given) -> Decision | None:
@@ -83,6 +85,19 @@ def fourier(given: Given) -> Decision | None:
 @rule("random_wrap", "random_unwrap", "random_split", "random_bits")
 def keys(given: Given) -> Decision | None:
     """Arrays of keys; the words of one key stay together."""
-    place = given.placements[0]
-    words = given.eqn.primitive.name == "random_wrap" and place.dim == len(given.shapes[0]) - 1
-    return None if words else given.all(place)
+    place, name = given.placements[0], given.eqn.primitive.name
+    if name == "random_wrap" and place.dim == len(given.shapes[0]) - 1:
+        return None
+    # Other generators draw for an array of keys from its first one.
+    alone = str(given.eqn.invars[0].aval.dtype) == THREEFRY_KEY
+    return None if name in ("random_split", "random_bits") and not alone else given.all(place)
+
+
+@rule("random_gamma")
+def gamma(given: Given) -> Decision | None:
+    """Each key is split into as many as it draws numbers: whole keys stay sharded."""
+    place = first_sharded(given.placements)
+    keys, own = len(given.shapes[0]), str(given.eqn.invars[0].aval.dtype) == THREEFRY_KEY
+    if not own or place.dim >= keys or not agree(given.placements, place):
+        return None
+    return given.all(place)

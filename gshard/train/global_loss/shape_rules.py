@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -22,12 +23,19 @@ ENTRY_BY_ENTRY = tuple(
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
     le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
-    population_count pow random_clone random_fold_in random_gamma random_seed real reduce_precision
+    population_count pow random_clone random_fold_in random_seed real reduce_precision
     regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     threefry2x32 xor zeta""".split()
 )
 _ALONG = "cumlogsumexp cummax cummin cumprod cumsum rev sort top_k".split()
+
+
+def acts_by_entry(eqn: Any) -> bool:
+    """Whether each entry of the result comes from the same entry of the operands."""
+    if eqn.primitive.name == "bitcast_convert_type":
+        return eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    return eqn.primitive.name in ENTRY_BY_ENTRY
 
 
 @rule(*ENTRY_BY_ENTRY)
