@@ -20,13 +20,14 @@ from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.hlo import Array, Collective, read_program
 from gshard.sharding.budget import Budget, Traffic
 from gshard.sharding.plan import Plan
+from gshard.train.global_loss.transfers import Transfer, transfers_table
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.
 _WRITTEN = re.compile(
     r"/(psum|psum_invariant|pmax|pmin|all_gather|reduce_scatter|all_to_all|ppermute)$"
 )
-_NO_BUDGET = ("optimizer", "agree", "user")  # what an optimizer or a loss asks for itself
+_NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"
@@ -42,7 +43,8 @@ class CollectiveRow:
       dtype: XLA's name. XLA:CPU communicates bf16 as f32.
       purpose: what it is for. gshard's own: `gather` (parameters), `scatter` and `reduce`
         (gradients), `update` (all-gather of the updated parameters), `non_trainable` (all-gather of
-        what is not trained), `agree` (state that the loss returns, fp8 statistics) and `scalar`.
+        what is not trained), `agree` (state that the loss returns, fp8 statistics), `loss` (what a
+        loss needs of other devices' examples) and `scalar`.
         Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
         (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
         else XLA inserted).
@@ -81,6 +83,8 @@ class Audit:
         donated arguments), `temp`, `peak`, and `host_*`. Uses that the backend does not report are
         missing.
       budget: the budget of the step's plan; None if the audited function has none.
+      loss_transfers: what the loss needs of other devices' examples, with the user's lines, as
+        `step.loss_transfers`.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -96,6 +100,7 @@ class Audit:
     collectives: tuple[CollectiveRow, ...]
     memory: dict[str, int]
     budget: Budget | None
+    loss_transfers: tuple[Transfer, ...] = ()
 
     def elements(self, kind: str, scalars: bool = False) -> int:
         """Elements that collectives of one kind communicate, per device and run.
@@ -174,7 +179,9 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
     budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
-    return Audit(collective_rows(text, mesh), compiled_memory(compiled, platform), budget)
+    memory = compiled_memory(compiled, platform)
+    transfers = getattr(step, "loss_transfers", None) or ()
+    return Audit(collective_rows(text, mesh), memory, budget, transfers)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
@@ -305,6 +312,8 @@ def audit_text(found: Audit) -> str:
     parts = [_collectives_table(found.collectives)]
     if found.budget is not None:
         parts.append(_budget_table(found.budget, found.collectives))
+    if found.loss_transfers:
+        parts.append(transfers_table(found.loss_transfers))
     return text_of([*parts, _memory_table(found)])
 
 

@@ -25,6 +25,7 @@ from gshard.sharding.layout import all_replicated
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
+from gshard.train.global_loss.transfers import Transfer
 from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.loss_reach import CheckedLoss
 from gshard.train.microbatch import (
@@ -141,6 +142,7 @@ class GradientStage:
     plan: Plan
     options: StepOptions
     name: str = "the loss"  # in messages
+    loss_transfers: list[Transfer] = field(default_factory=list)  # after the first call
 
     def reduced(
         self, parts: Components, batch: Any, rng: Any, scale: jax.Array | None = None
@@ -226,6 +228,7 @@ class GradientStage:
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
             total = sum_over_micro_batches(one, inputs, finish)
             one.refuse_unreached(self.name)
+            self.loss_transfers[:] = one.global_batch.transfers
             own = (total.grads, total.loss, total.weight, total.aux)
             result = end(own, order=one.order, scale=scale)
             if own_non_trainable is not None:

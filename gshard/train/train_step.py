@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from gshard._util.errors import GShardError, place_of
+from gshard._util.text import text_of
 from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.budget import Budget, budget
@@ -19,6 +20,7 @@ from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
+from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
@@ -169,11 +171,18 @@ def make_train_step(
 class TrainStep:
     """The train step that `make_train_step` returns; call it, or `lower` it as a jitted function.
 
-    `jitted` is a function of the leaves of the state, their structure, the batch and the key.
+    Print it for what it is and what its loss needs of other devices' examples.
+
+    Attributes:
+      plan: the layout of every array.
+      options: those of `make_train_step`.
+      jitted: a function of the leaves of the state, their structure, the batch and the key.
+      loss_transfers: what the loss communicates in its forward pass; None before the first call.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
+        self.loss_transfers: tuple[Transfer, ...] | None = None
         self._skip_nonfinite = skips_nonfinite(plan, options)
         self._name = f"the loss {place_of(loss_fn)}"
         self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
@@ -196,6 +205,20 @@ class TrainStep:
         """The memory and traffic of this step, computed from its plan."""
         names = ("micro_batches", "accumulate", "reshard_after_forward")
         return budget(self.plan, **{name: getattr(self.options, name) for name in names})
+
+    def __repr__(self) -> str:
+        options = self.options
+        head = (
+            f"TrainStep(level={self.plan.level.name!r}, devices={self.plan.group.devices}, "
+            f"micro_batches={options.micro_batches}, loss_semantics={options.loss_semantics!r})"
+        )
+        if options.loss_semantics == "per_device":
+            return head
+        if self.loss_transfers is None:
+            return f"{head}\nThe first call, or step.lower(...), shows what the loss communicates."
+        if not self.loss_transfers:
+            return f"{head}\nThe loss needs nothing of other devices' examples."
+        return f"{head}\n{text_of([transfers_table(self.loss_transfers)])}"
 
     @overload
     def __call__(self, state: State, batch: Any, /) -> tuple[State, dict[str, Any]]: ...
@@ -251,7 +274,9 @@ class TrainStep:
         # A key in the state would draw the same at every step; NNX counts its draws by itself.
         now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        result = GradientStage(loss, plan, options, self._name).reduced(now, batch, rng, scale)
+        stage = GradientStage(loss, plan, options, self._name)
+        result = stage.reduced(now, batch, rng, scale)
+        self.loss_transfers = tuple(stage.loss_transfers)
         updates = result.weight != 0
         if self._skip_nonfinite:
             updates = result.finite & updates

@@ -18,7 +18,7 @@ _NARROW = (jnp.float16, jnp.bfloat16)
 
 def gather_examples(shard: jax.Array, dim: int, outer: int, axes: Sequence[str]) -> jax.Array:
     """All-gathers a value that is sharded on `dim`, in the order of the global batch."""
-    with jax.named_scope("gshard/loss_gather"):
+    with jax.named_scope("gshard/loss"):
         if outer == 1:
             return lax.all_gather(shard, tuple(axes), axis=dim, tiled=True)
         shape = shard.shape
@@ -29,7 +29,7 @@ def gather_examples(shard: jax.Array, dim: int, outer: int, axes: Sequence[str])
 
 def sum_partial(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sums partial sums over the devices; of float16 and bfloat16 in float32."""
-    with jax.named_scope("gshard/loss_sum"):
+    with jax.named_scope("gshard/loss"):
         if x.dtype == jnp.bool_:
             return lax.psum(x.astype(jnp.int32), tuple(axes)).astype(jnp.bool_)
         wide = x.astype(jnp.float32) if x.dtype in _NARROW else x
@@ -47,7 +47,7 @@ def extreme_of_examples(
     pick, over = (lax.reduce_max, lax.pmax) if largest else (lax.reduce_min, lax.pmin)
 
     def value(x: jax.Array) -> jax.Array:
-        with jax.named_scope("gshard/loss_extreme"):
+        with jax.named_scope("gshard/loss"):
             if x.dtype == jnp.bool_:
                 return over(pick(x.astype(jnp.int32), dims), axes).astype(jnp.bool_)
             if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -36,29 +36,11 @@ from gshard.train.global_loss.placement import (
 from gshard.train.global_loss.positions import Positions, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
 from gshard.train.global_loss.shape_rules import acts_by_entry
+from gshard.train.global_loss.transfers import Transfer
 
 _INLINED = (JIT, "closed_call", "core_call")
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A collective that the loss needs.
-
-    Attributes:
-      kind: `gather`, `sum` or `extreme`.
-      size: bytes of the full result.
-      times: how often, in loops.
-      operation: the name of the operation that needs it.
-      line: the user's file and line.
-    """
-
-    kind: str
-    size: int
-    times: int
-    operation: str
-    line: str
 
 
 @dataclass(eq=False)

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gshard.sharding.mesh import Group
-from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum, Transfer, Value
+from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum, Value
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
+from gshard.train.global_loss.transfers import Transfer
 from gshard.train.loss import Reduced, Weighted, has_reduction
 
 
