@@ -61,11 +61,11 @@ def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def user_line(eqn: Any) -> str:
-    """The file and line that an equation was traced at, outside of libraries where there is one."""
-    frames = list(getattr(eqn.source_info.traceback, "frames", ()))  # the innermost is the first
-    own = [f for f in frames if not any(name in f.file_name for name in _LIBRARIES)]
-    last = (own or frames)[:1]
-    return f"{last[0].file_name}:{last[0].line_num}" if last else "an unknown line"
+    """The file and line outside of libraries that an equation was traced at; empty if unknown."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):  # from the innermost
+        if not any(name in frame.file_name for name in _LIBRARIES):
+            return f"{frame.file_name}:{frame.line_num}"
+    return ""
 
 
 class Bindings:

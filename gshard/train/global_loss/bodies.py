@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
+from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.registry import Decision, Given, rule
 
@@ -43,7 +44,7 @@ def _carried(
     """
     carry, settled = list(carry), set[int]()
     while True:
-        outs, _ = given.evaluator.placements_of(body, [*fixed, *carry, *scanned])
+        outs, _ = placements_of(given.evaluator, body, [*fixed, *carry, *scanned])
         new = []
         for i, (old, out) in enumerate(zip(carry, outs, strict=False)):
             joined = (
@@ -140,7 +141,7 @@ def cond(given: Given) -> Decision | None:
     """The predicate is replicated, so that all devices take the same branch."""
     branches = [opened(branch) for branch in given.params["branches"]]
     inside, evaluator = given.placements[1:], given.evaluator
-    found = [evaluator.placements_of(body, inside)[0] for body, _ in branches]
+    found = [placements_of(evaluator, body, inside)[0] for body, _ in branches]
     outs = found[0]
     for more in found[1:]:
         shapes = [v.aval.shape for v in given.eqn.outvars]
@@ -161,7 +162,7 @@ def checkpoint(given: Given) -> Decision:
     """Rebuilt around the same body, with the same policy."""
     body, consts = body_of(given.eqn)
     places, evaluator = given.placements, given.evaluator
-    outs, _ = evaluator.placements_of(body, places)
+    outs, _ = placements_of(evaluator, body, places)
     options = {name: given.params[name] for name in ("policy", "prevent_cse")}
 
     def run(values: list[Any]) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.jaxpr import bind, opened
+from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement
 from gshard.train.global_loss.registry import Decision, Given, rule
 
@@ -66,7 +67,7 @@ def custom_jvp(given: Given) -> Decision:
     """The function and its derivative are both evaluated by the rules."""
     body, consts = opened(given.params["call_jaxpr"])
     places, evaluator = given.placements, given.evaluator
-    outs, _ = evaluator.placements_of(body, places)
+    outs, _ = placements_of(evaluator, body, places)
     call = _Differentiable(given)
 
     def rule_of_user(primals: Any, tangents: Any) -> Any:
@@ -116,7 +117,7 @@ def custom_vjp(given: Given) -> Decision:
         return [*out, *residuals]
 
     fwd = jax.make_jaxpr(forward)(*_abstract(call.operands))
-    found_at, _ = evaluator.placements_of(fwd.jaxpr, places)
+    found_at, _ = placements_of(evaluator, fwd.jaxpr, places)
     outs, kept = found_at[:count], found_at[count:]
     residuals = [v.aval for v in fwd.jaxpr.outvars[count:]]
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
+from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
@@ -23,8 +22,8 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
     product_rules,
     shape_rules,
 )
+from gshard.train.global_loss.decide import INLINED, decide
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
-from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
@@ -34,13 +33,11 @@ from gshard.train.global_loss.placement import (
     size_in_bytes,
 )
 from gshard.train.global_loss.positions import Positions, positions_of
-from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
+from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer
 
-_INLINED = (JIT, "closed_call", "core_call")
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
-_KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ class Value:
     placement: Placement
     aval: Any
     array: Any = None
-    source: tuple[Any, list[Value]] | None = None
+    source: tuple[Any, Sequence[Value]] = (None, ())
     depends: bool = False
     positions: Positions | None = None
     quotient: tuple[Value, Value] | None = None
@@ -102,7 +99,7 @@ class GlobalEvaluator:
         self.known: list[jax.Array] = []
         self.collects = False
         self.limit: int | None = None
-        self._times, self._inside = 1, 0
+        self._times, self._inside, self._line = 1, 0, ""
 
     # ---- evaluation
 
@@ -135,13 +132,14 @@ class GlobalEvaluator:
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
-        if name in _INLINED:
+        if name in INLINED:
             body, consts = body_of(eqn)
-            return self.evaluate(body, consts, values)
+            with self._called_by(eqn):
+                return self.evaluate(body, consts, values)
         known = [x.positions for x in values]
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
-        decision = self.decide(eqn, [x.placement for x in values], known)
+        decision = decide(self, eqn, [x.placement for x in values], known)
         if _is_from_nothing(eqn, values, decision):
             return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
         if _is_quotient(eqn, values):
@@ -150,7 +148,8 @@ class GlobalEvaluator:
             placed = zip(values, decision.operands, strict=True)
             arrays = [self.convert(x, place, eqn) for x, place in placed]
             if decision.run is not None:
-                results = decision.run(arrays)
+                with self._called_by(eqn):
+                    results = decision.run(arrays)
             else:
                 results = bind(eqn, arrays, **decision.params)
         out = []
@@ -164,7 +163,7 @@ class GlobalEvaluator:
         wanted = self.partition.local_shape(aval.shape, placement)
         if tuple(jnp.shape(x)) != wanted:
             raise AssertionError(
-                f"{eqn.primitive.name} at {user_line(eqn)}: the rule says {placement} of "
+                f"{self.place(eqn)}: the rule says {placement} of "
                 f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."
             )
 
@@ -189,13 +188,14 @@ class GlobalEvaluator:
             return self._part_from_nothing(value, placement)
         if value.array is None:
             self._make(value)
+        array: Any = value.array
         if value.placement == placement:
-            return value.array
+            return array
         if value.placement == REPLICATED:
             if placement == PARTIAL:
                 first = self.partition.index == 0
-                return jnp.where(first, value.array, jnp.zeros_like(value.array))
-            return self.partition.part_of(jnp.asarray(value.array), placement)
+                return jnp.where(first, array, jnp.zeros_like(array))
+            return self.partition.part_of(jnp.asarray(array), placement)
         if placement == REPLICATED:
             return self._complete(value, eqn)
         full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
@@ -203,7 +203,7 @@ class GlobalEvaluator:
 
     def _make(self, value: Value) -> None:
         """Makes a value that was put off."""
-        eqn, values = value.source or (None, [])
+        eqn, values = value.source
         if value.quotient is not None:
             sums = [self.convert(value.quotient[0], PARTIAL, eqn)]
             arrays = [*sums, self.convert(value.quotient[1], REPLICATED, eqn)]
@@ -238,9 +238,8 @@ class GlobalEvaluator:
 
     def one_batch_error(self, eqn: Any) -> GShardError:
         """The error for what needs all examples at once, where they come in micro-batches."""
-        name, line = _place(eqn)
         return GShardError(
-            f"{name} at {line} needs all examples of the batch at once, and they come in "
+            f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
             f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "
             "such sums, does not. Pass micro_batches=1 (jax.checkpoint saves memory as well), or "
             "loss_semantics='per_micro_batch', which computes it for the examples of one "
@@ -249,7 +248,7 @@ class GlobalEvaluator:
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""
-        eqn, values = value.source or (None, [])
+        eqn, values = value.source
         name, shape, partition = eqn.primitive.name, value.aval.shape, self.partition
         if name == "iota":
             return iota_part(eqn, partition, placement)
@@ -277,88 +276,6 @@ class GlobalEvaluator:
         same = own and own[placement.dim] == shape[placement.dim]
         return placement if same else REPLICATED
 
-    # ---- decisions
-
-    def decide(
-        self,
-        eqn: Any,
-        placements: Sequence[Placement],
-        positions: Sequence[Positions | None] = (),
-    ) -> Decision:
-        """Returns how an equation is evaluated; there is always a way."""
-        given = Given(eqn, list(placements), list(positions) or [None] * len(placements), self)
-        if eqn.primitive.name in COLLECTIVES:
-            check_own_collective(given)
-            return given.all(REPLICATED)
-        if all(p == REPLICATED for p in placements):
-            return given.all(REPLICATED)
-        for attempt in self._attempts(given):
-            found = self._by_rule(attempt)
-            if found is not None:
-                return found
-        return given.all(REPLICATED)
-
-    def _attempts(self, given: Given) -> Iterator[Given]:
-        """The placements to try: as they are, with one partial sum, with none, with one shard."""
-        yield given
-        placements = given.placements
-        partial = [i for i, p in enumerate(placements) if p == PARTIAL]
-        for i in partial if len(partial) > 1 else ():
-            yield _with(given, [p if j == i else _summed(p) for j, p in enumerate(placements)])
-        summed = [_summed(p) for p in placements]
-        if partial:
-            yield _with(given, summed)
-        sizes = {
-            i: size_in_bytes(given.eqn.invars[i].aval) for i, p in enumerate(summed) if p.is_sharded
-        }
-        for i in sorted(sizes, key=sizes.__getitem__, reverse=True) if len(sizes) > 1 else ():
-            yield _with(given, [p if j == i else REPLICATED for j, p in enumerate(summed)])
-
-    def _by_rule(self, given: Given) -> Decision | None:
-        partial = PARTIAL in given.placements
-        name = given.eqn.primitive.name
-        if partial and name not in _KEEP_PARTIAL:
-            if any(p.is_sharded for p in given.placements):
-                return None
-            rule = PARTIAL_RULES.get(name)
-        elif partial or any(p.is_sharded for p in given.placements):
-            rule = RULES.get(name)
-        else:
-            return given.all(REPLICATED)
-        found = rule(given) if rule is not None else None
-        return found if found is not None and self._fits(given.eqn, found) else None
-
-    def _fits(self, eqn: Any, found: Decision) -> bool:
-        pairs = [*zip(eqn.invars, found.operands, strict=True)]
-        pairs += [*zip(eqn.outvars, found.results, strict=True)]
-        return all(self.partition.fits(v.aval.shape, place) for v, place in pairs)
-
-    def placements_of(
-        self,
-        jaxpr: Any,
-        placements: Sequence[Placement],
-        positions: Sequence[Positions | None] = (),
-    ) -> tuple[list[Placement], list[Positions | None]]:
-        """Returns how the results of a body will be held, without evaluating it."""
-        places: dict[Any, Placement] = dict(zip(jaxpr.invars, placements, strict=True))
-        known: dict[Any, Positions | None] = dict(zip(jaxpr.invars, positions, strict=False))
-
-        def read(table: dict[Any, Any], v: Any, default: Any) -> Any:
-            return default if isinstance(v, Literal) else table.get(v, default)
-
-        for eqn in jaxpr.eqns:
-            given = [read(places, v, REPLICATED) for v in eqn.invars]
-            facts = [read(known, v, None) for v in eqn.invars]
-            if eqn.primitive.name in _INLINED:
-                results, found = self.placements_of(body_of(eqn)[0], given, facts)
-            else:
-                results = self.decide(eqn, given, facts).results
-                found = [positions_of(eqn, facts) if eqn.outvars else None]
-            places.update(zip(eqn.outvars, results, strict=True))
-            known.update(zip(eqn.outvars, found, strict=False))
-        outs = jaxpr.outvars
-        return [read(places, v, REPLICATED) for v in outs], [read(known, v, None) for v in outs]
-
     @contextmanager
     def indexed(self, index: jax.Array) -> Iterator[None]:
         """Uses this index of the part: a custom derivative may not close over the other."""
@@ -373,17 +290,36 @@ class GlobalEvaluator:
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
         """Notes a collective that the loss needs."""
-        name, line = _place(eqn)
+        name = "the end" if eqn is None else eqn.primitive.name
         size = size_in_bytes(aval)
         if kind == "gather" and self.limit is not None and size > self.limit:
             raise GShardError(
-                f"{name} at {line} mixes examples, so that gshard all-gathers {aval.dtype}"
+                f"{self.place(eqn)} mixes examples, so that gshard all-gathers {aval.dtype}"
                 f"{list(aval.shape)} ({size / 1e6:.3g} MB) at every step, more than gather_limit="
                 f"{self.limit / 1e6:.3g} MB. Act on each example by itself (jax.vmap "
                 "over the batch, or another dimension), raise gather_limit=, or pass "
                 "loss_semantics='per_device', where each device sees its own examples alone."
             )
-        self.transfers.append(Transfer(kind, size, self._times, name, line))
+        self.transfers.append(Transfer(kind, size, self._times, name, self._line_of(eqn)))
+
+    def place(self, eqn: Any) -> str:
+        """Names an equation and the user's line; None is the end of the loss."""
+        if eqn is None:
+            return "the result of the loss"
+        line = self._line_of(eqn)
+        return f"{eqn.primitive.name} at {line}" if line else eqn.primitive.name
+
+    def _line_of(self, eqn: Any) -> str:
+        """The user's line, of the caller where the equation itself was traced for another."""
+        return (eqn is not None and user_line(eqn)) or self._line
+
+    @contextmanager
+    def _called_by(self, eqn: Any) -> Iterator[None]:
+        before, self._line = self._line, self._line_of(eqn)
+        try:
+            yield
+        finally:
+            self._line = before
 
     @contextmanager
     def repeated(self, times: int) -> Iterator[None]:
@@ -393,19 +329,6 @@ class GlobalEvaluator:
             yield
         finally:
             self._times = before
-
-
-def _summed(placement: Placement) -> Placement:
-    return REPLICATED if placement == PARTIAL else placement
-
-
-def _place(eqn: Any) -> tuple[str, str]:
-    """The operation and the user's line of an equation; None is the end of the loss."""
-    return ("the result", "the end") if eqn is None else (eqn.primitive.name, user_line(eqn))
-
-
-def _with(given: Given, placements: list[Placement]) -> Given:
-    return Given(given.eqn, placements, given.positions, given.evaluator)
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:

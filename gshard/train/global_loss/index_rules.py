@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def _own_example(given: Given, scattered: list[int]) -> Decision | None:
         return None
     size = given.shapes[1][dim] // given.partition.parts
 
-    def run(values: list[Any]) -> list[Any]:
+    def run(values: list[Any]) -> Sequence[Any]:
         x, at = values
         start = jnp.asarray(given.partition.index * size, at.dtype)
         return bind(given.eqn, [x, at.at[..., column].add(-start)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import user_line
 from gshard.train.global_loss.registry import Given
 
 # all-reductions, of which those of replicated values run as they are written
@@ -27,8 +26,8 @@ def check_own_collective(given: Given) -> None:
         return
     if name in _OF_ONE_DEVICE or any(p.is_sharded for p in given.placements):
         raise GShardError(
-            f"the loss calls {name} over {', '.join(map(repr, over))} at {user_line(given.eqn)}. "
-            "The loss is that of the global batch, which no device has by itself: write it "
+            f"{given.evaluator.place(given.eqn)} runs over {', '.join(map(repr, over))}, a data "
+            "axis. The loss is that of the global batch, which no device has by itself: write it "
             "without the collective, as for one device. For a loss of each device's own examples "
             "pass loss_semantics='per_device'."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,6 @@ class Partition:
         return (block * jnp.uint32(self.parts) + index) * jnp.uint32(n) + within
 
 
-def size_in_bytes(aval: jax.core.ShapedArray | jax.Array) -> int:
+def size_in_bytes(aval: Any) -> int:
     """Returns the bytes of an array; a typed key counts as 8."""
     return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 8)

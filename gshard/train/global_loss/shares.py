@@ -17,7 +17,7 @@ from gshard.sharding.mesh import Group
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum, Value
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
-from gshard.train.loss import Reduced, Weighted, has_reduction
+from gshard.train.loss import SAME, Reduced, Weighted, has_reduction
 
 
 @dataclass
@@ -179,4 +179,4 @@ def _form(evaluator: GlobalEvaluator, x: Any, averaged: bool = False) -> Any:
         return _form(evaluator, Weighted(value, _number(1)))
     if value.placement == PARTIAL:
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
-    return Reduced(evaluator.convert(value, REPLICATED), "same")
+    return Reduced(evaluator.convert(value, REPLICATED), SAME)

@@ -33,7 +33,7 @@ class Transfer:
 def transfers_table(transfers: Iterable[Transfer]) -> Table:
     """Returns a table of what the loss communicates, the largest first."""
     table = text_table(
-        "What the loss needs of other devices' examples, in its forward pass",
+        "Collectives of the loss, in its forward pass",
         ("kind", "operation", "line"),
         ("times", "bytes"),
     )

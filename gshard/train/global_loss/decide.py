@@ -1,0 +1,113 @@
+"""Decides how each equation is evaluated: by a rule, or with replicated operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax.extend.core import Literal
+
+from gshard._util.jaxpr import JIT, body_of
+from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
+from gshard.train.global_loss.positions import Positions, positions_of
+from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
+
+if TYPE_CHECKING:
+    from gshard.train.global_loss.evaluator import GlobalEvaluator
+
+INLINED = (JIT, "closed_call", "core_call")
+_KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
+
+
+def decide(
+    evaluator: GlobalEvaluator,
+    eqn: Any,
+    placements: Sequence[Placement],
+    positions: Sequence[Positions | None] = (),
+) -> Decision:
+    """Returns how an equation is evaluated; there is always a way."""
+    given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
+    if eqn.primitive.name in COLLECTIVES:
+        check_own_collective(given)
+        return given.all(REPLICATED)
+    if all(p == REPLICATED for p in placements):
+        return given.all(REPLICATED)
+    for attempt in _attempts(given):
+        found = _by_rule(attempt)
+        if found is not None:
+            return found
+    return given.all(REPLICATED)
+
+
+def _attempts(given: Given) -> Iterator[Given]:
+    """The placements to try: as they are, with one partial sum, with none, with one shard."""
+    yield given
+    placements = given.placements
+    partial = [i for i, p in enumerate(placements) if p == PARTIAL]
+    for i in partial if len(partial) > 1 else ():
+        yield _with(given, [p if j == i else _summed(p) for j, p in enumerate(placements)])
+    summed = [_summed(p) for p in placements]
+    if partial:
+        yield _with(given, summed)
+    sizes = {
+        i: size_in_bytes(given.eqn.invars[i].aval) for i, p in enumerate(summed) if p.is_sharded
+    }
+    for i in sorted(sizes, key=sizes.__getitem__, reverse=True) if len(sizes) > 1 else ():
+        yield _with(given, [p if j == i else REPLICATED for j, p in enumerate(summed)])
+
+
+def _by_rule(given: Given) -> Decision | None:
+    partial = PARTIAL in given.placements
+    name = given.eqn.primitive.name
+    if partial and name not in _KEEP_PARTIAL:
+        if any(p.is_sharded for p in given.placements):
+            return None
+        rule = PARTIAL_RULES.get(name)
+    elif partial or any(p.is_sharded for p in given.placements):
+        rule = RULES.get(name)
+    else:
+        return given.all(REPLICATED)
+    found = rule(given) if rule is not None else None
+    return found if found is not None and _fits(given, found) else None
+
+
+def _fits(given: Given, found: Decision) -> bool:
+    pairs = [*zip(given.eqn.invars, found.operands, strict=True)]
+    pairs += [*zip(given.eqn.outvars, found.results, strict=True)]
+    return all(given.partition.fits(v.aval.shape, place) for v, place in pairs)
+
+
+def placements_of(
+    evaluator: GlobalEvaluator,
+    jaxpr: Any,
+    placements: Sequence[Placement],
+    positions: Sequence[Positions | None] = (),
+) -> tuple[list[Placement], list[Positions | None]]:
+    """Returns how the results of a body will be held, without evaluating it."""
+    places: dict[Any, Placement] = dict(zip(jaxpr.invars, placements, strict=True))
+    known: dict[Any, Positions | None] = dict(zip(jaxpr.invars, positions, strict=False))
+
+    def read(table: dict[Any, Any], v: Any, default: Any) -> Any:
+        return default if isinstance(v, Literal) else table.get(v, default)
+
+    for eqn in jaxpr.eqns:
+        given = [read(places, v, REPLICATED) for v in eqn.invars]
+        facts = [read(known, v, None) for v in eqn.invars]
+        if eqn.primitive.name in INLINED:
+            results, found = placements_of(evaluator, body_of(eqn)[0], given, facts)
+        else:
+            results = decide(evaluator, eqn, given, facts).results
+            found = [positions_of(eqn, facts) if eqn.outvars else None]
+        places.update(zip(eqn.outvars, results, strict=True))
+        known.update(zip(eqn.outvars, found, strict=False))
+    outs = jaxpr.outvars
+    return [read(places, v, REPLICATED) for v in outs], [read(known, v, None) for v in outs]
+
+
+def _summed(placement: Placement) -> Placement:
+    return REPLICATED if placement == PARTIAL else placement
+
+
+def _with(given: Given, placements: list[Placement]) -> Given:
+    return Given(given.eqn, placements, given.positions, given.evaluator)
