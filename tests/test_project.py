@@ -87,9 +87,9 @@ RULES = {
             "match level:\n case 1: 0",
         ],
     ),
-    "collectives alone calls a collective": (
+    "collectives and examples alone call a collective": (
         boundaries.collective_calls,
-        {"collectives.py"},
+        {"collectives.py", "examples.py"},
         [
             "from jax import lax\nlax.psum(x, 'd')",
             "jax.lax.all_gather",

@@ -195,7 +195,7 @@ def test_the_dtype_of_the_reduction_is_a_choice(level):
             min_shard_size=4,
             precision=precision,
         )
-        gradient = gshard.value_and_grad(loss, plan, micro_batches=65)
+        gradient = gshard.value_and_grad(loss, plan, micro_batches=65, loss_semantics="per_device")
         _, grads = jax.jit(gradient)(state.params, rows)
         found[name] = float(np.asarray(grads["w"], np.float32)[0, 0]) * 65
     assert found["high"] == pytest.approx(1 + 64 * 2.0**-9, rel=1e-6)

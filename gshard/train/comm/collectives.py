@@ -1,4 +1,6 @@
-"""Every collective of the core: all-gather, reduce-scatter, all-reduce. No other module calls one.
+"""The collectives of parameters and gradients: all-gather, reduce-scatter, all-reduce.
+
+Those of a loss are in `examples`; no other module calls one.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, one ring of a torus after the other; the other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend.core import Literal
 
@@ -11,17 +11,14 @@ from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, positions_of
-from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Given
-
-if TYPE_CHECKING:
-    from gshard.train.global_loss.evaluator import GlobalEvaluator
+from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
 
 INLINED = (JIT, "closed_call", "core_call")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
 
 
 def decide(
-    evaluator: GlobalEvaluator,
+    evaluator: Evaluator,
     eqn: Any,
     placements: Sequence[Placement],
     positions: Sequence[Positions | None] = (),
@@ -79,7 +76,7 @@ def _fits(given: Given, found: Decision) -> bool:
 
 
 def placements_of(
-    evaluator: GlobalEvaluator,
+    evaluator: Evaluator,
     jaxpr: Any,
     placements: Sequence[Placement],
     positions: Sequence[Positions | None] = (),

@@ -8,14 +8,54 @@ number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+import jax
+
+from gshard._util.errors import GShardError
 from gshard.train.global_loss.placement import Partition, Placement
+from gshard.train.global_loss.positions import Positions
 
-if TYPE_CHECKING:
-    from gshard.train.global_loss.evaluator import GlobalEvaluator
-    from gshard.train.global_loss.positions import Positions
+
+class Evaluator(Protocol):
+    """What a rule uses of `evaluator.GlobalEvaluator`, which describes it."""
+
+    axes: tuple[str, ...]
+    partition: Partition
+    micro_batches: int
+
+    def arrays(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        placements: Sequence[Placement],
+        arrays: Sequence[Any],
+        results: Sequence[Placement],
+    ) -> list[Any]:
+        """Evaluates a body, from arrays of these placements to arrays of those."""
+        ...
+
+    def repeated(self, times: int) -> AbstractContextManager[None]:
+        """Counts what is recorded inside as often as a loop runs."""
+        ...
+
+    def indexed(self, index: jax.Array) -> AbstractContextManager[None]:
+        """Uses this index of the part."""
+        ...
+
+    def record(self, kind: str, aval: Any, eqn: Any) -> None:
+        """Notes a collective that the loss needs."""
+        ...
+
+    def place(self, eqn: Any) -> str:
+        """Names an equation and the user's line."""
+        ...
+
+    def one_batch_error(self, eqn: Any) -> GShardError:
+        """The error for what needs all examples at once, where they come in micro-batches."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +82,7 @@ class Given:
     eqn: Any
     placements: list[Placement]
     positions: list[Positions | None]
-    evaluator: GlobalEvaluator
+    evaluator: Evaluator
 
     @property
     def params(self) -> dict[str, Any]:
