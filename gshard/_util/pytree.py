@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError, some
+from gshard._util.validation import shown
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -88,6 +89,38 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
             "step again)."
         )
     return structure
+
+
+def check_array(x: Any, where: str) -> None:
+    """Refuses what JAX would not take as an array, or only without a mask; `where` names it."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise GShardError(
+            f"{where} is a NumPy masked array, whose mask would be dropped. Pass x.filled(0), and "
+            "the mask as an array of its own."
+        )
+    try:
+        _ = jnp.shape(x), jnp.result_type(x)
+    except (TypeError, ValueError) as error:
+        raise GShardError(
+            f"{where} is {shown(x)} ({type(x).__module__}) where an array is expected. Pass NumPy "
+            "or JAX arrays: np.asarray(x) converts many others, on the host."
+        ) from error
+
+
+def check_fits(x: Any, dtype: Any, where: str) -> None:
+    """Refuses integers on the host that do not fit the integer dtype that JAX stores them in."""
+    if isinstance(x, jax.Array) or not jnp.issubdtype(dtype, np.integer):
+        return
+    x, limits = np.asarray(x), jnp.iinfo(dtype)
+    if x.dtype.kind not in "iuO" or x.dtype.itemsize <= limits.dtype.itemsize or not x.size:
+        return
+    for value in (x.min(), x.max()):
+        if not limits.min <= int(value) <= limits.max:
+            raise GShardError(
+                f"{where} contains {value}, which does not fit {limits.dtype}, as JAX stores "
+                "64-bit integers unless jax.config.update('jax_enable_x64', True). Turn that on, "
+                "or use smaller numbers."
+            )
 
 
 def why_not_numeric(dtype: Any) -> str:

@@ -23,7 +23,7 @@ from gshard._util.pytree import check_unique, differences, flatten
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
-from gshard.sharding.validate import refuse_donated
+from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import FROZEN, Components
@@ -59,6 +59,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
         )
     paths, leaves, _ = flatten(components)
     check_unique(paths, "arrays of the state")
+    refuse_abstract(leaves)
     refuse_donated(leaves)
     layouts = layouts_of(plan)
     if paths != list(layouts):

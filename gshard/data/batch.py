@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import flatten, subscript, why_not_numeric
+from gshard._util.pytree import check_array, check_fits, flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
 from gshard.sharding.plan import Plan
@@ -134,15 +135,19 @@ def check_plan(plan: Any, call: str) -> None:
 def check_leaves(batch: Any, keys: bool = True) -> None:
     """Checks that the leaves are numeric, or with `keys` also PRNG keys of `jax.random`."""
     for path, x in zip(*flatten(batch)[:2], strict=True):
-        dtype = getattr(x, "dtype", None)
+        dtype, where = getattr(x, "dtype", None), f"batch{subscript(path)}"
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise GShardError(f"{where} is abstract, it has no values: pass NumPy or JAX arrays.")
+        if dtype is not None and type(x) is not np.ndarray:
+            check_array(x, where)
         if dtype is None:
             if not isinstance(x, (bool, int, float, complex)):
-                raise GShardError(
-                    f"batch{subscript(path)} is {shown(x)}: pass NumPy or JAX arrays."
-                )
+                raise GShardError(f"{where} is {shown(x)}: pass NumPy or JAX arrays.")
         elif not (keys and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             if why := why_not_numeric(dtype):
-                raise GShardError(f"batch{subscript(path)} {why}: pass numbers.")
+                raise GShardError(f"{where} {why}: pass numbers.")
+        if isinstance(x, (int, np.ndarray, np.generic)):
+            check_fits(x, canonicalize_dtype(jnp.result_type(x)), where)
 
 
 def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan) -> None:

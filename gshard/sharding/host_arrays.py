@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from gshard._util.errors import GShardError
 from gshard._util.pytree import map_leaves
 from gshard.sharding.layout import DEVICE, Layout
-from gshard.sharding.validate import refuse_donated
+from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train_state import PARAMETERS, Components, kind_of
 
 
@@ -68,6 +68,7 @@ def plan_of(state: Any, call: str) -> Any:
 
 def full_on_host(tree: Any, layouts: Any) -> Any:
     """Gathers a tree of stored arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
+    refuse_abstract(jax.tree.leaves(tree))
     refuse_donated(jax.tree.leaves(tree))
     return map_leaves(_leaf_to_host, tree, layouts)
 

@@ -33,10 +33,13 @@ class TreeChecker:
         self._trusted: list[int] = []  # identities of the leaves that the program returned
         self._ends: list[weakref.ref[Any]] = []  # its first leaf and its last
 
-    def __call__(self, tree: Any, others: Any = None) -> tuple[list[Any], Any]:
+    def __call__(
+        self, tree: Any, others: Any = None, abstract: bool = False
+    ) -> tuple[list[Any], Any]:
         """Checks a tree and returns its leaves and its structure.
 
-        `others` are further arguments of the program, which must not contain a donated array.
+        `others` are further arguments of the program, which must not contain a donated array;
+        `abstract` allows arrays without values.
         """
         more = jax.tree.leaves(others)
         leaves = self._trusted_leaves(tree)
@@ -49,6 +52,8 @@ class TreeChecker:
         if self._structure is None or structure != self._structure:
             same_leaves(tree, self._paths, self._what)
             self._structure = structure
+        if not abstract:
+            refuse_abstract(leaves)
         refuse_donated(leaves)
         if self._donated:
             self._refuse_shared(leaves, more)
@@ -107,6 +112,15 @@ class TreeChecker:
                     "state. Copy it (jax.tree.map(jnp.copy, ...)), or make the step with "
                     "donate=False."
                 )
+
+
+def refuse_abstract(leaves: list[Any]) -> None:
+    """Raises a `GShardError` if there are abstract arrays where values are needed."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        raise GShardError(
+            "this state is abstract, it has no values. Give gshard.shard_train_state arrays, or a "
+            "function that makes them, and a mesh of devices; or restore a checkpoint into it."
+        )
 
 
 def refuse_donated(leaves: list[Any]) -> None:

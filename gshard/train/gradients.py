@@ -23,6 +23,7 @@ from gshard.data.batch import check_examples, check_leaves
 from gshard.sharding.budget import accumulation
 from gshard.sharding.layout import all_replicated
 from gshard.sharding.plan import Plan
+from gshard.sharding.validate import refuse_abstract
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
 from gshard.train.global_loss.transfers import Transfer
@@ -207,6 +208,7 @@ class GradientStage:
         all_layouts = {**layouts, **{k: all_replicated(x, group) for k, x in own_state.items()}}
         check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
         check_examples(batch, group.devices, options.micro_batches)
+        refuse_abstract(jax.tree.leaves(parts.params))
         _check_dtypes(parts.params, plan)
 
         def on_device(

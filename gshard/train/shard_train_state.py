@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, warn
-from gshard._util.pytree import flatten, map_leaves, same_leaves
+from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.text import bytes_of
 from gshard._util.validation import flag, shown
 from gshard.sharding.budget import Budget, budget, largest_layer
@@ -253,6 +253,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
         layouts = plan.layouts
         same_leaves(parts, flatten(layouts)[0], "what the init function makes is")
+        map_leaves(lambda p, x: check_fits(x, p.dtype, p.path), layouts, parts)
         return map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
 
     return jax.jit(make, out_shardings=plan.shardings).lower()
@@ -276,6 +277,7 @@ def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
             return layout.pad(jnp.copy(x).astype(layout.dtype))
 
         return jax.jit(copy, out_shardings=sharding)(x)
+    check_fits(x, layout.dtype, layout.path or "the step number")
     host = layout.pad(np.asarray(x, dtype=layout.dtype))
     return jax.make_array_from_callback(
         layout.stored_shape, sharding, lambda index: np.array(host[index])

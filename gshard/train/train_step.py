@@ -246,7 +246,7 @@ class TrainStep:
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step for these arguments; the mesh of the plan may be abstract."""
-        *_, (leaves, structure), batch = self._take(args)
+        *_, (leaves, structure), batch = self._take(args, abstract=True)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
         return self.jitted.trace(leaves, structure, batch, self.options.rng)
@@ -305,7 +305,9 @@ class TrainStep:
             new = apply_post_update(options.post_update, new, parts.static, plan, updates)
         return jax.tree.leaves(new), metrics, guard
 
-    def _take(self, args: tuple[Any, ...]) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
+    def _take(
+        self, args: tuple[Any, ...], abstract: bool = False
+    ) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
         """Returns state, components, their leaves and structure, and batch, after checking them."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments
@@ -315,7 +317,7 @@ class TrainStep:
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
         parts = self.plan.kind.split(state)
-        leaves = self._check(parts, batch)
+        leaves = self._check(parts, batch, abstract)
         check_optimizer(state, self.plan, call)
         return state, parts, leaves, batch
 

@@ -11,9 +11,10 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
+from jax.tree_util import tree_map_with_path
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import shown
+from gshard._util.pytree import check_array, flatten, path_of
 from gshard.train_state.components import Kind
 from gshard.train_state.frozen import updated
 from gshard.train_state.linen import Linen
@@ -51,6 +52,8 @@ def as_state(state: Any) -> Any:
     ):
         params, tx = state  # not by create, which fails for a list of NumPy arrays
         trained = updated(params)
+        for path, x in zip(*flatten(trained)[:2], strict=True):
+            check_array(x, f"the parameter {path}")
         nowhere = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(trained))
         opt_state = jax.eval_shape(tx.init, trained) if nowhere else tx.init(trained)
         fields: dict[str, Any] = {"apply_fn": None, "opt_state": opt_state}
@@ -90,22 +93,22 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
 def abstract_like(state: Any) -> Any:
     """Returns the same state with abstract arrays, which keep any `NamedSharding`."""
 
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
+    def shape(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         named = sharding if isinstance(sharding, NamedSharding) else None
         try:
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
-        except (TypeError, ValueError) as error:
+            check_array(x, f"{path_of(keys)} of the state")
+        except GShardError as error:
             raise GShardError(
-                f"the state holds {shown(x)} where an array is expected. Take it out, or mark its "
-                "field with struct.field(pytree_node=False)."
+                f"{error} What is no array belongs in a field with struct.field(pytree_node=False)."
             ) from error
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
 
     def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
-        return jax.tree.map(shape, x) if isinstance(x, nnx.Variable) else x
+        return tree_map_with_path(shape, x) if isinstance(x, nnx.Variable) else x
 
     if not is_nnx_pair(state):
-        return jax.tree.map(shape, state)
+        return tree_map_with_path(shape, state)
     graph, arrays = nnx.split(state)
     return nnx.merge(
         graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -26,7 +26,7 @@ from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
-from gshard.sharding.validate import refuse_donated
+from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train_state import Components
 
 # In the order in which the library writes tensors: the larger alignment first.
@@ -169,11 +169,7 @@ def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weigh
     same_leaves(components.params, flatten(plan.params)[0], f"{call}: the state is")
     same_leaves(components.non_trainable, flatten(plan.non_trainable)[0], f"{call}: the state is")
     leaves = jax.tree.leaves((components.params, components.non_trainable, components.opt_state))
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        raise GShardError(
-            f"{call}: the state is abstract, it has no values. Pass what "
-            "gshard.shard_train_state returned for arrays."
-        )
+    refuse_abstract(leaves)
     refuse_donated(leaves)
     params, layouts = plan.master_params(components.params, components.opt_state)
     arrays = jax.tree.leaves(params) + jax.tree.leaves(components.non_trainable)

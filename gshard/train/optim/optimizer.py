@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Literal
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
-from gshard._util.pytree import flatten, map_leaves, same_leaves
+from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
@@ -202,6 +202,10 @@ def user_update(plan: Plan, extra: dict[str, Any]) -> Callable[[Any, Any, Any], 
             updates, inner = plan.tx.update(grads, inner, own, **extra)
         except (TypeError, ValueError) as error:
             _raise_optimizer_error(error)
+            _refuse_other_state(plan, error)
+            raise
+        except (AttributeError, LookupError) as error:
+            _refuse_other_state(plan, error)
             raise
         _check_results(updates, inner, plan)
         return updates, inner
@@ -219,10 +223,32 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
         same_leaves(tree, (layout.path for layout in planned), name)
         for x, layout in zip(jax.tree.leaves(tree), planned, strict=True):
             if jnp.shape(x) != layout.shape:
+                _refuse_other_state(plan)
                 raise GShardError(
                     f"{name} not of the plan's shapes: {layout.path} has {jnp.shape(x)}, not "
                     f"{layout.shape}. Return an array of the planned shape for every leaf."
                 )
+
+
+def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
+    """Raises a readable error where the state is not what the optimizer makes of the parameters."""
+    own = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.grads)
+    given = plan.opt_state
+    try:
+        wanted = jax.eval_shape(plan.tx.init, own)
+    except Exception:  # it needs values, so the state cannot be compared
+        return
+    pairs = zip(*flatten(given)[:2], jax.tree.leaves(wanted), strict=False)
+    wrong = [f"{path} {x.shape}, not {y.shape}" for path, x, y in pairs if x.shape != y.shape]
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        names = differences(flatten(given)[0], flatten(wanted)[0])
+        wrong = [f"it has the tree of another optimizer: {names}"]
+    if wrong:
+        raise GShardError(
+            "the optimizer's state is not one that this optimizer makes of these parameters: "
+            f"{some(wrong)}. Make it anew before shard_train_state: "
+            "state.replace(opt_state=state.tx.init(state.params))."
+        ) from error
 
 
 def _raise_optimizer_error(error: Exception) -> None:
