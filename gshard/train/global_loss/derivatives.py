@@ -8,13 +8,14 @@ that of a partial sum is replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.jaxpr import bind, opened
+from gshard._util.jaxpr import bind, evaluate, opened
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement
 from gshard.train.global_loss.registry import Decision, Given, rule
@@ -101,11 +102,14 @@ def custom_jvp(given: Given) -> Decision:
     return Decision(places, outs, run=run)
 
 
-@rule("custom_vjp_call", "custom_vjp_call_jaxpr")
+_CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+
+
+@rule("custom_vjp_call")
 def custom_vjp(given: Given) -> Decision:
     """The function and its transposed derivative are both evaluated by the rules."""
     places, evaluator = given.placements, given.evaluator
-    body, consts = opened(given.params.get("call_jaxpr", given.params.get("fun_jaxpr")))
+    body, consts = opened(given.params["call_jaxpr"])
     call, trees = _Differentiable(given), list[Any]()
     count = len(call.results)
 
@@ -117,6 +121,10 @@ def custom_vjp(given: Given) -> Decision:
         return [*out, *residuals]
 
     fwd = jax.make_jaxpr(forward)(*_abstract(call.operands))
+    # Nothing differentiates the forward pass again, and it may call the function itself.
+    fwd = jax.make_jaxpr(partial(_without_derivatives, fwd.jaxpr, fwd.consts))(
+        *_abstract(call.operands)
+    )
     found_at, _ = placements_of(evaluator, fwd.jaxpr, places)
     outs, kept = found_at[:count], found_at[count:]
     residuals = [v.aval for v in fwd.jaxpr.outvars[count:]]
@@ -154,6 +162,18 @@ def custom_vjp(given: Given) -> Decision:
         return function(given.partition.index, *values)
 
     return Decision(places, outs, run=run)
+
+
+def _without_derivatives(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Evaluates a jaxpr with functions of their own derivative as plain calls."""
+
+    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name not in _CUSTOM:
+            return bind(eqn, values)
+        body, inner = opened(eqn.params["call_jaxpr"])
+        return _without_derivatives(body, inner, *values)
+
+    return evaluate(jaxpr, consts, args, run)
 
 
 def _of_cotangent(place: Placement) -> Placement:
