@@ -246,7 +246,7 @@ def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
     if wrong:
         raise GShardError(
             "the optimizer's state is not one that this optimizer makes of these parameters: "
-            f"{some(wrong)}. Make it anew before shard_train_state: "
+            f"{some(wrong)}. Make it again before shard_train_state: "
             "state.replace(opt_state=state.tx.init(state.params))."
         ) from error
 
