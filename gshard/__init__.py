@@ -38,6 +38,7 @@ from gshard.sharding.plan import Plan
 from gshard.sharding.precision import Precision
 from gshard.sharding.rules import LeafInfo, ShardDim, by_path, by_predicate, by_shape
 from gshard.train.eval_step import make_eval_step
+from gshard.train.global_loss.by_examples import by_examples
 from gshard.train.gradients import LocalGradients
 from gshard.train.loss import Reduced, Weighted
 from gshard.train.shard_train_state import shard_train_state
@@ -79,6 +80,7 @@ __all__ = [
     "__version__",
     "audit",
     "budget",
+    "by_examples",
     "by_path",
     "by_predicate",
     "by_shape",

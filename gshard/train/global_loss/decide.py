@@ -8,13 +8,19 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, body_of
+from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
 
-INLINED = (JIT, "closed_call", "core_call")
+_CALLS = (JIT, "closed_call", "core_call")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
+
+
+def is_inlined(eqn: Any) -> bool:
+    """Whether an equation only calls a body, equation by equation."""
+    return eqn.primitive.name in _CALLS and not is_by_examples(eqn)
 
 
 def decide(
@@ -91,7 +97,7 @@ def placements_of(
     for eqn in jaxpr.eqns:
         given = [read(places, v, REPLICATED) for v in eqn.invars]
         facts = [read(known, v, None) for v in eqn.invars]
-        if eqn.primitive.name in INLINED:
+        if is_inlined(eqn):
             results, found = placements_of(evaluator, body_of(eqn)[0], given, facts)
         else:
             results = decide(evaluator, eqn, given, facts).results

@@ -79,7 +79,7 @@ def custom_jvp(given: Given) -> Decision:
     def run(values: list[Any]) -> Any:
         @jax.custom_jvp
         def function(index: Any, *arrays: Any) -> Any:
-            with evaluator.indexed(index):
+            with evaluator.indexed(index, given.eqn):
                 return evaluator.arrays(body, consts, places, arrays, outs)
 
         @function.defjvp
@@ -90,7 +90,7 @@ def custom_jvp(given: Given) -> Decision:
             found_at = [*outs, *_chosen(outs, call.of_results)]
             index, *primals = primals
             d_in = [jnp.asarray(x) for x in _chosen(tangents[1:], call.of_operands)]
-            with evaluator.indexed(index):
+            with evaluator.indexed(index, given.eqn):
                 found = evaluator.arrays(
                     closed.jaxpr, closed.consts, given_at, [*primals, *d_in], found_at
                 )
@@ -137,11 +137,11 @@ def custom_vjp(given: Given) -> Decision:
     def run(values: list[Any]) -> Any:
         @jax.custom_vjp
         def function(index: Any, *arrays: Any) -> Any:
-            with evaluator.indexed(index):
+            with evaluator.indexed(index, given.eqn):
                 return evaluator.arrays(body, consts, places, arrays, outs)
 
         def with_residuals(index: Any, *arrays: Any) -> Any:
-            with evaluator.indexed(index):
+            with evaluator.indexed(index, given.eqn):
                 out = evaluator.arrays(fwd.jaxpr, fwd.consts, places, arrays, found_at)
             return out[:count], (index, out[count:])
 
@@ -153,7 +153,7 @@ def custom_vjp(given: Given) -> Decision:
             given_at = [*kept, *map(_of_cotangent, _chosen(outs, call.of_results))]
             arrays = [*saved, *_chosen(cotangents, call.of_results)]
             wanted = [*map(_of_cotangent, _chosen(places, call.of_operands))]
-            with evaluator.indexed(index):
+            with evaluator.indexed(index, given.eqn):
                 found = evaluator.arrays(back.jaxpr, back.consts, given_at, arrays, wanted)
             none = _no_tangents([index, *values])
             return tuple(_replaced(none, [i + 1 for i in call.of_operands], found))

@@ -22,7 +22,7 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
     product_rules,
     shape_rules,
 )
-from gshard.train.global_loss.decide import INLINED, decide
+from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
 from gshard.train.global_loss.placement import (
     PARTIAL,
@@ -132,7 +132,7 @@ class GlobalEvaluator:
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
-        if name in INLINED:
+        if is_inlined(eqn):
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)
@@ -277,12 +277,16 @@ class GlobalEvaluator:
         return placement if same else REPLICATED
 
     @contextmanager
-    def indexed(self, index: jax.Array) -> Iterator[None]:
-        """Uses this index of the part: a custom derivative may not close over the other."""
+    def indexed(self, index: jax.Array, eqn: Any) -> Iterator[None]:
+        """Uses this index of the part, for a function with a derivative that `eqn` calls.
+
+        It may not close over the other index.
+        """
         before = self.partition
         self.partition = Partition(before.parts, index)
         try:
-            yield
+            with self._called_by(eqn):
+                yield
         finally:
             self.partition = before
 
@@ -290,14 +294,14 @@ class GlobalEvaluator:
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
         """Notes a collective that the loss needs."""
-        name = "the end" if eqn is None else eqn.primitive.name
+        name = "result" if eqn is None else eqn.primitive.name
         size = size_in_bytes(aval)
         if kind == "gather" and self.limit is not None and size > self.limit:
             raise GShardError(
                 f"{self.place(eqn)} mixes examples, so that gshard all-gathers {aval.dtype}"
                 f"{list(aval.shape)} ({size / 1e6:.3g} MB) at every step, more than gather_limit="
-                f"{self.limit / 1e6:.3g} MB. Act on each example by itself (jax.vmap "
-                "over the batch, or another dimension), raise gather_limit=, or pass "
+                f"{self.limit / 1e6:.3g} MB. Act on each example by itself (for a "
+                "kernel that does, gshard.by_examples says so), raise gather_limit=, or pass "
                 "loss_semantics='per_device', where each device sees its own examples alone."
             )
         self.transfers.append(Transfer(kind, size, self._times, name, self._line_of(eqn)))

@@ -41,8 +41,8 @@ class Evaluator(Protocol):
         """Counts what is recorded inside as often as a loop runs."""
         ...
 
-    def indexed(self, index: jax.Array) -> AbstractContextManager[None]:
-        """Uses this index of the part."""
+    def indexed(self, index: jax.Array, eqn: Any) -> AbstractContextManager[None]:
+        """Uses this index of the part, for a function that an equation calls."""
         ...
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
