@@ -16,6 +16,7 @@ from jax import lax
 
 from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
 from gshard.train.global_loss.decide import placements_of
+from gshard.train.global_loss.own_collectives import check_body_as_traced
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.registry import Decision, Given, rule
 
@@ -96,6 +97,7 @@ def _map_of_examples(given: Given, fixed: int, carried: int) -> Decision | None:
         return None
     if any(p not in (REPLICATED, place) for p in scanned):
         return None
+    check_body_as_traced(given, of_examples=True)
     body, consts = body_of(given.eqn)
     options = {name: given.params[name] for name in ("reverse", "unroll")}
 

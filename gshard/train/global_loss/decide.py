@@ -9,7 +9,11 @@ from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
-from gshard.train.global_loss.own_collectives import COLLECTIVES, check_own_collective
+from gshard.train.global_loss.own_collectives import (
+    COLLECTIVES,
+    check_body_as_traced,
+    check_own_collective,
+)
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
@@ -34,12 +38,11 @@ def decide(
     if eqn.primitive.name in COLLECTIVES:
         check_own_collective(given)
         return given.all(REPLICATED)
-    if all(p == REPLICATED for p in placements):
-        return given.all(REPLICATED)
     for attempt in _attempts(given):
         found = _by_rule(attempt)
         if found is not None:
             return found
+    check_body_as_traced(given)
     return given.all(REPLICATED)
 
 
@@ -70,7 +73,7 @@ def _by_rule(given: Given) -> Decision | None:
     elif partial or any(p.is_sharded for p in given.placements):
         rule = RULES.get(name)
     else:
-        return given.all(REPLICATED)
+        return None
     found = rule(given) if rule is not None else None
     return found if found is not None and _fits(given, found) else None
 

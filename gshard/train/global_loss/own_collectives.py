@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from gshard._util.errors import GShardError
+from gshard._util.jaxpr import with_inner
 from gshard.train.global_loss.registry import Given
 
 # all-reductions, of which those of replicated values run as they are written
@@ -19,14 +22,31 @@ def check_own_collective(given: Given) -> None:
     Raises:
       GShardError: it names a device, or combines the examples of the devices.
     """
-    name, params = given.eqn.primitive.name, given.params
+    _check(given, given.eqn, any(p.is_sharded for p in given.placements))
+
+
+def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
+    """Refuses such a collective in a body that runs as it was traced.
+
+    `of_examples`: each device runs the body for its own examples.
+
+    Raises:
+      GShardError: as `check_own_collective`.
+    """
+    for eqn in with_inner(given.eqn):
+        if eqn.primitive.name in COLLECTIVES:
+            _check(given, eqn, of_examples)
+
+
+def _check(given: Given, eqn: Any, of_examples: bool) -> None:
+    name, params = eqn.primitive.name, eqn.params
     over = params.get("axes", params.get("axis_name", ()))
     over = over if isinstance(over, (tuple, list)) else (over,)
     if not set(over) & set(given.evaluator.axes):
         return
-    if name in _OF_ONE_DEVICE or any(p.is_sharded for p in given.placements):
+    if name in _OF_ONE_DEVICE or of_examples:
         raise GShardError(
-            f"{given.evaluator.place(given.eqn)} runs over {', '.join(map(repr, over))}, a data "
+            f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}, a data "
             "axis. The loss is that of the global batch, which no device has by itself: write it "
             "without the collective, as for one device. For a loss of each device's own examples "
             "pass loss_semantics='per_device'."

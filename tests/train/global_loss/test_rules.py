@@ -27,8 +27,8 @@ CASES = [*entry_cases.CASES, *shape_cases.CASES, *product_cases.CASES, *index_ca
 EVERY = [*CASES, *test_positions.CASES]
 OF_TWO = [case for case in CASES if case.name in ("keys", "reshape: regroup", "stack", "lookup")]
 FREE = [case for case in CASES if case.free]
-BODIES = """checkpoint cond custom_jvp_call custom_vjp_call remat2 scan
-while""".split()  # tests/train/global_loss/test_bodies.py
+BODIES = """checkpoint cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit remat2 scan
+while""".split()  # test_bodies.py, and test_by_examples.py for jit
 OTHER_VERSIONS = """copy_p select_and_gather_add scatter_add scatter_max scatter_min
 scatter_mul""".split()  # names of other JAX versions, or that only a derivative of JAX has
 DEFENSIVE = (  # conditions that no equation of this JAX meets, of lines that return None or raise
