@@ -32,6 +32,12 @@ def inner_batch(x, at):
     return jax.vmap(lambda x, i: x[i], (1, 1), 1)(x, at)
 
 
+def batch_of_the_indices(x, at):
+    """The batch is dimension 1 of the operand, and dimension 0 of the indices."""
+    numbers = lax.GatherDimensionNumbers((), (0,), (0,), (1,), (0,))
+    return lax.gather(x, at[..., None], numbers, (1, 1))
+
+
 def partial_window(x, y):
     """A window of 6 of 12 columns."""
     numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -135,6 +141,12 @@ CASES = [
         inner_batch,
         [numbers(5, 12), integers(4, 12, high=5)],
         "1 1 > 1; 1.2 R > 1.2; R 1 > 1",
+    ),
+    Case(
+        "gather: batch of the indices",
+        batch_of_the_indices,
+        [numbers(5, 12), integers(12, 12, high=5)],
+        "1 0 > 0; 1.2 R > 0.2; R 0 > 0",
     ),
     Case("permuted examples", lambda x, at: x[at], [X, integers(12, high=12)], "R 0 > 0"),
     Case("one example", lambda x, at: x[at], [X, integers()]),

@@ -148,6 +148,7 @@ CASES = [
         "0 > 0; 0.2 > 0.2",
     ),
     Case("windows: examples", windows((2, 1)), [X]),
+    Case("windows: four examples", windows((4, 1)), [X]),
     Case("windows: strides", windows((1, 1), (2, 1)), [X]),
     Case("windows: padded", windows((1, 1), (1, 1), ((2, 1), (0, 0))), [X]),
     Case("windows: dilated", windows((1, 2), base_dilation=(2, 1)), [X], grads=False),

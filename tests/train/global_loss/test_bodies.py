@@ -60,6 +60,11 @@ def transposed(x):
     return lax.scan(lambda c, _: (jnp.sin(c.T), None), x, None, length=3)[0]
 
 
+def turned(x):
+    """The carry would be sharded on one dimension and on the other, in turn."""
+    return lax.scan(lambda c, _: (jnp.sin(c.T) + x, None), jnp.zeros((12, 12)), None, length=3)[0]
+
+
 def per_example(x, w):
     return lax.map(lambda row: jnp.tanh(row @ w).sum() * row, x)
 
@@ -178,6 +183,7 @@ CASES = [
     Case("normalized", normalized, [STEPS]),
     Case("swapped", swapped, [X, Y], "0 0 > 0; 0 R > 0"),
     Case("transposed", transposed, [numbers(12, 12)]),
+    Case("turned", turned, [numbers(12, 12)]),
     Case("per example", per_example, [X, W], "0 R > 0"),
     Case("per example, reversed", per_example_reversed, [X, Y], "0 0 > 0; R 0 > 0"),
     Case("running", running, [X]),
