@@ -43,17 +43,18 @@ def make_eval_step(
 
     Args:
       fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`. It
-        returns a tree of arrays, computed from the whole batch. Per device, they are floating
-        scalars (means over its examples), `gshard.Weighted`, `gshard.Reduced`, and arrays with one
-        entry per example.
+        returns a tree of numbers and arrays, computed from the whole batch. With `"per_device"`
+        they are floating scalars (means over a device's examples), `gshard.Weighted`,
+        `gshard.Reduced`, and arrays with one entry per example.
       plan: the plan of `shard_train_state`.
-      loss_semantics: `"global"`: outputs are those of the whole batch, as on one device.
-        `"per_device"`: each device computes those of its own examples, which are combined.
+      loss_semantics: `"global"`: outputs are those of the whole batch, as on one device; so is
+        `"per_micro_batch"`. `"per_device"`: each device computes those of its own examples, which
+        are combined.
       gather_limit: as in `make_train_step`.
 
     Returns:
-      `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree for the global batch:
-      means, weighted means, what was reduced as it says, and global arrays with all examples.
+      `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree of global arrays. Those
+      with one entry per example stay sharded over the devices.
 
     Raises:
       GShardError: at the call, for a batch, state or output that does not fit.

@@ -68,7 +68,7 @@ class Gradients:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LocalGradients:
-    """Gradients that are not reduced yet: sums over the examples that each device has seen.
+    """Gradients that are not reduced yet: each device's terms of the sums over the examples.
 
     They add up (`total = total + more`). Every array has a leading axis over the devices of the
     data axes, so that each device keeps its own. `gshard.reduce_gradients(total, plan)` reduces
@@ -133,10 +133,11 @@ def refuse_local_gradients(grads: Any, known: list[str]) -> None:
 
 @dataclass(frozen=True)
 class GradientStage:
-    """Computes gradients of the mean of a loss over the examples of the global batch.
+    """Computes gradients of the loss of the global batch, or of the mean of the devices' losses.
 
-    The loss is a pure function of full parameters and the examples of one device. Components have
-    `params` in storage shapes; a key is folded with device and micro-batch.
+    The loss is a pure function of full parameters and examples: those of the global batch, of a
+    micro-batch, or of one device, as `options.loss_semantics` says. Components have `params` in
+    storage shapes.
     """
 
     loss: PureLoss

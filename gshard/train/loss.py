@@ -1,7 +1,8 @@
 """Converts every accepted form of a loss to one: a sum, its weight, aux and updates.
 
 Auxiliary outputs are kept as sums over micro-batches and calls until they are reduced over devices:
-a mean is multiplied by the weight of its examples, a `Weighted` is a sum and a weight.
+a mean is multiplied by the weight of its examples, a `Weighted` is a sum and a weight. Those of the
+global batch are `Weighted`, sums, or the same on all devices (`global_loss.shares`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from gshard.train_state import PureLoss
 class Weighted:
     """A loss, or an auxiliary output, as a sum and its weight.
 
-    gshard adds up both over all devices and micro-batches and divides once, so that a mean over
-    valid tokens matches single-device training.
+    With `loss_semantics="per_device"` gshard adds up both over all devices and micro-batches and
+    divides once, so that a mean over valid tokens matches single-device training. Otherwise it is
+    the quotient of both for the whole batch, which a loss can as well divide by itself.
 
     Attributes:
       sum: floating scalar, the loss summed over the examples that the function was given.
@@ -40,7 +42,7 @@ class Weighted:
       ...     return gshard.Weighted(jnp.sum(error * batch["mask"]), jnp.sum(batch["mask"]))
       >>> mesh = gshard.make_mesh()
       >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
-      >>> step = gshard.make_train_step(masked_loss, plan)
+      >>> step = gshard.make_train_step(masked_loss, plan, loss_semantics="per_device")
       >>> state, metrics = step(state, {"x": batch["x"], "mask": np.arange(16) % 3 == 0})
     """
 
@@ -60,6 +62,9 @@ _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, SAME: lambda
 class Reduced:
     """An auxiliary or evaluation output, and how it is reduced over the examples of a batch.
 
+    Needed with `loss_semantics="per_device"`. Otherwise the value is that of the whole batch as it
+    is.
+
     Attributes:
       value: scalar or array computed from the examples that the function was given, such as their
         count or their largest logit.
@@ -72,7 +77,8 @@ class Reduced:
       >>> mesh = gshard.make_mesh()
       >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
       >>> count = lambda params, batch: gshard.Reduced(batch["x"].shape[0], "sum")
-      >>> int(gshard.make_eval_step(count, plan)(state, batch))
+      >>> evaluate = gshard.make_eval_step(count, plan, loss_semantics="per_device")
+      >>> int(evaluate(state, batch))
       16
     """
 
@@ -91,7 +97,7 @@ class NormalizedLoss:
     of_global_batch: bool = False  # a plain loss has no weight (None), and aux is not averaged
 
     def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
-        """Computes the loss of one device's examples, as float32, from full parameter leaves."""
+        """Computes the loss of these examples, as float32, from full parameter leaves."""
         params = jax.tree.unflatten(self.structure, leaves)
         out, updates = self.loss(params, non_trainable, batch, rng)
         updates = _like_the_non_trainable(updates, non_trainable)

@@ -1,4 +1,6 @@
-"""Checks that a loss is a mean over examples, which averaging over devices relies on.
+"""Checks that a loss is a mean over examples, which averaging the losses of devices relies on.
+
+It is for `loss_semantics="per_device"`; a loss of the global batch may be anything.
 
 On each device it compares the loss of n examples with the mean of n losses, each of a batch that
 repeats one example n times. One compiled loop evaluates all of them, so that an example gives the

@@ -1,4 +1,4 @@
-"""Sums a loss and its gradient on one device, one micro-batch after the other."""
+"""Sums a loss, or its share of the global batch, and its gradient over micro-batches on one device."""
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ LossSemantics = Literal["global", "per_micro_batch", "per_device"]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How gradients are computed; the names are those of `make_train_step`."""
+    """How gradients are computed; the names are those of `make_train_step`.
+
+    The defaults are those of the Paddle and PyTorch faces: the loss of each device, averaged.
+    """
 
     has_aux: bool = False
     micro_batches: int = 1

@@ -1,4 +1,7 @@
-"""Random keys: folded by device and micro-batch, and traced to the inputs they come from."""
+"""Random keys: folded with step, micro-batch and device, and traced to the inputs they come from.
+
+A loss of the global batch draws what one device draws, so its keys are folded with the step alone.
+"""
 
 from __future__ import annotations
 

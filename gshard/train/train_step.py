@@ -64,28 +64,33 @@ def make_train_step(
 ) -> TrainStep:
     """Compiles a training step for a state that `shard_train_state` sharded.
 
+    Write the loss as for one device: it is the loss of the whole batch (`loss_semantics`).
+
     Linen: `state, metrics = step(state, batch)`. NNX: `metrics = step(model, optimizer, batch)`, in
     place. `metrics` holds device arrays: `loss` and `grad_norm` (float32 scalars, of the global
     batch), `skipped_steps` (int32 scalar), with `has_aux` `aux`, and with a scaler `loss_scale`
     (float32 scalar, of this step).
 
     A step whose gradient norm is not finite, because of any entry on any device, changes nothing in
-    the state but its count of skipped steps (see `skip_nonfinite`). Neither does one whose global
-    weight is 0 (`gshard.Weighted`).
+    the state but its count of skipped steps (see `skip_nonfinite`). Neither does one whose loss is
+    a quotient of sums over examples, such as a masked mean, with a denominator of 0.
 
     Args:
-      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: the mean over its
-        examples, or `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields
-        of the state (`batch_stats`, ...) as keyword arguments is given them; one that takes
-        `**kwargs` is given `rng` and what `mutable=` names.
+      loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: a floating scalar, or
+        `gshard.Weighted(sum, weight)`. A Linen loss that names `rng` or further fields of the state
+        (`batch_stats`, ...) as keyword arguments is given them; one that takes `**kwargs` is given
+        `rng` and what `mutable=` names.
       plan: the plan of `shard_train_state`.
-      has_aux: the loss returns `(loss, aux)`; aux is floating and averaged over the batch,
-        `gshard.Weighted`, or `gshard.Reduced(x, by)`: a sum, a maximum, ...
+      has_aux: the loss returns `(loss, aux)`; aux is a tree of numbers and arrays, of the whole
+        batch. With `"per_device"` it is floating and averaged, `gshard.Weighted`, or
+        `gshard.Reduced(x, by)`: a sum, a maximum, ...
       mutable: fields of the state for which the loss returns new values: `(loss, {name: value})`,
-        or `(loss, (aux, {name: value}))`. Floating values become their mean over devices, others
-        their maximum (see `sync_buffers`).
-      rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with step, device
-        and micro-batch. Keys in further fields of the state, typed or old-style, are folded too.
+        or `(loss, (aux, {name: value}))`. They are those of the whole batch. With `"per_device"`
+        floating values become their mean over devices, others their maximum.
+      rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with the step. Keys
+        in further fields of the state, typed or old-style, are folded too. With
+        `"per_micro_batch"` both are also folded with the micro-batch, with `"per_device"` with
+        device and micro-batch.
       scaler: a `gshard.GradScaler`, for float16.
       skip_nonfinite: whether a step whose gradient norm is not finite is skipped. With False the
         optimizer gets such a gradient, as on one device. None: False for an optimizer that treats
@@ -107,13 +112,15 @@ def make_train_step(
         them. What `jax.checkpoint` recomputes is gathered again unless this is `False`.
       prefetch: whether the all-gather of a sharded parameter overlaps with the computation before
         its use; with False it waits for that computation.
-      sync_buffers: take the new values of `mutable` from the first device instead of their mean.
+      sync_buffers: with `"per_device"`, take the new values of `mutable` from the first device
+        instead of their mean.
       bucket_size: elements of one bucket; 0 for none.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
       loss_semantics: `"global"`: the loss of the whole batch, as on one device, of unchanged code;
-        collectives are added where it needs other devices' examples. `"per_micro_batch"`: that of
-        each micro-batch over all devices, averaged. `"per_device"`: each device computes the loss
-        of its own examples, and the losses are averaged, as in PyTorch's DDP.
+        collectives are added where it needs other devices' examples. With several micro-batches it
+        is a sum over examples or a quotient of such sums. `"per_micro_batch"`: that of each
+        micro-batch over all devices, averaged. `"per_device"`: each device computes the loss of its
+        own examples, and the losses are averaged, as in PyTorch's DDP.
       gather_limit: bytes that one operation of a global loss may all-gather; above, the error
         names its line. By default 64 MiB, or 1 % of the parameters' traffic if that is more.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
@@ -122,8 +129,8 @@ def make_train_step(
         own optimizer's state, logical shapes, and with a `Precision` the master copies. Whatever it
         changes keeps its path, shape, dtype and layout.
       donate: whether the step reuses the memory of the state that it is given.
-      check_loss: whether the first call warns if the loss is not a mean over examples (a masked
-        mean, a sum, a `gshard.Weighted` that is already divided). It evaluates up to 8 examples
+      check_loss: whether, with `"per_device"`, the first call warns if the loss is not a mean over
+        examples (a masked mean, a sum, a divided `gshard.Weighted`). It evaluates up to 8 examples
         of each device, forward only. A loss that communicates by itself is not checked.
         GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
 

@@ -52,8 +52,8 @@ def value_and_grad(
       plan: the plan of `shard_train_state`.
       sync: `False` for accumulation over separate calls: the gradients are `LocalGradients`. Add
         those of several batches, then call `loss, grads = reduce_gradients(total, plan)`.
-      has_aux: whether the loss returns `(loss, aux)`.
-      mutable: Linen collections that the loss returns as updates.
+      has_aux: whether the loss returns `(loss, aux)`; aux as in `make_train_step`.
+      mutable: Linen collections that the loss returns as updates, as in `make_train_step`.
       micro_batches: number of slices in which each device processes its examples, one after the
         other.
       accumulate: as in `make_train_step`. With `sync=False` it applies to separate calls too:
@@ -64,14 +64,18 @@ def value_and_grad(
       sync_buffers: as in `make_train_step`.
       bucket_size: elements of one bucket.
       end_bucket_size: as in `make_train_step`.
-      loss_semantics: as in `make_train_step`.
+      loss_semantics: as in `make_train_step`. With `sync=False` the batch is that of one call, and
+        numerators and denominators of a quotient of sums add up over the calls. Other losses are
+        averaged over the calls, weighted by their numbers of examples.
       gather_limit: as in `make_train_step`.
 
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
-      what the loss changes in the model is written into it. With `sync=False` the loss is that of
-      each device, float32 `(devices,)`, and `reduce_gradients` returns aux.
+      what the loss changes in the model is written into it. No key is folded, except with
+      device and micro-batch where `loss_semantics` says so. With `sync=False` the loss is float32
+      `(devices,)`: that of each device with `"per_device"`, otherwise only its terms, of which
+      `reduce_gradients` makes the loss. It returns aux as well.
 
     Raises:
       GShardError: an option is not valid; at the call, the batch or state does not fit the plan.
