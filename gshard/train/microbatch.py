@@ -1,4 +1,4 @@
-"""Sums a loss, or its share of the global batch, and its gradient over micro-batches on one device."""
+"""Sums a loss (or its share of the global batch) and its gradient over micro-batches."""
 
 from __future__ import annotations
 
