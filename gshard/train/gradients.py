@@ -31,6 +31,7 @@ from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.loss_reach import CheckedLoss
 from gshard.train.microbatch import (
     DeviceInputs,
+    sum_before,
     sum_over_micro_batches,
     total_weight,
 )
@@ -219,15 +220,16 @@ class GradientStage:
             own_state = jax.tree.map(lambda x: x[0], own_state)
             inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng)
 
-            def make(scale: jax.Array | None) -> CheckedLoss:
-                return CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step)
-
-            if OVERWRITTEN in inputs.non_trainable:
-                # fp8 statistics of gradients need gradients at the scale of a single device
-                weight = total_weight(make(None), inputs)
-                weight = 1.0 if weight is None else reduce_scalar(weight, group.axes)
-                scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
-            one = make(scale)
+            one = CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step)
+            sum_before(one, inputs)
+            if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
+                # fp8 statistics of gradients need gradients at the scale of a single device, and
+                # sums over examples would overflow float16 where their mean does not
+                weight = total_weight(one, inputs)
+                if weight is not None:
+                    weight = reduce_scalar(weight, group.axes)
+                    scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
+                one.scale = scale
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
             total = sum_over_micro_batches(one, inputs, finish)
             one.refuse_unreached(self.name)

@@ -232,7 +232,6 @@ def sum_over_micro_batches(
 ) -> MicroBatchSums:
     """Sums `one` over micro-batches; of several, `finish` reduces each gradient before the sum."""
     k, non_trainable = one.options.micro_batches, given.non_trainable
-    sum_before(one, given)
     if k == 1:
         return one(given, 0)
     slices, micro_batch = _slices(given.batch, k)

@@ -278,8 +278,11 @@ class TrainStep:
         loss = plan.kind.loss(self._loss_fn, options.mutable, parts.static)
         if rng is not None:
             rng = jax.random.fold_in(rng, parts.step)
-        # A key in the state would draw the same at every step; NNX counts its draws by itself.
-        now = dataclasses.replace(parts, non_trainable=fold_keys(parts.non_trainable, parts.step))
+        if plan.kind.counts_draws and options.loss_semantics != "per_device":
+            now = dataclasses.replace(parts, step=None)  # the keys of one device, as they are
+        else:  # a key in the state would draw the same at every step
+            keys = fold_keys(parts.non_trainable, parts.step)
+            now = dataclasses.replace(parts, non_trainable=keys)
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
         result = stage.reduced(now, batch, rng, scale)

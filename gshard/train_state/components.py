@@ -68,9 +68,11 @@ class Kind(Protocol):
 
     Attributes:
       arguments: names of the arguments of a train step that come before the batch.
+      counts_draws: whether keys in the state draw other numbers at every step by themselves.
     """
 
     arguments: ClassVar[tuple[str, ...]]
+    counts_draws: ClassVar[bool] = False
 
     def freeze(
         self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]

@@ -37,6 +37,7 @@ class Nnx(Kind):
 
     wrt: Any
     arguments: ClassVar[tuple[str, ...]] = ("model", "optimizer")
+    counts_draws: ClassVar[bool] = True
 
     def freeze(self, state: Any, frozen: Any, paths_of: Any = None) -> Nnx:
         if frozen is not None:

@@ -55,7 +55,8 @@ class GlobalBatch:
         The first `trained` of the parameters are differentiated. Returns a tree of `Value`.
         """
         parts = self.parts
-        evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, i)
+        part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
+        evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, part)
         evaluator.known, evaluator.collects = list(self.known), self.collects
         evaluator.limit = self.limit
         self.transfers = evaluator.transfers
@@ -116,10 +117,11 @@ class GlobalBatch:
             return found.partial
         if self.collects:
             return None
-        if weight is None and total.quotient is not None:
+        averaged = self.batches > 1
+        examples = self._examples(args[1]) if by_examples else None
+        if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
-        elif weight is None and by_examples:
-            examples = self._examples(args[1])
+        elif weight is None and examples is not None:
             weight, total = _number(examples), _scaled(evaluator, total, examples)
         share = _share(evaluator, total)
         if weight is None:
@@ -129,13 +131,16 @@ class GlobalBatch:
             weight = jnp.asarray(weight, jnp.float32)
 
         def form(x: Any) -> Any:
-            return _form(evaluator, x, self.batches > 1)
+            return _form(evaluator, x, 1 if averaged else None, examples)
+
+        def sums(x: Any) -> Any:
+            return _form(evaluator, x)
 
         def last(x: Value) -> Any:
             return evaluator.convert(x, REPLICATED)
 
         aux = jax.tree.map(form, aux, is_leaf=_is_leaf)
-        updates = jax.tree.map(last if self.batches > 1 else form, updates, is_leaf=_is_leaf)
+        updates = jax.tree.map(last if averaged else sums, updates, is_leaf=_is_leaf)
         return jnp.asarray(share, jnp.float32), (weight, aux, updates)
 
     def _examples(self, batch: Any) -> int:
@@ -168,15 +173,21 @@ def _share(evaluator: GlobalEvaluator, value: Value) -> Any:
     return evaluator.convert(value, REPLICATED) / evaluator.partition.parts
 
 
-def _form(evaluator: GlobalEvaluator, x: Any, averaged: bool = False) -> Any:
-    """An output of the global batch in a form that adds up, or that is the same everywhere."""
+def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: Any = None) -> Any:
+    """An output of the global batch in a form that adds up, or that is the same everywhere.
+
+    Floating outputs that do not say how they are reduced are averaged over several batches, or
+    calls, of this weight; a quotient of one call is divided when all are added up.
+    """
     if isinstance(x, Weighted):
         return Weighted(evaluator.convert(x.sum, PARTIAL), evaluator.convert(x.weight, PARTIAL))
     value = x.value if isinstance(x, Reduced) else x
-    if value.quotient is not None:
+    if value.quotient is not None and batch is None:
         return _form(evaluator, Weighted(*value.quotient))
-    if averaged and jnp.issubdtype(value.aval.dtype, jnp.floating):
-        return _form(evaluator, Weighted(value, _number(1)))
+    weight = call if batch is None else batch
+    floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and not isinstance(x, Reduced)
+    if weight is not None and floating:
+        return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight)))
     if value.placement == PARTIAL:
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
     return Reduced(evaluator.convert(value, REPLICATED), SAME)

@@ -1,0 +1,219 @@
+"""Steps with a loss of the global batch: the numbers of plain JAX and optax on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from tests.tiers import quick
+
+STEPS, INPUTS, HIDDEN, CLASSES = 3, 7, 26, 5
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+KEY = jax.random.key(5)
+
+
+def params() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = {"w": (INPUTS, HIDDEN), "v": (HIDDEN, CLASSES), "s": (HIDDEN,)}
+    return {k: jnp.asarray(rng.normal(size=s) / 3, jnp.float32) for k, s in shapes.items()}
+
+
+def batch(step: int, examples: int) -> dict[str, np.ndarray]:
+    """Counted examples are rare at the start of the batch: devices have different counts."""
+    rng = np.random.default_rng(1 + step)
+    return {
+        "x": rng.normal(size=(examples, INPUTS)).astype(np.float32),
+        "y": rng.integers(0, CLASSES, examples),
+        "mask": (rng.random(examples) < np.linspace(0.05, 1, examples)).astype(np.float32),
+    }
+
+
+def hidden(p: Any, b: Any) -> jax.Array:
+    return jnp.tanh(b["x"] @ p["w"]) * p["s"]
+
+
+def logits(p: Any, b: Any) -> jax.Array:
+    return hidden(p, b) @ p["v"]
+
+
+def losses(p: Any, b: Any, z: Any = None) -> jax.Array:
+    z = logits(p, b) if z is None else z
+    return optax.softmax_cross_entropy_with_integer_labels(z, b["y"])
+
+
+def masked(p: Any, b: Any) -> jax.Array:
+    return (losses(p, b) * b["mask"]).sum() / b["mask"].sum()
+
+
+def penalized(p: Any, b: Any) -> jax.Array:
+    count = jnp.maximum(b["mask"].sum(), 1)
+    return (losses(p, b) * b["mask"]).sum() / count + 0.1 * jnp.square(p["w"]).sum()
+
+
+def integer_count(p: Any, b: Any) -> jax.Array:
+    return jnp.sum(losses(p, b), where=b["mask"] > 0) / (b["mask"] > 0).sum()
+
+
+def numbered(p: Any, b: Any) -> jax.Array:
+    return (losses(p, b) * jnp.arange(len(b["y"]))).mean()
+
+
+def dropped(p: Any, b: Any) -> jax.Array:
+    h = hidden(p, b)
+    h = jnp.where(jax.random.bernoulli(KEY, 0.7, h.shape), h / 0.7, 0)
+    return (losses(p, b, h @ p["v"]) * b["mask"]).sum() / b["mask"].sum()
+
+
+def normalized(p: Any, b: Any) -> jax.Array:
+    h = b["x"] @ p["w"]
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 0.1)
+    return losses(p, b, (h * p["s"]) @ p["v"]).mean()
+
+
+def contrastive(p: Any, b: Any) -> jax.Array:
+    z = logits(p, b)
+    return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(len(z))).mean()
+
+
+def rematerialized(p: Any, b: Any) -> jax.Array:
+    """A scan over time of checkpointed cells, and a mean over valid steps."""
+    x = jnp.broadcast_to(b["x"], (4, *b["x"].shape))
+    valid = jnp.arange(4)[:, None] < 1 + b["y"]
+
+    @jax.checkpoint
+    def cell(h: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ p["w"] + h) * p["s"]
+        return h, losses(p, b, h @ p["v"])
+
+    found = jax.lax.scan(cell, jnp.zeros((len(b["y"]), HIDDEN)), x)[1]
+    return jnp.sum(found, where=valid) / valid.sum()
+
+
+# Each loss, and whether it is a sum or quotient of sums over examples.
+LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "mean": (lambda p, b: losses(p, b).mean(), True),
+    "masked mean": (masked, True),
+    "penalized": (penalized, True),
+    "integer count": (integer_count, True),
+    "sum": (lambda p, b: losses(p, b).sum() / 9, True),
+    "numbered": (numbered, True),
+    "dropout": (dropped, True),
+    "scan": (rematerialized, True),
+    "rmse": (lambda p, b: jnp.sqrt(jnp.square(losses(p, b)).mean()), False),
+    "batch statistics": (normalized, False),
+    "contrastive": (contrastive, False),
+    "largest": (lambda p, b: losses(p, b).max(), False),
+    "sorted": (lambda p, b: jnp.sort(losses(p, b))[: len(b["y"]) // 2].mean(), False),
+}
+
+
+def with_aux(loss: Callable[..., Any], p: Any, b: Any) -> Any:
+    """Scalars, integers, booleans and entries of examples, of the whole batch."""
+    right = logits(p, b).argmax(-1) == b["y"]
+    return loss(p, b), {
+        "accuracy": (right * b["mask"]).sum() / b["mask"].sum(),
+        "right": right.sum(),
+        "examples": len(right),
+        "counted": (b["mask"] > 0).sum(),
+        "mean": losses(p, b).mean(),
+        "penalty": jnp.square(p["w"]).sum(),
+        "by class": jax.ops.segment_sum(losses(p, b), b["y"], CLASSES),
+    }
+
+
+def with_all_aux(loss: Callable[..., Any], p: Any, b: Any) -> Any:
+    """Also what needs all examples at once."""
+    value, aux = with_aux(loss, p, b)
+    z = logits(p, b)
+    more = {"top": z.max(), "any": jnp.any(z > 1), "each": z.argmax(-1), "std": z.std()}
+    return value, {**aux, **more}
+
+
+def optimizer() -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
+
+
+@cache
+def on_one_device(loss: Callable[..., Any], examples: int) -> Any:
+    """Losses and aux of the steps, and the parameters after them."""
+    tx, p = optimizer(), params()
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    state, seen = tx.init(p), []
+    for i in range(STEPS):
+        found, grads = gradient(p, batch(i, examples))
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+        seen.append(found)
+    return seen, p
+
+
+def close(found: Any, wanted: Any, tolerance: float = 2e-5) -> None:
+    """Integers and booleans are equal; floats differ by a fraction of the leaf's largest entry."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    for (path, x), y in pairs:
+        x, y = np.asarray(x), np.asarray(y)
+        if not np.issubdtype(y.dtype, np.floating):
+            np.testing.assert_array_equal(x, y, err_msg=str(path))
+        else:
+            bound = tolerance * max(np.abs(y).max(), 1e-6)
+            np.testing.assert_allclose(x, y, rtol=0, atol=bound, err_msg=str(path))
+
+
+def mesh_of(devices: int, replica: int = 1) -> Any:
+    return gshard.make_mesh(devices=jax.devices()[:devices], replica=replica)
+
+
+def sharded(level: Any, devices: int, replica: int = 1, **options: Any) -> Any:
+    state = (params(), optimizer())
+    return gshard.shard_train_state(
+        state, mesh_of(devices, replica), level, min_shard_size=16, **options
+    )
+
+
+# Level, devices, replicas, micro-batches.
+LAYOUTS = [(level, n, r, 1) for level in LEVELS for n, r in ((3, 1), (5, 1), (8, 2))]
+LAYOUTS += [(level, n, r, 4) for level in LEVELS for n, r in ((2, 1), (8, 2))]
+CASES = [(name, *layout) for name in LOSSES for layout in LAYOUTS]
+QUICK = [
+    ("masked mean", "p_g_os", 3, 1, 1),
+    ("masked mean", "os_g", 8, 2, 4),
+    ("penalized", "p_g_os", 2, 1, 4),
+    ("dropout", "os", 8, 2, 1),
+    ("dropout", "p_g_os", 8, 2, 4),
+    ("scan", "p_g_os", 5, 1, 1),
+    ("scan", "os_g", 2, 1, 4),
+    ("numbered", "dp", 2, 1, 4),
+    ("batch statistics", "p_g_os", 8, 2, 1),
+    ("batch statistics", "os_g", 2, 1, 4),
+    ("contrastive", "dp", 5, 1, 1),
+    ("largest", "os_g", 3, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "devices", "replica", "k"), quick(CASES, QUICK))
+def test_steps_are_those_of_one_device(name, level, devices, replica, k):
+    loss, adds_up = LOSSES[name]
+    examples = devices * k * 3
+    aux = partial(with_aux if k > 1 else with_all_aux, loss)
+    state, plan = sharded(level, devices, replica)
+    step = gshard.make_train_step(aux, plan, has_aux=True, micro_batches=k, donate=False)
+    if k > 1 and not adds_up:
+        with pytest.raises(gshard.GShardError, match=rf"{__file__}:\d+ needs all examples"):
+            step(state, batch(0, examples))
+        return
+    seen = []
+    for i in range(STEPS):
+        state, metrics = step(state, batch(i, examples))
+        seen.append((metrics["loss"], metrics["aux"]))
+    wanted, last = on_one_device(aux, examples)
+    close(seen, [(value, jax.tree.map(jnp.asarray, aux)) for value, aux in wanted])
+    close(plan.unwrap(state).params, last, 1e-4)
