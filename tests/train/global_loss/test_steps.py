@@ -184,18 +184,12 @@ LAYOUTS = [(level, n, r, 1) for level in LEVELS for n, r in ((3, 1), (5, 1), (8,
 LAYOUTS += [(level, n, r, 4) for level in LEVELS for n, r in ((2, 1), (8, 2))]
 CASES = [(name, *layout) for name in LOSSES for layout in LAYOUTS]
 QUICK = [
-    ("masked mean", "p_g_os", 3, 1, 1),
-    ("masked mean", "os_g", 8, 2, 4),
     ("penalized", "p_g_os", 2, 1, 4),
-    ("dropout", "os", 8, 2, 1),
     ("dropout", "p_g_os", 8, 2, 4),
     ("scan", "p_g_os", 5, 1, 1),
-    ("scan", "os_g", 2, 1, 4),
-    ("numbered", "dp", 2, 1, 4),
     ("batch statistics", "p_g_os", 8, 2, 1),
     ("batch statistics", "os_g", 2, 1, 4),
     ("contrastive", "dp", 5, 1, 1),
-    ("largest", "os_g", 3, 1, 1),
 ]
 
 
