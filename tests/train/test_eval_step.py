@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -18,6 +19,7 @@ import gshard
 from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
+per_device = partial(gshard.make_train_step, loss_semantics="per_device")
 
 
 class Net(nn.Module):
@@ -253,7 +255,7 @@ def test_rng_differs_by_step_device_and_micro_batch():
         mine = jnp.where(b["row"] >= 0, draw, 0.0)
         return p["w"].sum() * 0 + mine.mean(), {"mean": draw, "square": draw**2}
 
-    step = gshard.make_train_step(loss, plan, has_aux=True, rng=jax.random.key(3), micro_batches=2)
+    step = per_device(loss, plan, has_aux=True, rng=jax.random.key(3), micro_batches=2)
     seen = []
     for _ in range(2):
         state, metrics = step(state, {"row": np.arange(8)})
@@ -273,7 +275,7 @@ def draws(state, plan, steps, **options):
         draw = jax.random.uniform(key if rng is None else rng)
         return p["w"].sum() * 0, {"mean": draw, "square": draw**2}
 
-    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2, **options)
+    step = per_device(loss, plan, has_aux=True, micro_batches=2, **options)
     found = []
     for _ in range(steps):
         state, metrics = step(state, {"row": np.arange(8)})
@@ -431,7 +433,7 @@ def test_nnx_dropout_differs_by_device_and_its_count_moves_on():
         kept = (out != 0).astype(jnp.float32)
         return jnp.square(out).mean(), kept[0]
 
-    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2)
+    step = per_device(loss, plan, has_aux=True, micro_batches=2)
     before = int(model.drop.rngs.count[...])
     metrics = step(model, optimizer, {"x": np.ones((8, 13), np.float32)})
     assert int(model.drop.rngs.count[...]) == before + 2

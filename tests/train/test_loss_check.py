@@ -1,9 +1,10 @@
-"""A loss that is no mean over examples is named at the first step, and no other is."""
+"""With `per_device`, a loss that is no mean over examples is named at the first step, no other."""
 
 from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ BATCH = {
     "mask": (_random.random(EXAMPLES) < 0.6).astype(np.float32),
 }
 DROP = nn.Dropout(0.5, deterministic=False)
+per_device = partial(gshard.make_train_step, loss_semantics="per_device")
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +134,7 @@ def said(
     state, plan = gshard.shard_train_state(state, mesh(devices), level, min_shard_size=4)
     if "rng" in loss.__code__.co_varnames:
         options["rng"] = jax.random.key(1)
-    step = gshard.make_train_step(loss, plan, **options)
+    step = per_device(loss, plan, **options)
     return calls(lambda: step(state, batch)[0], lambda new: step(new, batch))
 
 
@@ -251,7 +253,7 @@ def test_batch_norm(axis_name, warns):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return losses.mean(), ({"top": gshard.Reduced(logits.max(), "max")}, new)
 
-    step = gshard.make_train_step(loss, plan, mutable="batch_stats", has_aux=True)
+    step = per_device(loss, plan, mutable="batch_stats", has_aux=True)
     found = calls(lambda: step(state, BATCH)[0], lambda new: step(new, BATCH))
     assert_named(found) if warns else None
     assert bool(found) == warns
@@ -279,7 +281,7 @@ def test_nnx_changes_nothing_of_the_model():
         model = _Net()
         pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=4)
-        step = gshard.make_train_step(loss, plan, check_loss=check)
+        step = per_device(loss, plan, check_loss=check)
         found = calls(lambda: step(*pair, BATCH), lambda _: step(*pair, BATCH))
         assert_named(found) if check else None
         assert int(pair[0].calls.get_value()) == 2
@@ -315,7 +317,7 @@ if rank:  # the first process alone sees it
     batch["mask"] = batch["mask"] * 0 + 1
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
-    state, metrics = gshard.make_train_step(t.WRONG["masked"], plan)(state, batch)
+    state, metrics = t.per_device(t.WRONG["masked"], plan)(state, batch)
 print("VERDICT", [str(w.message)[:120] for w in found], float(metrics["loss"]))
 """
 

@@ -1,8 +1,9 @@
-"""Every device and micro-batch draws its own random numbers, however the key comes in."""
+"""How each kind of key is folded, and what draws from it, in both meanings of a loss."""
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from flax.training.train_state import TrainState
 import gshard
 
 DROP = nn.Dropout(0.5, deterministic=False)
+make_train_step = partial(gshard.make_train_step, loss_semantics="per_device")
+value_and_grad = partial(gshard.value_and_grad, loss_semantics="per_device")
 X = np.ones((32, 16), np.float32)
 PARAMS = {"w": jnp.ones(16)}
 KEY = jax.random.key(7)
@@ -67,7 +70,7 @@ def test_a_typed_key_in_the_batch(devices, k):
     def loss(params, batch):
         return drawn(params, batch["x"], batch["key"])
 
-    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
+    step = make_train_step(loss, plan, has_aux=True, micro_batches=k)
     assert masks_differ(step(state, {"x": X, "key": KEY})[1]["aux"])
 
 
@@ -80,7 +83,7 @@ def test_a_key_for_each_example_stays_as_it_is():
 
     want = jax.value_and_grad(loss)(PARAMS, (X, keys))
     state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
-    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, (X, keys))
+    found = jax.jit(value_and_grad(loss, plan))(state.params, (X, keys))
     np.testing.assert_allclose(found[0], want[0], rtol=1e-6)
     np.testing.assert_allclose(found[1]["w"], want[1]["w"], rtol=1e-6)
 
@@ -93,7 +96,7 @@ def test_an_old_style_key_in_the_state_is_a_typed_one(level):
     found = []
     for key in (jax.random.PRNGKey(7), KEY):
         state, plan = gshard.shard_train_state(with_key(key), mesh(), level, min_shard_size=1)
-        step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=2)
+        step = make_train_step(loss, plan, has_aux=True, micro_batches=2)
         seen = []
         for _ in range(2):
             state, metrics = step(state, X)
@@ -115,7 +118,7 @@ def test_numbers_that_look_like_a_key():
 
     pair = with_key(jnp.array([3, 5], jnp.uint32))
     state, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
-    state, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, X)
+    state, metrics = make_train_step(loss, plan, has_aux=True)(state, X)
     assert metrics["aux"].tolist() == [3, 5]
 
 
@@ -125,7 +128,7 @@ def test_an_old_style_key_that_the_loss_returns():
         return value, {"dropout_rng": jax.random.split(dropout_rng)[0]}
 
     state, plan = gshard.shard_train_state(with_key(jax.random.PRNGKey(0)), mesh(), "dp")
-    step = gshard.make_train_step(loss, plan, mutable="dropout_rng")
+    step = make_train_step(loss, plan, mutable="dropout_rng")
     with pytest.raises(gshard.GShardError, match="changes the PRNG key dropout_rng"):
         step(state, X)
 
@@ -139,8 +142,7 @@ def own_loop(devices=8, k=1, x=X, take=lambda key, x: key):
         def loss(params, x):
             return drawn(params, x, take(key, x))
 
-        value_and_grad = gshard.value_and_grad(loss, plan, has_aux=True, micro_batches=k)
-        return value_and_grad(params, x)
+        return value_and_grad(loss, plan, has_aux=True, micro_batches=k)(params, x)
 
     return says(lambda: step(state.params, gshard.shard_batch(x, plan), KEY))
 
@@ -159,7 +161,7 @@ def test_a_constant_key_in_a_step(key):
         return drawn(params, x, jax.random.key(2) if key is None else key)
 
     state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
-    step = gshard.make_train_step(loss, plan, has_aux=True)
+    step = make_train_step(loss, plan, has_aux=True)
     assert len(says(lambda: step(state, X))) == 1
 
 
@@ -189,10 +191,10 @@ def test_draws_in_loops_and_branches(draw):
     def loss(params, x, *, rng=KEY):
         return jnp.mean(draw(x, rng) * params["w"])
 
-    value_and_grad = jax.jit(gshard.value_and_grad(loss, plan))
+    of_loss = jax.jit(value_and_grad(loss, plan))
     batch = gshard.shard_batch(X, plan)
-    assert says(lambda: value_and_grad(state.params, batch, rng=KEY)) == []
-    assert len(says(lambda: value_and_grad(state.params, batch))) == 1
+    assert says(lambda: of_loss(state.params, batch, rng=KEY)) == []
+    assert len(says(lambda: of_loss(state.params, batch))) == 1
 
 
 def test_draws_that_are_the_same_on_one_device():
@@ -205,7 +207,7 @@ def test_draws_that_are_the_same_on_one_device():
 
     want = loss(PARAMS, X)
     state, plan = gshard.shard_train_state(plain(), mesh(), "dp")
-    step = gshard.make_train_step(loss, plan)
+    step = make_train_step(loss, plan)
     found = []
     assert says(lambda: found.append(step(state, X)[1]["loss"])) == []
     np.testing.assert_allclose(found[0], want, rtol=1e-5)
@@ -221,5 +223,5 @@ def test_keys_that_an_nnx_model_carries():
     model = _Net()
     pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
-    step = gshard.make_train_step(lambda m, x: jnp.square(m.drop(m.layer(x))).mean(), plan)
+    step = make_train_step(lambda m, x: jnp.square(m.drop(m.layer(x))).mean(), plan)
     assert says(lambda: step(*pair, X)) == []
