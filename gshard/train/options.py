@@ -131,6 +131,12 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     """Refuses options that this plan does not support, and warns of those without effect."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
+    if options.sync_buffers and options.loss_semantics != "per_device":
+        warn(
+            f"sync_buffers=True changes nothing with loss_semantics={options.loss_semantics!r}: "
+            "what the loss returns as new state is that of the whole batch, on every device. Leave "
+            "it out, or pass loss_semantics='per_device'."
+        )
     if plan.gathers:
         return
     why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"

@@ -395,7 +395,8 @@ def test_the_programs_move_what_the_core_moves(level):
         found = read_program(lowered.compile().as_text()).collectives
         return sorted((c.kind, c.dtype, c.elements, c.group_size) for c in found)
 
-    plan, core = model.plan, gshard.value_and_grad(loss_fn, model.plan)
+    plan = model.plan
+    core = gshard.value_and_grad(loss_fn, plan, loss_semantics="per_device")
     wanted = nnx.jit(lambda model, batch: core(model, batch))
     placed = gshard.shard_batch(batch, plan)
     assert moved(model.backward.lower(loss_fn, batch)) == moved(wanted.lower(model, placed))

@@ -96,7 +96,8 @@ def test_over_devices_and_micro_batches(level, replica, k):
 
 def test_over_calls():
     state, plan = divided("os_g", replica=2)
-    call = gshard.value_and_grad(loss_fn, plan, sync=False, has_aux=True, micro_batches=2)
+    options = {"has_aux": True, "micro_batches": 2, "loss_semantics": "per_device"}
+    call = gshard.value_and_grad(loss_fn, plan, sync=False, **options)
     batches = [rows(seed) for seed in range(CALLS)]
 
     @jax.jit
@@ -174,10 +175,13 @@ def test_what_cannot_be_reduced_is_refused_by_path(name):
 
 def test_what_was_not_said_names_the_fix():
     state, plan = divided()
-    evaluate = gshard.make_eval_step(lambda p, b: b["n"].sum(), plan)
+    semantics = "per_device"
+    evaluate = gshard.make_eval_step(lambda p, b: b["n"].sum(), plan, loss_semantics=semantics)
     with pytest.raises(gshard.GShardError, match=r'int32 .*gshard\.Reduced\(x, "sum"\)'):
         evaluate(state, rows())
-    evaluate = gshard.make_eval_step(lambda p, b: {"rows": Reduced(b["n"], "max")}, plan)
+    evaluate = gshard.make_eval_step(
+        lambda p, b: {"rows": Reduced(b["n"], "max")}, plan, loss_semantics=semantics
+    )
     with pytest.warns(gshard.GShardWarning, match=r"'rows' has shape \(8,\).*reduce them first"):
         evaluate(state, rows())
     with pytest.raises(gshard.GShardError, match="the loss must be a floating scalar.*Reduced"):

@@ -741,7 +741,7 @@ def test_a_constraint_that_names_no_axis_is_fine():
 
 
 LOSSES: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
-    "per row": (lambda params, rows: rows["x"][:, 0], ("scalar", "(2,)", "gshard.Weighted")),
+    "per row": (lambda params, rows: rows["x"][:, 0], ("scalar", f"({ROWS},)", "gshard.Weighted")),
     "integer": (lambda params, rows: rows["y"].sum(), ("floating", "int32")),
     "tuple": (lambda params, rows: (rows["x"].sum(), {}), ("tuple", "has_aux=True")),
     "nothing": (lambda params, rows: None, ("floating scalar", "None")),
@@ -782,7 +782,9 @@ def test_aux_that_cannot_be_averaged(aux, parts):
         return MODEL.loss(params, rows), aux(rows)
 
     with refused(*parts):
-        gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
+        gshard.make_train_step(loss, plan, has_aux=True, loss_semantics="per_device")(
+            state, batch()
+        )
     gshard.make_train_step(MODEL.loss, plan)(state, batch())
 
 
@@ -794,8 +796,13 @@ def test_an_aux_with_one_entry_per_example_is_a_warning():
         return MODEL.loss(params, rows), {"logits": rows["x"]}
 
     with pytest.warns(gshard.GShardWarning, match=r"'logits' has shape \(2, 7\).*make_eval_step"):
-        _, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
+        state, metrics = gshard.make_train_step(
+            loss, plan, has_aux=True, loss_semantics="per_device"
+        )(state, batch())
     assert metrics["aux"]["logits"].shape == (2, 7)
+    # Of the global batch all entries are returned, as on one device.
+    _, metrics = gshard.make_train_step(loss, plan, has_aux=True)(state, batch())
+    np.testing.assert_array_equal(metrics["aux"]["logits"], batch()["x"])
 
 
 class Counted(TrainState):

@@ -102,8 +102,15 @@ def test_eval_step_refuses_what_it_cannot_join():
     state, plan = gshard.shard_train_state(
         (params(Net())["params"], optax.sgd(1.0)), mesh, "os", min_shard_size=16
     )
+
+    def five(p, b):
+        return jnp.arange(5.0)
+
     with pytest.raises(gshard.GShardError, match="one entry for each"):
-        gshard.make_eval_step(lambda p, b: jnp.zeros(5), plan)(state, batch())
+        gshard.make_eval_step(five, plan, loss_semantics="per_device")(state, batch())
+    np.testing.assert_array_equal(gshard.make_eval_step(five, plan)(state, batch()), np.arange(5.0))
+    with pytest.raises(gshard.GShardError, match="evaluation output 'name' is 'a'"):
+        gshard.make_eval_step(lambda p, b: {"name": "a"}, plan)(state, batch())
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -170,7 +177,13 @@ def test_batch_stats_come_back_as_one_value(level, micro_batches):
         )
         return cross_entropy(logits, b["y"]).mean(), {"batch_stats": new["batch_stats"]}
 
-    step = gshard.make_train_step(loss, plan, mutable="batch_stats", micro_batches=micro_batches)
+    step = gshard.make_train_step(
+        loss,
+        plan,
+        mutable="batch_stats",
+        micro_batches=micro_batches,
+        loss_semantics="per_micro_batch",
+    )
     state, _ = step(state, batch())
     assert type(state) is WithStats
     np.testing.assert_array_equal(state.seen, np.arange(3.0))
@@ -207,7 +220,10 @@ def test_with_sync_buffers_those_of_the_first_device_count(level):
         }
         return loss_fn(p, b), {"seen": new}
 
-    step = gshard.make_train_step(loss, plan, mutable="seen", sync_buffers=True)
+    options = {"mutable": "seen", "sync_buffers": True}
+    with pytest.warns(gshard.GShardWarning, match="sync_buffers=True changes nothing"):
+        gshard.make_train_step(loss, plan, **options)
+    step = gshard.make_train_step(loss, plan, loss_semantics="per_device", **options)
     rows = batch()
     rows["y"][:6] = np.maximum(rows["y"][:6], 1)
     state, _ = step(state, rows)

@@ -52,6 +52,7 @@ class Value:
       depends: whether it depends on what is differentiated.
       positions: what is known of integers.
       quotient: numerator and denominator, of a scalar that is not divided yet.
+      extreme: the maximum or minimum of this part, and whether it is a maximum.
     """
 
     placement: Placement
@@ -61,6 +62,7 @@ class Value:
     depends: bool = False
     positions: Positions | None = None
     quotient: tuple[Value, Value] | None = None
+    extreme: tuple[Any, bool] | None = None
     converted: dict[Placement, Any] = field(default_factory=dict)
 
 
@@ -142,6 +144,8 @@ class GlobalEvaluator:
         decision = decide(self, eqn, [x.placement for x in values], known)
         if _is_from_nothing(eqn, values, decision):
             return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
+        if decision.largest is not None and self.micro_batches > 1:
+            return [self._extreme(eqn, values, decision)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
         with in_scope(eqn, "loss"):
@@ -166,6 +170,12 @@ class GlobalEvaluator:
                 f"{self.place(eqn)}: the rule says {placement} of "
                 f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."
             )
+
+    def _extreme(self, eqn: Any, values: list[Value], decision: Decision) -> Value:
+        """A maximum over all micro-batches, which is known after the last."""
+        aval, largest = eqn.outvars[0].aval, bool(decision.largest)
+        own = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])[0]
+        return Value(REPLICATED, aval, source=(eqn, values), depends=True, extreme=(own, largest))
 
     def _quotient(self, eqn: Any, values: list[Value], depends: bool) -> Value:
         """A scalar sum over examples divided by what is not differentiated, not divided yet."""
@@ -204,6 +214,8 @@ class GlobalEvaluator:
     def _make(self, value: Value) -> None:
         """Makes a value that was put off."""
         eqn, values = value.source
+        if value.extreme is not None:
+            raise self.one_batch_error(eqn)
         if value.quotient is not None:
             sums = [self.convert(value.quotient[0], PARTIAL, eqn)]
             arrays = [*sums, self.convert(value.quotient[1], REPLICATED, eqn)]

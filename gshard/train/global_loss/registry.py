@@ -67,12 +67,15 @@ class Decision:
       results: the placements of the results.
       params: parameters of the equation that differ for a part, such as shapes.
       run: evaluates converted operands; None binds the equation with `params`.
+      largest: whether the result is the maximum over all parts of what each has, or the minimum;
+        None for any other equation.
     """
 
     operands: Sequence[Placement]
     results: Sequence[Placement]
     params: dict[str, Any] = field(default_factory=dict)
     run: Callable[[list[Any]], Sequence[Any]] | None = None
+    largest: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -181,13 +181,18 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     """
     if isinstance(x, Weighted):
         return Weighted(evaluator.convert(x.sum, PARTIAL), evaluator.convert(x.weight, PARTIAL))
-    value = x.value if isinstance(x, Reduced) else x
+    value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
+    if value.extreme is not None:
+        own, largest = value.extreme
+        return Reduced(own, "max" if largest else "min")
     if value.quotient is not None and batch is None:
         return _form(evaluator, Weighted(*value.quotient))
     weight = call if batch is None else batch
-    floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and not isinstance(x, Reduced)
+    if weight is not None and by not in ("sum", "mean"):
+        return Reduced(evaluator.convert(value, REPLICATED), by)
+    floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and by == "mean"
     if weight is not None and floating:
         return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight)))
-    if value.placement == PARTIAL:
+    if value.placement == PARTIAL or (weight is not None and by == "sum"):
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
     return Reduced(evaluator.convert(value, REPLICATED), SAME)
