@@ -144,6 +144,7 @@ class MicroBatchLoss:
         more_uses = non_trainable_uses(given.layouts, self.reshard)
         uses = [*self.uses, *more_uses]
         points, more_sinks = grad_sinks(leaves, self.uses), grad_sinks(more, more_uses)
+        self.global_batch.statistics = OVERWRITTEN in non_trainable
         overwritten = {name: tree for name, tree in non_trainable.items() if name == OVERWRITTEN}
 
         trained = len(leaves) + len(more) if overwritten else n

@@ -112,6 +112,7 @@ def custom_vjp(given: Given) -> Decision:
     body, consts = opened(given.params["call_jaxpr"])
     call, trees = _Differentiable(given), list[Any]()
     count = len(call.results)
+    statistics: list[bool] = []  # which residuals are
 
     def forward(*operands: Any) -> Any:
         at = _chosen(operands, call.of_operands)
@@ -143,6 +144,7 @@ def custom_vjp(given: Given) -> Decision:
         def with_residuals(index: Any, *arrays: Any) -> Any:
             with evaluator.indexed(index, given.eqn):
                 out = evaluator.arrays(fwd.jaxpr, fwd.consts, places, arrays, found_at)
+            statistics[:] = evaluator.returned[count:]
             return out[:count], (index, out[count:])
 
         def transposed(saved: Any, cotangents: Any) -> Any:
@@ -154,7 +156,9 @@ def custom_vjp(given: Given) -> Decision:
             arrays = [*saved, *_chosen(cotangents, call.of_results)]
             wanted = [*map(_of_cotangent, _chosen(places, call.of_operands))]
             with evaluator.indexed(index, given.eqn):
-                found = evaluator.arrays(back.jaxpr, back.consts, given_at, arrays, wanted)
+                found = evaluator.arrays(
+                    back.jaxpr, back.consts, given_at, arrays, wanted, statistics
+                )
             none = _no_tangents([index, *values])
             return tuple(_replaced(none, [i + 1 for i in call.of_operands], found))
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
@@ -24,6 +24,7 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
 )
 from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
+from gshard.train.global_loss.own_collectives import SUMS, sum_error, sum_size
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
@@ -32,38 +33,13 @@ from gshard.train.global_loss.placement import (
     is_key,
     size_in_bytes,
 )
-from gshard.train.global_loss.positions import Positions, positions_of
+from gshard.train.global_loss.positions import positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer
+from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
-
-
-@dataclass(eq=False)
-class Value:
-    """A value of the global trace, as this device holds it.
-
-    Attributes:
-      placement: how it is held.
-      aval: its global shape and dtype.
-      array: what this device holds; None for a value that is not made yet.
-      source: the equation and operands that make it, all replicated.
-      depends: whether it depends on what is differentiated.
-      positions: what is known of integers.
-      quotient: numerator and denominator, of a scalar that is not divided yet.
-      extreme: the maximum or minimum of this part, and whether it is a maximum.
-    """
-
-    placement: Placement
-    aval: Any
-    array: Any = None
-    source: tuple[Any, Sequence[Value]] = (None, ())
-    depends: bool = False
-    positions: Positions | None = None
-    quotient: tuple[Value, Value] | None = None
-    extreme: tuple[Any, bool] | None = None
-    converted: dict[Placement, Any] = field(default_factory=dict)
 
 
 class NeedsSum(Exception):  # noqa: N818  not an error: it carries a result out of a trace
@@ -89,6 +65,8 @@ class GlobalEvaluator:
       known: sums over all parts that were computed before, for several micro-batches.
       collects: whether a sum that is not known is raised, as `NeedsSum`.
       limit: bytes that one operation may all-gather; None for any number.
+      statistics: whether functions with a derivative return statistics of a micro-batch as one, of
+        which gshard takes the largest (fp8).
     """
 
     def __init__(
@@ -101,6 +79,8 @@ class GlobalEvaluator:
         self.known: list[jax.Array] = []
         self.collects = False
         self.limit: int | None = None
+        self.statistics = self._takes_statistics = False
+        self.returned: list[bool] = []
         self._times, self._inside, self._line = 1, 0, ""
 
     # ---- evaluation
@@ -117,13 +97,20 @@ class GlobalEvaluator:
         placements: Sequence[Placement],
         arrays: Sequence[Any],
         results: Sequence[Placement],
+        statistics: Sequence[bool] = (),
     ) -> list[Any]:
-        """Evaluates a body, from arrays of these placements to arrays of those."""
+        """Evaluates a body, from arrays of these placements to arrays of those.
+
+        `statistics` says of operands, and `self.returned` of results, whether they are statistics.
+        """
         given = zip(jaxpr.invars, placements, arrays, strict=True)
         values = [Value(place, v.aval, x, depends=True) for v, place, x in given]
+        for value, statistic in zip(values, statistics, strict=False):
+            value.statistic = statistic
         self._inside += 1
         try:
             out = self.evaluate(jaxpr, consts, values)
+            self.returned = [x.statistic for x in out]
             return [self.convert(x, place) for x, place in zip(out, results, strict=True)]
         finally:
             self._inside -= 1
@@ -138,13 +125,23 @@ class GlobalEvaluator:
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)
+        if name == "div":
+            values = _of_one_device(values)
+            if len(values) == 1:
+                return values
         known = [x.positions for x in values]
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
         decision = decide(self, eqn, [x.placement for x in values], known)
+        if name in ("pmax", "pmin"):
+            return values
+        if name in SUMS:
+            results = zip(eqn.outvars, values, strict=True)
+            source = (eqn, values)
+            return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
         if _is_from_nothing(eqn, values, decision):
             return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
-        if decision.largest is not None and self.micro_batches > 1:
+        if decision.largest is not None and self.micro_batches > 1 and not self._takes_statistics:
             return [self._extreme(eqn, values, decision)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
@@ -156,11 +153,14 @@ class GlobalEvaluator:
                     results = decision.run(arrays)
             else:
                 results = bind(eqn, arrays, **decision.params)
+        of_micro_batch = decision.largest is not None and self.micro_batches > 1
+        statistic = of_micro_batch or any(x.statistic for x in values)
         out = []
         for v, x, place in zip(eqn.outvars, results, decision.results, strict=True):
             self._check(eqn, v.aval, x, place)
             varies = depends and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             out.append(Value(place, v.aval, x, depends=varies, positions=positions))
+            out[-1].statistic = statistic
         return out
 
     def _check(self, eqn: Any, aval: Any, x: Any, placement: Placement) -> None:
@@ -202,6 +202,8 @@ class GlobalEvaluator:
         if value.placement == placement:
             return array
         if value.placement == REPLICATED:
+            if placement == PARTIAL and value.statistic:
+                return array
             if placement == PARTIAL:
                 first = self.partition.index == 0
                 return jnp.where(first, array, jnp.zeros_like(array))
@@ -216,6 +218,8 @@ class GlobalEvaluator:
         eqn, values = value.source
         if value.extreme is not None:
             raise self.one_batch_error(eqn)
+        if value.summed is not None:
+            raise sum_error(self.place(eqn))
         if value.quotient is not None:
             sums = [self.convert(value.quotient[0], PARTIAL, eqn)]
             arrays = [*sums, self.convert(value.quotient[1], REPLICATED, eqn)]
@@ -294,13 +298,14 @@ class GlobalEvaluator:
 
         It may not close over the other index.
         """
-        before = self.partition
-        self.partition = Partition(before.parts, index)
+        before = self.partition, self._takes_statistics
+        self.partition = Partition(self.partition.parts, index)
+        self._takes_statistics = self.statistics
         try:
             with self._called_by(eqn):
                 yield
         finally:
-            self.partition = before
+            self.partition, self._takes_statistics = before
 
     # ---- what is communicated
 
@@ -357,6 +362,22 @@ def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> b
     if acts_by_entry(eqn):
         return any(x.array is None for x in values)
     return name in _FROM_NOTHING and len(values) <= 1
+
+
+def _of_one_device(values: list[Value]) -> list[Value]:
+    """Undoes the loss's own sums over the devices in a mean, or in a quotient of two sums.
+
+    Returns the operands of the division, or its result alone.
+    """
+    one, other = values
+    if one.summed is None:
+        return values
+    if other.summed is not None:
+        return [one.summed, other.summed]
+    number = other.array
+    constant = number is not None and not isinstance(number, jax.core.Tracer)
+    devices = sum_size(one.source[0])
+    return [one.summed] if constant and np.ndim(number) == 0 and number == devices else values
 
 
 def _is_quotient(eqn: Any, values: Sequence[Value]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import with_inner
@@ -13,6 +16,7 @@ COLLECTIVES = frozenset(
     """psum psum2 psum_invariant pmax pmin all_gather all_to_all ppermute axis_index reduce_scatter
     psum_scatter pbroadcast pvary""".split()
 )
+SUMS = ("psum", "psum2", "psum_invariant")
 _OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 
 
@@ -38,10 +42,28 @@ def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
             _check(given, eqn, of_examples)
 
 
+def sum_size(eqn: Any) -> int:
+    """The number of devices that a sum runs over."""
+    return math.prod(lax.axis_size(axis) for axis in _axes(eqn))
+
+
+def sum_error(place: str) -> GShardError:
+    """The error for a sum over devices of what is already that of the global batch."""
+    return GShardError(
+        f"{place} sums over the devices what is already that of the whole batch: the result would "
+        "be too large by their number. Remove it: the loss is written as for one device. A mean "
+        "(lax.pmean) and a quotient of two such sums may stay. For a loss of each device's own "
+        "examples pass loss_semantics='per_device'."
+    )
+
+
+def _axes(eqn: Any) -> tuple[Any, ...]:
+    over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return tuple(over) if isinstance(over, (tuple, list)) else (over,)
+
+
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
-    name, params = eqn.primitive.name, eqn.params
-    over = params.get("axes", params.get("axis_name", ()))
-    over = over if isinstance(over, (tuple, list)) else (over,)
+    name, over = eqn.primitive.name, _axes(eqn)
     if not set(over) & set(given.evaluator.axes):
         return
     if name in _OF_ONE_DEVICE or of_examples:

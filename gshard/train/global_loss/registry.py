@@ -25,6 +25,7 @@ class Evaluator(Protocol):
     axes: tuple[str, ...]
     partition: Partition
     micro_batches: int
+    returned: list[bool]
 
     def arrays(
         self,
@@ -33,6 +34,7 @@ class Evaluator(Protocol):
         placements: Sequence[Placement],
         arrays: Sequence[Any],
         results: Sequence[Placement],
+        statistics: Sequence[bool] = (),
     ) -> list[Any]:
         """Evaluates a body, from arrays of these placements to arrays of those."""
         ...

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from gshard.sharding.mesh import Group
-from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum, Value
+from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
+from gshard.train.global_loss.value import Value
 from gshard.train.loss import SAME, Reduced, Weighted, has_reduction
 
 
@@ -30,6 +31,7 @@ class GlobalBatch:
       batches: how many batches there are, of which loss and aux are averaged.
       known: sums over all parts, computed before.
       limit: bytes that one operation may all-gather; None for any number.
+      statistics: whether the state has fp8 statistics.
       collects: whether `shares` returns this part of the first sum that is not known, or None.
       transfers: what the last evaluation communicates.
     """
@@ -40,6 +42,7 @@ class GlobalBatch:
     known: list[jax.Array] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     limit: int | None = None
+    statistics: bool = False
     collects: bool = False
 
     @property
@@ -58,7 +61,7 @@ class GlobalBatch:
         part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
         evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, part)
         evaluator.known, evaluator.collects = list(self.known), self.collects
-        evaluator.limit = self.limit
+        evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
 
         def full(x: Any) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.train.global_loss.evaluator import GlobalEvaluator, Transfer, Value
+from gshard.train.global_loss.evaluator import GlobalEvaluator
+from gshard.train.global_loss.transfers import Transfer
+from gshard.train.global_loss.value import Value
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 
 AXIS = "data"
