@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core as jax_core
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
@@ -374,8 +375,8 @@ def _of_one_device(values: list[Value]) -> list[Value]:
         return values
     if other.summed is not None:
         return [one.summed, other.summed]
-    number = other.array
-    constant = number is not None and not isinstance(number, jax.core.Tracer)
+    number: Any = other.array
+    constant = number is not None and not isinstance(number, jax_core.Tracer)
     devices = sum_size(one.source[0])
     return [one.summed] if constant and np.ndim(number) == 0 and number == devices else values
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.train.global_loss.evaluator import GlobalEvaluator
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.global_loss.value import Value
-from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 
 AXIS = "data"
 _FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -1,4 +1,4 @@
-"""Collectives that a loss calls itself: what has a meaning for the whole batch, and what has not."""
+"""Collectives that a loss calls itself: which have a meaning for the whole batch."""
 
 from __future__ import annotations
 
