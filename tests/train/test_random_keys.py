@@ -225,3 +225,77 @@ def test_keys_that_an_nnx_model_carries():
     pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
     step = make_train_step(lambda m, x: jnp.square(m.drop(m.layer(x))).mean(), plan)
     assert says(lambda: step(*pair, X)) == []
+
+
+EYE = np.eye(64, dtype=np.float32)
+OLD = jax.random.PRNGKey(7)  # KEY, as uint32[2]
+PLACES = {
+    "rng=": KEY,
+    "closed over": KEY,
+    "old-style closed over": OLD,
+    "state": KEY,
+    "old-style state": OLD,
+    "batch": KEY,
+    "batch, of each example": jax.random.split(KEY, 64),
+    "batch, old-style of each example": jax.random.split(OLD, 64),
+}
+
+
+def mask_of(key, x):
+    """Of all examples; of each with its own key if there are so many."""
+    if jnp.shape(key)[:1] == (len(x),):
+        return jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (16,)))(key)
+    return jax.random.bernoulli(key, 0.5, (len(x), 16))
+
+
+def shown(mask, x, k):
+    """A mask as aux: entries of examples are returned without micro-batches only."""
+    return mask if k == 1 else x.T @ mask  # x is the identity
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_global_loss_draws_the_mask_of_one_device(place, k):
+    key = PLACES[place]
+
+    def loss(params, batch, *, rng=None, dropout_rng=None):
+        given = (rng, dropout_rng, batch.get("key"), key)
+        mask = mask_of(next(x for x in given if x is not None), batch["x"])
+        return jnp.mean(mask * params["w"]), shown(mask, batch["x"], k)
+
+    state = with_key(key) if "state" in place else plain()
+    state, plan = gshard.shard_train_state(state, mesh(), "p_g_os", min_shard_size=1)
+    options: Any = {"rng": key} if place == "rng=" else {}
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k, **options)
+    batch = {"x": EYE, "key": key} if "batch" in place else {"x": EYE}
+    masks = []
+
+    def train():
+        new = state
+        for _ in range(2):
+            new, metrics = step(new, batch)
+            masks.append(metrics["aux"])
+
+    assert says(train) == []
+    folds = place == "rng=" or "state" in place
+    for i, found in enumerate(masks):
+        wanted = mask_of(jax.random.fold_in(KEY, i) if folds else key, EYE)
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_global_loss_of_an_nnx_model_draws_the_masks_of_one_device(k):
+    model, alone = _Net(), _Net()
+    pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    pair, plan = gshard.shard_train_state(pair, mesh(), "p_g_os", min_shard_size=1)
+
+    def mask_by(model, x):
+        return model.drop(jnp.ones((len(x), 16))) > 0
+
+    def loss(model, x):
+        mask = mask_by(model, x)
+        return jnp.mean(model.layer(mask * 1.0)), shown(mask, x, k)
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
+    for _ in range(3):
+        np.testing.assert_array_equal(step(*pair, EYE)["aux"], mask_by(alone, EYE))
