@@ -165,6 +165,35 @@ def test_a_weighted_that_does_not_add_up_is_named(name):
         assert part in text
 
 
+@pytest.mark.parametrize("name", [*WRONG, *WRONG_WEIGHTED])
+def test_of_the_global_batch_all_are_right(name):
+    """What is named with `per_device` is by default the loss of one device, without a warning."""
+    loss: Any = {**WRONG, **WRONG_WEIGHTED}[name]
+    key = jax.random.key(1) if "rng" in loss.__code__.co_varnames else None
+
+    def alone(params, i):
+        draws = {} if key is None else {"rng": jax.random.fold_in(key, i)}
+        found = loss(params, BATCH, **draws)
+        return found.sum / found.weight if isinstance(found, gshard.Weighted) else found
+
+    start = (jax.tree.map(jnp.copy, PARAMS), optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(start, mesh(), "p_g_os", min_shard_size=4)
+    step = gshard.make_train_step(loss, plan, rng=key)
+    losses = []
+
+    def run(state):
+        state, metrics = step(state, BATCH)
+        losses.append(metrics["loss"])
+        return state
+
+    assert calls(lambda: run(state), run) == []
+    params = PARAMS
+    for i, found in enumerate(losses):
+        wanted, grads = jax.jit(jax.value_and_grad(alone))(params, i)
+        np.testing.assert_allclose(found, wanted, rtol=1e-3 if "bfloat16" in name else 1e-5)
+        params = optax.tree.add_scale(params, -0.1, grads)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_right_is_not_named(name):
     assert said(RIGHT[name]) == []
