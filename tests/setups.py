@@ -78,6 +78,12 @@ def norm(width: int = 200) -> gshard.TrainSetup:
     return gshard.TrainSetup(init, loss, jnp.zeros((2, width)), step={"mutable": ("batch_stats",)})
 
 
+def norm_of_each_device() -> gshard.TrainSetup:
+    """The same, where the statistics are over all devices since the model says so."""
+    setup = norm()
+    return dataclasses.replace(setup, step={**setup.step, "loss_semantics": "per_device"})
+
+
 def pair(width: int = 192) -> gshard.TrainSetup:
     """An NNX model and its optimizer."""
 

@@ -37,7 +37,7 @@ PREEMPTED_EXIT_CODE = 75
 # What a collective or JAX's coordinator says when another process has gone. No more than that: the
 # words are looked for in what the user's program prints, too.
 LOST_PEER = re.compile(
-    r"gloo [\w ]{1,40} failed|coordination service|distributed service detected|"
+    r"gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
     r"remote process exited|nccl(remote|system)error|lost its connection to another one",
     re.IGNORECASE,
 )

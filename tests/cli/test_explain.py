@@ -216,6 +216,9 @@ def test_commands_make_their_own_virtual_devices(folder):
 
 def test_what_a_loss_communicates_itself_exceeds_no_budget(capsys):
     """A synchronised BatchNorm: its sums, and those of its backward pass."""
-    assert main(["audit", "tests.setups:norm", "--devices", "4", "--levels", "os", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["levels"].values()
-    assert [x["elements"] for x in found["collectives"] if x["purpose"] == "user"] == [800]
+    for name, purpose, elements in (("norm_of_each_device", "user", 800), ("norm", "loss", 1200)):
+        options = ["--devices", "4", "--levels", "os", "--json"]
+        assert main(["audit", f"tests.setups:{name}", *options]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["levels"].values()
+        amounts = [x["elements"] for x in found["collectives"] if x["purpose"] == purpose]
+        assert amounts == [elements]

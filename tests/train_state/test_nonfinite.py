@@ -99,18 +99,26 @@ def test_one_bad_entry_on_one_device_skips_the_step_on_all(level, precision):
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
-def test_a_scale_does_not_change_the_numbers(level):
-    """Powers of two: the same bits with and without, clipping after the scale is taken out."""
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
+def test_a_scale_does_not_change_the_numbers(level, semantics):
+    """Powers of two: the same bits with and without, clipping after the scale is taken out.
+
+    A quotient of the global batch is divided before its gradient is taken: the bits are others.
+    """
     found = []
     for scaler in (None, gshard.GradScaler(init_loss_scaling=2.0**10)):
         state, plan = divided(level)
-        step = gshard.make_train_step(loss_fn, plan, mutable="seen", scaler=scaler, micro_batches=2)
+        options = {"mutable": "seen", "micro_batches": 2, "loss_semantics": semantics}
+        step = gshard.make_train_step(loss_fn, plan, scaler=scaler, **options)
         for i in range(3):
             state, metrics = step(state, batch(i))
         found.append(
             [*values(state), np.asarray(metrics["loss"]), np.asarray(metrics["grad_norm"])]
         )
-    assert_same(*found)
+    if semantics == "per_device":
+        assert_same(*found)
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("level", ["os", "p_g_os"])
@@ -129,7 +137,7 @@ def test_small_gradients_of_float16_need_the_scale(level):
             min_shard_size=4,
             precision="float16",
         )
-        step = gshard.make_train_step(loss, plan, scaler=scaler)
+        step = gshard.make_train_step(loss, plan, scaler=scaler, loss_semantics="per_device")
         state, _ = step(state, {"x": np.ones((DEVICES, 1), np.float32)})
         found[scaler is None] = gshard.full_params(state)["w"]
     np.testing.assert_array_equal(found[True], 1)

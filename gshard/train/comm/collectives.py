@@ -293,10 +293,13 @@ def _not_before(x: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
 
 
 def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Array:
-    """Computes the `sum`, `max` or `min` over `axes`; NaN if any of the values is NaN."""
+    """Computes the `sum`, `max` or `min` over `axes`; NaN if any of the values is NaN.
+
+    An array, such as new state that the loss returns, has a purpose of its own in profiles.
+    """
     if _one_device(axes):
         return x
-    with jax.named_scope("gshard/scalar"):
+    with jax.named_scope("gshard/agree" if jnp.ndim(x) else "gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))
         return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
