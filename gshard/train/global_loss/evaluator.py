@@ -375,10 +375,10 @@ def _of_one_device(values: list[Value]) -> list[Value]:
         return values
     if other.summed is not None:
         return [one.summed, other.summed]
-    number: Any = other.array
-    constant = number is not None and not isinstance(number, jax_core.Tracer)
-    devices = sum_size(one.source[0])
-    return [one.summed] if constant and np.ndim(number) == 0 and number == devices else values
+    number = other.array
+    if number is None or isinstance(number, jax_core.Tracer) or np.ndim(number):
+        return values
+    return [one.summed] if number == sum_size(one.source[0]) else values
 
 
 def _is_quotient(eqn: Any, values: Sequence[Value]) -> bool:
