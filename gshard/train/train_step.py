@@ -88,7 +88,7 @@ def make_train_step(
         or `(loss, (aux, {name: value}))`. They are those of the whole batch. With `"per_device"`
         floating values become their mean over devices, others their maximum.
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with the step. Keys
-        in further fields of the state, typed or old-style, are folded too. With
+        in further fields of a Linen state, typed or old-style, are folded too. With
         `"per_micro_batch"` both are also folded with the micro-batch, with `"per_device"` with
         device and micro-batch.
       scaler: a `gshard.GradScaler`, for float16.
