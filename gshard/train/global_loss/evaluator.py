@@ -258,9 +258,10 @@ class GlobalEvaluator:
         return GShardError(
             f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
             f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "
-            "such sums, does not. Pass micro_batches=1 (jax.checkpoint saves memory as well), or "
-            "loss_semantics='per_micro_batch', which computes it for the examples of one "
-            "micro-batch over all devices."
+            "such sums, does not. If it is an auxiliary output or new state, return the sums and "
+            "compute it after the step. Otherwise pass micro_batches=1 (jax.checkpoint saves "
+            "memory as well), or loss_semantics='per_micro_batch', which computes it for the "
+            "examples of one micro-batch over all devices."
         )
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:

@@ -17,6 +17,7 @@ import jax
 from gshard._util.errors import GShardError
 from gshard.train.global_loss.placement import Partition, Placement
 from gshard.train.global_loss.positions import Positions
+from gshard.train.global_loss.transfers import Transfer
 
 
 class Evaluator(Protocol):
@@ -26,6 +27,7 @@ class Evaluator(Protocol):
     partition: Partition
     micro_batches: int
     returned: list[bool]
+    transfers: list[Transfer]
 
     def arrays(
         self,

@@ -196,6 +196,9 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and by == "mean"
     if weight is not None and floating:
         return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight)))
+    narrow = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize < 4
+    if weight is None and narrow and evaluator.micro_batches == 1:  # wraps as on one device
+        return Reduced(evaluator.convert(value, REPLICATED), SAME)
     if value.placement == PARTIAL or (weight is not None and by == "sum"):
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
     return Reduced(evaluator.convert(value, REPLICATED), SAME)
