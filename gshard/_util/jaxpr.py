@@ -60,10 +60,15 @@ def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         return bind(eqn, values)
 
 
+def is_library(file: str) -> bool:
+    """Whether a source file is not the user's own."""
+    return any(name in file for name in _LIBRARIES)
+
+
 def user_line(eqn: Any) -> str:
     """The file and line outside of libraries that an equation was traced at; empty if unknown."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):  # from the innermost
-        if not any(name in frame.file_name for name in _LIBRARIES):
+        if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
 

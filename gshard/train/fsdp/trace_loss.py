@@ -14,7 +14,6 @@ import re
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,10 +21,9 @@ from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import all_equations, with_inner
+from gshard._util.jaxpr import all_equations, is_library, user_line, with_inner
 from gshard.sharding.mesh import entry_axes
 
-_LIBRARIES = (str(Path(__file__).parents[2]), "site-packages")
 _ABOUT_MESHES = re.compile(
     r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|values of rank"
 )
@@ -105,7 +103,7 @@ class _Change:
             if eqn.primitive.name == "axis_index" and len(self.axes) > 1:
                 raise GShardError(
                     f"the loss takes its index along {_names(eqn)[0]!r}"
-                    f"{_line_of_equation(eqn)}, and the mesh has several data axes: use "
+                    f"{_bracketed(user_line(eqn))}, and the mesh has several data axes: use "
                     f"jax.lax.axis_index({self.axes})."
                 )
             params |= {k: self._bound(params[k]) for k in ("axes", "axis_name") if k in params}
@@ -218,8 +216,8 @@ def _check_shard_map(eqn: Any, axes: Sequence[str]) -> None:
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     manual = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))
     if set(manual) & set(axes) or any(kinds.get(a) != AxisType.Manual for a in axes):
-        lines = map(_line_of_equation, with_inner(eqn))  # in a `jit` its own has no frames
-        raise _shard_map_refusal(next(filter(None, lines), ""), axes)
+        lines = map(user_line, with_inner(eqn))  # in a `jit` its own has no frames
+        raise _shard_map_refusal(_bracketed(next(filter(None, lines), "")), axes)
 
 
 def _shard_map_refusal(line: str, axes: Sequence[str]) -> GShardError:
@@ -234,14 +232,9 @@ def _shard_map_refusal(line: str, axes: Sequence[str]) -> GShardError:
 def _line_of(error: Exception) -> str:
     """` (file:line)` of the user's code that an error was raised from; empty where not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    return _own_line([(frame.filename, frame.lineno) for frame in frames])
+    own = [frame for frame in frames if not is_library(frame.filename)]
+    return _bracketed(f"{own[-1].filename}:{own[-1].lineno}" if own else "")
 
 
-def _line_of_equation(eqn: Any) -> str:
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    return _own_line([(frame.file_name, frame.line_num) for frame in reversed(frames)])
-
-
-def _own_line(places: Sequence[tuple[str, int | None]]) -> str:
-    own = [place for place in places if not any(name in place[0] for name in _LIBRARIES)]
-    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+def _bracketed(line: str) -> str:
+    return f" ({line})" if line else ""

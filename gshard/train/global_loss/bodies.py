@@ -19,7 +19,7 @@ from gshard.train.comm.examples import extreme_of_examples
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.own_collectives import check_body_as_traced
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
-from gshard.train.global_loss.registry import Decision, Given, rule
+from gshard.train.global_loss.registry import Decision, Evaluator, Given, rule
 
 
 def _joined(given: Given, shape: Sequence[int], one: Placement, other: Placement) -> Placement:
@@ -125,63 +125,48 @@ def while_(given: Given) -> Decision | None:
     n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_test, of_body = given.placements[:n], given.placements[n:m]
     carry_at, _ = _carried(given, body, of_body, given.placements[m:])
-    if test.outvars[0].aval.shape:
-        return _while_of_examples(given, carry_at)
+    place, dims = REPLICATED, tuple(range(len(test.outvars[0].aval.shape)))
+    if dims:
+        (place,), _ = placements_of(evaluator, test, [*of_test, *carry_at])
+        carry_at = [place] * len(carry_at)
+        if not place.is_sharded or _carried(given, body, of_body, carry_at)[0] != carry_at:
+            return None
 
     def run(values: list[Any]) -> Any:
-        def go_on(carry: Any) -> Any:
-            arrays = [*values[:n], *carry]
-            places = [*of_test, *carry_at]
-            return evaluator.arrays(test, test_consts, places, arrays, [REPLICATED])[0]
+        def active(carry: Any) -> Any:
+            arrays, places = [*values[:n], *carry], [*of_test, *carry_at]
+            return evaluator.arrays(test, test_consts, places, arrays, [place])[0]
 
         def step(carry: Any) -> Any:
-            arrays = [*values[n:m], *carry]
-            places = [*of_body, *carry_at]
-            return evaluator.arrays(body, body_consts, places, arrays, carry_at)
+            arrays, places = [*values[n:m], *carry], [*of_body, *carry_at]
+            new = evaluator.arrays(body, body_consts, places, arrays, carry_at)
+            if not dims:
+                return new
+            on = active(carry)
+            return [
+                jnp.where(jnp.expand_dims(on, tuple(range(on.ndim, x.ndim))), x, old)
+                for x, old in zip(new, carry, strict=True)
+            ]
+
+        together = bool(dims) and _communicates(evaluator, step, values[m:])
+
+        def go_on(carry: Any) -> Any:
+            on = active(carry)
+            if together:  # a device that stops would leave the others waiting
+                return extreme_of_examples(on, dims, True, evaluator.axes)
+            return jnp.any(on) if dims else on
 
         return lax.while_loop(go_on, step, values[m:])
 
     return Decision([*of_test, *of_body, *carry_at], carry_at, run=run)
 
 
-def _while_of_examples(given: Given, carry_at: list[Placement]) -> Decision | None:
-    """A loop with one condition for each example; what an example carries stays when it stops."""
-    params, evaluator = given.params, given.evaluator
-    test, test_consts = opened(params["cond_jaxpr"])
-    body, body_consts = opened(params["body_jaxpr"])
-    n, m = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    of_test, of_body = given.placements[:n], given.placements[n:m]
-    (place,), _ = placements_of(evaluator, test, [*of_test, *carry_at])
-    own = [place] * len(carry_at)
-    if not place.is_sharded or _carried(given, body, of_body, own)[0] != own:
-        return None
-
-    def run(values: list[Any]) -> Any:
-        def goes_on(carry: Any) -> Any:
-            arrays = [*values[:n], *carry]
-            return evaluator.arrays(test, test_consts, [*of_test, *own], arrays, [place])[0]
-
-        def step(carry: Any) -> Any:
-            active, arrays = goes_on(carry), [*values[n:m], *carry]
-            new = evaluator.arrays(body, body_consts, [*of_body, *own], arrays, own)
-            return [
-                jnp.where(active.reshape(*active.shape, *[1] * (x.ndim - active.ndim)), x, old)
-                for x, old in zip(new, carry, strict=True)
-            ]
-
-        before = len(evaluator.transfers)
-        jax.eval_shape(step, values[m:])
-        alone = len(evaluator.transfers) == before  # otherwise the devices loop together
-
-        def any_goes_on(carry: Any) -> Any:
-            active, dims = goes_on(carry), tuple(range(len(test.outvars[0].aval.shape)))
-            if alone:
-                return jnp.any(active)
-            return extreme_of_examples(active, dims, True, evaluator.axes)
-
-        return lax.while_loop(any_goes_on, step, values[m:])
-
-    return Decision([*of_test, *of_body, *own], own, run=run)
+def _communicates(evaluator: Evaluator, fun: Any, *args: Any) -> bool:
+    before = len(evaluator.transfers)
+    jax.eval_shape(fun, *args)
+    found = len(evaluator.transfers) > before
+    del evaluator.transfers[before:]
+    return found
 
 
 @rule("cond")

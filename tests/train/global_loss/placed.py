@@ -243,6 +243,16 @@ def check(
             _same(x, y, like, f"{words}: gradient of operand {i}")
 
 
+def check_free(case: Case) -> None:
+    """What a case says is free needs no collective, and gives the placements of its results."""
+    placed = Placed(case.f, case.args, 3)
+    for given, wanted in case.expected():
+        placed.held(case.args, given)
+        assert not placed.transfers, (given, placed.transfers)
+        wanted += wanted[-1:] * (len(placed.results) - len(wanted))
+        assert placed.results == wanted, given
+
+
 def _same(x: np.ndarray, y: np.ndarray, like: float, words: str) -> None:
     if np.issubdtype(x.dtype, np.number):
         np.testing.assert_allclose(

@@ -9,7 +9,16 @@ import pytest
 from jax import lax
 
 from gshard import GShardError
-from tests.train.global_loss.placed import AXIS, Case, Placed, check, integers, numbers, placements
+from tests.train.global_loss.placed import (
+    AXIS,
+    Case,
+    Placed,
+    check,
+    check_free,
+    integers,
+    numbers,
+    placements,
+)
 
 X, Y, W = numbers(12, 5), numbers(12, 5, seed=1), numbers(5, 5, seed=2)
 STEPS = numbers(3, 12, 5)
@@ -217,12 +226,7 @@ def test_numbers_are_those_of_the_function(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.free], ids=str)
 def test_no_collective_is_needed(case):
-    placed = Placed(case.f, case.args, 3)
-    for given, wanted in case.expected():
-        placed.held(case.args, given)
-        assert not placed.transfers, (given, placed.transfers)
-        wanted += wanted[-1:] * (len(placed.results) - len(wanted))
-        assert placed.results == wanted, given
+    check_free(case)
 
 
 def test_collectives_of_a_loop_count_as_often_as_it_runs():

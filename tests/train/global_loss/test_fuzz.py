@@ -1,4 +1,4 @@
-"""Random losses, in parts under `jax.vmap(axis_name=)`: the numbers of one device, or refused."""
+"""Random losses, in parts under `jax.vmap(axis_name=)`: right as on one device, or refused."""
 
 from __future__ import annotations
 

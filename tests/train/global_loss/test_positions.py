@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.global_loss.placed import Case, Placed, check, integers, numbers
+from tests.train.global_loss.placed import Case, check, check_free, integers, numbers
 
 X, Y = numbers(12, 5), integers(12, high=5)
 SQUARE = numbers(12, 12)
@@ -76,11 +76,7 @@ def test_numbers_are_those_of_the_function(case):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.free], ids=str)
 def test_no_collective_is_needed(case):
-    placed = Placed(case.f, case.args, 3)
-    for given, wanted in case.expected():
-        placed.held(case.args, given)
-        assert not placed.transfers, (given, placed.transfers)
-        assert placed.results == wanted, given
+    check_free(case)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16"])

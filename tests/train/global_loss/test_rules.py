@@ -21,7 +21,7 @@ from tests.train.global_loss import (
     shape_cases,
     test_positions,
 )
-from tests.train.global_loss.placed import Placed, check, placements
+from tests.train.global_loss.placed import Placed, check, check_free, placements
 
 CASES = [*entry_cases.CASES, *shape_cases.CASES, *product_cases.CASES, *index_cases.CASES]
 EVERY = [*CASES, *test_positions.CASES]
@@ -47,12 +47,7 @@ def test_numbers_are_those_of_the_function(case):
 
 @pytest.mark.parametrize("case", FREE, ids=str)
 def test_no_collective_is_needed(case):
-    placed = Placed(case.f, case.args, 3)
-    for given, wanted in case.expected():
-        placed.held(case.args, given)
-        assert not placed.transfers, (given, placed.transfers)
-        wanted += wanted[-1:] * (len(placed.results) - len(wanted))
-        assert placed.results == wanted, given
+    check_free(case)
 
 
 @pytest.mark.parametrize("case", OF_TWO, ids=str)
