@@ -10,9 +10,9 @@ from jax.extend.core import Literal
 from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.own_collectives import (
-    COLLECTIVES,
     check_body_as_traced,
     check_own_collective,
+    is_own_collective,
 )
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, positions_of
@@ -35,7 +35,7 @@ def decide(
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
     given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
-    if eqn.primitive.name in COLLECTIVES:
+    if is_own_collective(eqn):
         check_own_collective(given)
         return given.all(REPLICATED)
     for attempt in _attempts(given):

@@ -25,7 +25,12 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
 )
 from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
-from gshard.train.global_loss.own_collectives import SUMS, sum_error, sum_size
+from gshard.train.global_loss.own_collectives import (
+    is_own_collective,
+    is_own_sum,
+    sum_error,
+    sum_size,
+)
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
@@ -134,9 +139,9 @@ class GlobalEvaluator:
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
         decision = decide(self, eqn, [x.placement for x in values], known)
-        if name in ("pmax", "pmin"):
+        if name in ("pmax", "pmin") and is_own_collective(eqn):
             return values
-        if name in SUMS:
+        if is_own_sum(eqn):
             results = zip(eqn.outvars, values, strict=True)
             source = (eqn, values)
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]

@@ -16,7 +16,7 @@ COLLECTIVES = frozenset(
     """psum psum2 psum_invariant pmax pmin all_gather all_to_all ppermute axis_index reduce_scatter
     psum_scatter pbroadcast pvary""".split()
 )
-SUMS = ("psum", "psum2", "psum_invariant")
+_SUMS = ("psum", "psum2", "psum_invariant")
 _OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 
 
@@ -38,13 +38,24 @@ def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
       GShardError: as `check_own_collective`.
     """
     for eqn in with_inner(given.eqn):
-        if eqn.primitive.name in COLLECTIVES:
+        if is_own_collective(eqn):
             _check(given, eqn, of_examples)
+
+
+def is_own_collective(eqn: Any) -> bool:
+    """Whether an equation communicates; over positions, as `jax.vmap` makes it, it does not."""
+    over = _axes(eqn) if eqn.primitive.name in COLLECTIVES else ()
+    return any(isinstance(axis, str) for axis in over)
 
 
 def sum_size(eqn: Any) -> int:
     """The number of devices that a sum runs over."""
     return math.prod(lax.axis_size(axis) for axis in _axes(eqn))
+
+
+def is_own_sum(eqn: Any) -> bool:
+    """Whether an equation sums over devices."""
+    return eqn.primitive.name in _SUMS and is_own_collective(eqn)
 
 
 def sum_error(place: str) -> GShardError:
