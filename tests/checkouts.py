@@ -26,7 +26,6 @@ SOURCES = {
     "flax": "https://github.com/google/flax",
     "nanodo": "https://github.com/google-deepmind/nanodo",
     "nanogptx": "https://github.com/adonath/nanogptx",
-    "nanoGPT-jax": "https://github.com/cgarciae/nanoGPT-jax",
     "gpt-jax": "https://github.com/jenkspt/gpt-jax",
 }
 

@@ -1,19 +1,13 @@
 """Flax's own examples, as they are: two steps match one device.
 
-Models and loss functions are read from a checkout of Flax, whose `examples/` folder the environment
-variable FLAX_EXAMPLES names. Only the functions of `train.py` that compute a loss are run, since
-the files import TensorFlow.
+`tests/checkouts.py` says how models and losses are taken out of the example's files.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import os
-import sys
+import random
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -23,51 +17,30 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training import common_utils
 from flax.training.train_state import TrainState
 
 import gshard
+from tests import checkouts
+from tests.unchanged import (
+    DEVICES,
+    EXAMPLES,
+    STEPS,
+    Functional,
+    Module,
+    check_functional,
+    check_module,
+    close,
+)
 
-FOLDER = os.environ.get("FLAX_EXAMPLES", "")
-EXAMPLES = 12
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER, reason="set FLAX_EXAMPLES to the examples folder of Flax"),
-]
-
-
-def models_of(name: str) -> ModuleType:
-    path = Path(FOLDER, name, "models.py")
-    spec = importlib.util.spec_from_file_location(f"flax_examples_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+pytestmark = pytest.mark.slow
 
 
-def definitions_of(name: str, *wanted: str) -> dict[str, Any]:
-    """The functions and classes of an example's `train.py`, without its other imports."""
-    tree = ast.parse(Path(FOLDER, name, "train.py").read_text())
-    found = [x for x in tree.body if getattr(x, "name", None) in wanted]
-    assert [x.name for x in found] == [x for x in wanted if x in {y.name for y in found}]
-    assert len(found) == len(wanted), f"{name}/train.py has no {wanted}"
-    for x in found:
-        x.decorator_list = []
-    scope = {
-        "jax": jax,
-        "jnp": jnp,
-        "np": np,
-        "nn": nn,
-        "nnx": nnx,
-        "optax": optax,
-        "partial": partial,
-        "common_utils": common_utils,
-        "Array": Any,
-    }
-    code = ast.Module([ast.parse("from __future__ import annotations").body[0], *found], [])
-    exec(compile(ast.fix_missing_locations(code), f"{name}/train.py", "exec"), scope)
-    return scope
+def example(*parts: str) -> Path:
+    return checkouts.folder("flax", "examples", *parts)
+
+
+def definitions_of(name: str, *wanted: str, **given: Any) -> dict[str, Any]:
+    return checkouts.definitions(example(name, "train.py"), *wanted, **given)
 
 
 def tokens(step: int, length: int = 10, vocabulary: int = 31) -> np.ndarray:
@@ -78,10 +51,17 @@ def tokens(step: int, length: int = 10, vocabulary: int = 31) -> np.ndarray:
     return np.where(np.arange(length) < ends[:, None], ids, 0)
 
 
-def language_model(name: str, targets: bool):
+def normal(step: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(EXAMPLES, *shape)).astype(np.float32)
+
+
+# Linen
+
+
+def language_model(name: str, targets: bool) -> Functional:
     """lm1b, wmt, nlp_seq: the sum of the losses of valid tokens, divided by their number."""
-    models = models_of(name)
-    loss_of = definitions_of(name, "compute_weighted_cross_entropy")
+    models = checkouts.module(example(name), "models")
+    scope = definitions_of(name, "compute_weighted_cross_entropy")
     sizes = {"emb_dim": 16, "num_heads": 2, "num_layers": 2, "qkv_dim": 16, "mlp_dim": 32}
     config = {"vocab_size": 31, "output_vocab_size": 31, "max_len": 16, **sizes}
     model = (models.TransformerLM if name == "lm1b" else models.Transformer)(
@@ -99,70 +79,98 @@ def language_model(name: str, targets: bool):
         logits = apply({"params": params}, b, rngs={"dropout": rng})
         labels = b["targets"] if targets else b["inputs"]
         weights = jnp.where(labels > 0, 1, 0).astype(jnp.float32)
-        total, weight = loss_of["compute_weighted_cross_entropy"](logits, labels, weights)
+        total, weight = scope["compute_weighted_cross_entropy"](logits, labels, weights)
         return total / weight
 
     def batch(step):
         return {"inputs": tokens(step), "targets": tokens(step + 100)}
 
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    start = apply(keys, batch(0), run=model.init)
-    return start["params"], loss, batch
+    return Functional(apply(keys, batch(0), run=model.init)["params"], loss, batch)
 
 
-def vae():
-    model = models_of("vae").model(4)
-    names = ("kl_divergence", "binary_cross_entropy_with_logits")
-    loss_of = definitions_of("vae", *names)
-    kl, cross_entropy = (jax.vmap(loss_of[name]) for name in names)  # as they are decorated
+def vae() -> Functional:
+    model = checkouts.module(example("vae"), "models").model(4)
+    scope = definitions_of("vae", "kl_divergence", "binary_cross_entropy_with_logits")
 
     def loss(params, b, *, rng):
         recon_x, mean, logvar = model.apply({"params": params}, b, rng)
-        return cross_entropy(recon_x, b).mean() + kl(mean, logvar).mean()
+        cross_entropy = scope["binary_cross_entropy_with_logits"](recon_x, b).mean()
+        return cross_entropy + scope["kl_divergence"](mean, logvar).mean()
 
     def batch(step):
         return (np.random.default_rng(step).random((EXAMPLES, 784)) > 0.5).astype(np.float32)
 
-    return model.init(jax.random.key(0), batch(0), jax.random.key(1))["params"], loss, batch
+    start = model.init(jax.random.key(0), batch(0), jax.random.key(1))
+    return Functional(start["params"], loss, batch, rate=1e-4)  # a sum over pixels
 
 
-RATES = {"vae": 1e-4}  # a sum over pixels
-CASES = {
-    "lm1b": lambda: language_model("lm1b", targets=False),
-    "wmt": lambda: language_model("wmt", targets=True),
-    "nlp_seq": lambda: language_model("nlp_seq", targets=True),
+def train_step_of(name: str, scope: dict[str, Any], model: nn.Module, key: str, **given: Any):
+    """`loss_fn` of the example's `train_step(state, batch, ...)`, of the parameters."""
+    state = TrainState(step=0, apply_fn=model.apply, params=None, tx=None, opt_state=None)
+
+    def loss(params, b, *, rng):
+        arguments = {"state": state, "batch": b, key: rng if key != "rngs" else {"dropout": rng}}
+        return checkouts.loss_fn(scope, "train_step", **arguments, **given)(params)
+
+    return loss
+
+
+def seq2seq() -> Functional:
+    """The decoder is fed with tokens that it samples; returns its logits too."""
+    models = checkouts.module(example("seq2seq"), "models")
+    table = checkouts.module(example("seq2seq"), "input_pipeline").CharacterTable("0123456789+= ")
+    scope = definitions_of("seq2seq", "cross_entropy_loss")
+    model = models.Seq2seq(False, hidden_size=12, vocab_size=table.vocab_size, eos_id=table.eos_id)
+
+    def batch(step):
+        random.seed(step)
+        return table.get_batch(EXAMPLES)
+
+    keys = {"params": jax.random.key(0), "lstm": jax.random.key(1)}
+    start = model.init(keys, batch(0)["query"], batch(0)["answer"])
+    loss = train_step_of("seq2seq", scope, model, "lstm_rng", eos_id=table.eos_id)
+    return Functional(start["params"], loss, batch)
+
+
+def sst2() -> Functional:
+    """A bidirectional LSTM over ragged sequences, with attention; returns its logits too."""
+    models = checkouts.module(example("sst2"), "models")
+    scope = definitions_of("sst2", "sigmoid_cross_entropy_with_logits")
+    model = models.TextClassifier(
+        embedding_size=12,
+        hidden_size=10,
+        vocab_size=31,
+        output_size=1,
+        dropout_rate=0.5,
+        word_dropout_rate=0.1,
+    )
+
+    def batch(step):
+        ids = tokens(step)
+        label = np.random.default_rng(step).integers(0, 2, EXAMPLES).astype(np.float32)
+        return {"token_ids": ids, "length": (ids > 0).sum(1), "label": label}
+
+    b = batch(0)
+    start = model.init(jax.random.key(0), b["token_ids"], b["length"], deterministic=True)
+    return Functional(start["params"], train_step_of("sst2", scope, model, "rngs"), batch)
+
+
+LINEN = {
+    "lm1b": partial(language_model, "lm1b", targets=False),
+    "wmt": partial(language_model, "wmt", targets=True),
+    "nlp_seq": partial(language_model, "nlp_seq", targets=True),
     "vae": vae,
+    "seq2seq": seq2seq,
+    "sst2": sst2,
 }
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
-@pytest.mark.parametrize("name", CASES)
-def test_an_example_of_flax_matches_one_device(name, level, micro_batches):
-    params, loss, batch = CASES[name]()
-    params, tx, key = (
-        nn.unbox(params),
-        optax.sgd(RATES.get(name, 0.1), momentum=0.9),
-        jax.random.key(7),
-    )
-    mesh = gshard.make_mesh(devices=jax.devices()[:3])
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    state, plan = gshard.shard_train_state(state, mesh, level, min_shard_size=16)
-    step = gshard.make_train_step(loss, plan, rng=key, micro_batches=micro_batches)
-    opt_state = tx.init(params)
-    for i in range(2):
-        state, metrics = step(state, batch(i))
-        value, grads = jax.jit(jax.value_and_grad(loss))(
-            params, batch(i), rng=jax.random.fold_in(key, i)
-        )
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(metrics["loss"], value, rtol=2e-6)
-    assert all(x.kind != "gather" for x in step.loss_transfers), step
-    for ours, theirs in zip(
-        jax.tree.leaves(gshard.full_params(state)), jax.tree.leaves(params), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6 * np.abs(theirs).max() + 1e-6)
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("name", LINEN)
+def test_a_linen_example_matches_one_device(name, level, micro_batches):
+    check_functional(LINEN[name](), level, micro_batches)
 
 
 class WithStats(TrainState):
@@ -172,13 +180,12 @@ class WithStats(TrainState):
 @pytest.mark.filterwarnings("ignore:.*over the axis 'batch'")
 @pytest.mark.parametrize("level", ["os_g", "p_g_os"])
 def test_the_resnet_of_imagenet_and_its_statistics_match_one_device(level):
-    model = models_of("imagenet")._ResNet1(num_classes=7, dtype=jnp.float32)
-    loss_of = definitions_of("imagenet", "cross_entropy_loss")
-    loss_of["NUM_CLASSES"] = 7
-    rng = np.random.default_rng(0)
+    models = checkouts.module(example("imagenet"), "models")
+    model = models._ResNet1(num_classes=7, dtype=jnp.float32)
+    scope = definitions_of("imagenet", "cross_entropy_loss", NUM_CLASSES=7)
     batch = {
-        "image": rng.normal(size=(EXAMPLES, 16, 16, 3)).astype(np.float32),
-        "label": rng.integers(0, 7, EXAMPLES),
+        "image": normal(0, 16, 16, 3),
+        "label": np.random.default_rng(0).integers(0, 7, EXAMPLES),
     }
     start = model.init(jax.random.key(0), batch["image"])
 
@@ -186,10 +193,10 @@ def test_the_resnet_of_imagenet_and_its_statistics_match_one_device(level):
         variables = {"params": params, "batch_stats": batch_stats}
         logits, new = model.apply(variables, b["image"], mutable=["batch_stats"])
         weights = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
-        value = loss_of["cross_entropy_loss"](logits, b["label"]) + 0.0001 * 0.5 * weights
+        value = scope["cross_entropy_loss"](logits, b["label"]) + 0.0001 * 0.5 * weights
         return value, {"batch_stats": new["batch_stats"]}
 
-    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
     state = WithStats.create(apply_fn=None, tx=optax.sgd(0.1), **start)
     state, plan = gshard.shard_train_state(state, mesh, level, min_shard_size=16)
     state, metrics = gshard.make_train_step(loss, plan, mutable="batch_stats")(state, batch)
@@ -199,43 +206,112 @@ def test_the_resnet_of_imagenet_and_its_statistics_match_one_device(level):
     params = jax.tree.map(lambda p, g: p - 0.1 * g, start["params"], grads)
     np.testing.assert_allclose(metrics["loss"], value, rtol=2e-6)
     found = plan.unwrap(state)
-    for ours, theirs in ((found.params, params), (found.batch_stats, new["batch_stats"])):
-        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max() + 1e-6)
+    close(found.params, params, 2e-5)
+    close(found.batch_stats, new["batch_stats"], 2e-5)
 
 
-def test_the_nnx_model_of_mnist_matches_one_device():
+# NNX
+
+
+def mnist() -> Module:
+    """BatchNorm and dropout; returns its logits too."""
     scope = definitions_of("mnist", "CNN", "loss_fn")
-    rng = np.random.default_rng(0)
-    batches = [
-        {
-            "image": rng.normal(size=(EXAMPLES, 28, 28, 1)).astype(np.float32),
-            "label": rng.integers(0, 10, EXAMPLES),
-        }
-        for _ in range(2)
-    ]
 
-    def made():
-        model = scope["CNN"](nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
+    def batch(step):
+        label = np.random.default_rng(step).integers(0, 10, EXAMPLES)
+        return {"image": normal(step, 28, 28, 1), "label": label}
 
     def loss(model, b):
         return scope["loss_fn"](model, b, nnx.Rngs(dropout=3))
 
-    (model, optimizer), plan = gshard.shard_train_state(
-        made(), gshard.make_mesh(devices=jax.devices()[:4]), "os_g", min_shard_size=16
+    return Module(lambda: scope["CNN"](nnx.Rngs(0)), loss, batch, micro_batches=1)
+
+
+class WithRngs(nnx.Module):
+    """A model whose loss takes the Rngs as an argument."""
+
+    def __init__(self, model: nnx.Module, rngs: nnx.Rngs):
+        self.model, self.rngs = model, rngs
+
+
+def gemma(function: str = "nnx_train_step") -> Module:
+    """Gemma 3 in small; returns losses per example and logits."""
+    pytest.importorskip("jaxtyping", reason="Flax's gemma needs jaxtyping")
+    models = checkouts.module(example("gemma"), "transformer")
+    kinds = models.modules.AttentionType
+    config = models.TransformerConfig(
+        num_layers=2,
+        num_embed=31,
+        embed_dim=16,
+        hidden_dim=24,
+        num_heads=2,
+        head_dim=8,
+        num_kv_heads=1,
+        final_logit_softcap=30.0,
+        attn_logits_soft_cap=50.0,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        use_qk_norm=True,
+        attention_types=(kinds.LOCAL_SLIDING, kinds.GLOBAL),
+        sliding_window_size=4,
+        dropout_rate=0.1,
     )
-    step = gshard.make_train_step(loss, plan, has_aux=True)
-    plain, plain_optimizer = made()
-    for b in batches:
-        metrics = step(model, optimizer, b)
-        (value, logits), grads = nnx.value_and_grad(loss, has_aux=True)(plain, b)
-        plain_optimizer.update(plain, grads)
-        np.testing.assert_allclose(metrics["loss"], value, rtol=5e-6)
-        np.testing.assert_allclose(metrics["aux"], logits, rtol=0, atol=1e-4)
-    for x, y in zip(
-        jax.tree.leaves(nnx.state(plan.unwrap((model, optimizer))[0], nnx.Param)),
-        jax.tree.leaves(nnx.state(plain, nnx.Param)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max() + 1e-6)
+    scope = definitions_of(
+        "gemma", "compute_weighted_cross_entropy", transformer_lib=models
+    )
+
+    def make():
+        model = models.Transformer(config, rngs=nnx.Rngs(params=0))
+        return WithRngs(model, nnx.Rngs(dropout=1))
+
+    def loss(model, b):
+        arguments = {"model": model.model, "batch": b}
+        return checkouts.loss_fn(scope, function, **arguments)(model.model, model.rngs.fork())
+
+    def batch(step):
+        ids = tokens(step)
+        positions = np.broadcast_to(np.arange(10), ids.shape)
+        segments = 1 + (positions >= 1 + (np.arange(EXAMPLES) * 3 % 9)[:, None])
+        targets = np.pad(ids[:, 1:], ((0, 0), (0, 1)))
+        return {
+            "inputs": ids,
+            "inputs_position": positions,
+            "inputs_segmentation": segments,
+            "targets": targets,
+        }
+
+    return Module(make, loss, batch)
+
+
+def toy(file: str, *classes: str, make: Any = None, wrt: Any = nnx.Param, **keys: Any) -> Module:
+    """A regression of nnx_toy_examples, most with a counter of calls."""
+    scope = checkouts.definitions(example("nnx_toy_examples", file), "MLP", *classes)
+
+    def loss(model, b):
+        x, y = b
+        arguments = {"batch": b, "x": x, "y": y}
+        return checkouts.loss_fn(scope, "train_step", **arguments)(model)
+
+    def batch(step):
+        x = normal(step, 1)
+        return x, 0.8 * x**2 + 0.1
+
+    return Module(lambda: scope["MLP"](1, 32, 1, rngs=nnx.Rngs(0)), loss, batch, wrt=wrt, **keys)
+
+
+NNX = {
+    "mnist": mnist,
+    "gemma": gemma,
+    "02_lifted_transforms": partial(toy, "02_lifted_transforms.py", "Linear", "Count"),
+    "04_data_parallel_with_jit": partial(toy, "04_data_parallel_with_jit.py"),
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("name", NNX)
+def test_an_nnx_example_matches_one_device(name, level, micro_batches):
+    case = NNX[name]()
+    if micro_batches > case.micro_batches:
+        pytest.skip("its BatchNorm needs all examples at once")
+    check_module(case, level, micro_batches)

@@ -6,6 +6,7 @@ no weights are downloaded.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
+import gshard
 from tests import checkouts
 from tests.unchanged import EXAMPLES, Functional, check_functional
 
@@ -54,7 +56,8 @@ def nanodo(remat: bool = False) -> Functional:
     def loss(params, b, *, rng):
         return scope["get_default_loss_fn"](b, model.apply, {})(params)
 
-    return Functional(model.init(jax.random.key(0), tokens(0))["params"], loss, tokens)
+    params = model.init(jax.random.key(0), tokens(0))["params"]
+    return Functional(params, loss, tokens, axis="data")
 
 
 def nanogptx() -> Functional:
@@ -73,28 +76,7 @@ def nanogptx() -> Functional:
     return Functional(models.GPT.from_config(config).init(jax.random.key(0)), loss, tokens)
 
 
-def nanogpt_jax() -> Functional:
-    """The key is made in the loss; the model itself returns the loss."""
-    root = checkouts.folder("nanoGPT-jax")
-    models = checkouts.module(root, "model")
-    scope = checkouts.definitions(root / "train.py", "forward", dropout=0.1, print_compiling=id_)
-    config = models.GPTConfig(LENGTH, VOCABULARY, n_layer=2, n_head=2, n_embd=12)
-    model = models.GPT(config)
-
-    def loss(params, b, *, rng):
-        batch = b[:, :-1], b[:, 1:]
-        state = like_state(model.apply)
-        return checkouts.loss_fn(scope, "train_step", state=state, batch=batch)(params)
-
-    start = model.init(jax.random.key(0), tokens(0)[:, 1:], train=False)
-    return Functional(start["params"], loss, tokens)
-
-
-def id_(function: Any) -> Any:
-    return function
-
-
-def gpt_jax(remat: bool = False) -> Functional:
+def gpt_jax() -> Functional:
     """The parameters are the collection of collections that `init` returns."""
     root = checkouts.folder("gpt-jax")
     models = checkouts.module(root, "model")
@@ -173,7 +155,6 @@ CASES = {
     "nanodo": nanodo,
     "nanodo_remat": lambda: nanodo(remat=True),
     "nanogptx": nanogptx,
-    "nanoGPT-jax": nanogpt_jax,
     "gpt-jax": gpt_jax,
     "hugging_face": hugging_face,
     "equinox": equinox,
@@ -185,3 +166,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_code_of_another_project_matches_one_device(name, level, micro_batches):
     check_functional(CASES[name](), level, micro_batches)
+
+
+def test_annotations_for_an_axis_that_the_mesh_lacks_are_ignored_with_a_warning():
+    case = dataclasses.replace(nanodo(), axis=None)
+    with pytest.warns(gshard.GShardWarning, match="no axis 'data': the constraint is ignored"):
+        check_functional(case, "p_g_os")

@@ -24,7 +24,7 @@ ENTRY_BY_ENTRY = tuple(
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
     le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
     population_count pow random_clone random_fold_in random_seed real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n sharding_constraint shift_left
+    regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     threefry2x32 xor zeta""".split()
 )

@@ -12,6 +12,7 @@ from jax.extend.random import threefry2x32_p
 
 from tests.train.global_loss.placed import Case, booleans, integers, numbers
 
+MESH = jax.make_mesh((1,), ("one",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 X, Y = numbers(12, 5), numbers(12, 5, seed=1)
 INTS, OTHERS = integers(12, 5, low=1), integers(12, 5, low=1, seed=1)
 KEYS = integers(12, 2, high=2**31, dtype=np.uint32)
@@ -144,6 +145,12 @@ CASES = [
         lambda x: [x.astype(float), x.astype(jnp.bfloat16), x > 3],
         [integers(12)],
         "0 > 0",
+    ),
+    Case(
+        "reshard",  # of JAX itself: in a mesh, `jnp.where(examples > 3, jnp.array([1]), examples)`
+        lambda x: jax.sharding.reshard(x, jax.NamedSharding(MESH, jax.P())),
+        [X],
+        "0 > 0; 0.2 > 0.2; P > P",
     ),
     Case("widen", lambda x: x.astype(jnp.float32), [integers(12)], "0 > 0; P > P"),
     Case(
