@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from flax import nnx
 
@@ -27,7 +29,8 @@ class Functional:
         batch: step -> a batch of `EXAMPLES`.
         rate: the learning rate.
         gathers: names of the operations for which the loss all-gathers.
-        axis: the mesh axis that annotations of the model name.
+        axis: the name of the shard axis, where annotations of the model name one.
+        warns: a pattern of the warning to expect.
     """
 
     params: Any
@@ -35,14 +38,13 @@ class Functional:
     batch: Callable[[int], Any]
     rate: float = 0.1
     gathers: tuple[str, ...] = ()
-    axis: str | None = None
+    axis: str = "shard"
+    warns: str = ""
 
 
 def close(found: Any, wanted: Any, rtol: float = 2e-6) -> None:
     """Every leaf within `rtol` of its largest entry."""
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True
-    ):
+    for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         name, y = jax.tree_util.keystr(path), np.asarray(y)
@@ -65,18 +67,26 @@ def check_functional(
     rtol: float = 2e-6,
 ) -> None:
     """`(params, tx)` at this level; auxiliary outputs too where there is one micro-batch."""
+    with pytest.warns(gshard.GShardWarning, match=case.warns) if case.warns else nullcontext():
+        _check_functional(case, level, micro_batches, tx, rtol)
+
+
+def _check_functional(
+    case: Functional,
+    level: str,
+    micro_batches: int,
+    tx: optax.GradientTransformation | None,
+    rtol: float,
+) -> None:
     tx = tx or optax.sgd(case.rate, momentum=0.9)
     params, key = nn.unbox(case.params), jax.random.key(7)
     aux = isinstance(jax.eval_shape(case.loss, params, case.batch(0), rng=key), tuple)
     loss, has_aux = case.loss, aux
     if aux and micro_batches > 1:  # with one entry for each example
         loss, has_aux = lambda *args, **keys: case.loss(*args, **keys)[0], False
-    axes = {case.axis: DEVICES} if case.axis else None
-    mesh = gshard.make_mesh(axes, devices=jax.devices()[:DEVICES])
+    mesh = gshard.make_mesh({case.axis: DEVICES}, devices=jax.devices()[:DEVICES])
     state, plan = gshard.shard_train_state((case.params, tx), mesh, level, min_shard_size=16)
-    step = gshard.make_train_step(
-        loss, plan, has_aux=has_aux, rng=key, micro_batches=micro_batches
-    )
+    step = gshard.make_train_step(loss, plan, has_aux=has_aux, rng=key, micro_batches=micro_batches)
 
     @jax.jit
     def plain(params, opt_state, batch, rng):
@@ -96,6 +106,10 @@ def check_functional(
     close(nn.unbox(gshard.full_params(state)), params, rtol)
 
 
+def three_devices() -> jax.sharding.Mesh:
+    return gshard.make_mesh(devices=jax.devices()[:DEVICES])
+
+
 @dataclass(frozen=True)
 class Module:
     """An NNX model.
@@ -107,6 +121,8 @@ class Module:
         rate: the learning rate.
         micro_batches: how many the loss allows.
         wrt: the Variables that are trained.
+        mesh: () -> the mesh.
+        scan_axes: the dimensions of stacked layers, as in `gshard.shard_train_state`.
     """
 
     make: Callable[[], nnx.Module]
@@ -115,6 +131,8 @@ class Module:
     rate: float = 0.05
     micro_batches: int = 2
     wrt: Any = nnx.Param
+    mesh: Callable[[], jax.sharding.Mesh] = three_devices
+    scan_axes: Mapping[str, int] | None = None
 
 
 def check_module(case: Module, level: str, micro_batches: int = 1, rtol: float = 2e-6) -> None:
@@ -129,15 +147,14 @@ def check_module(case: Module, level: str, micro_batches: int = 1, rtol: float =
     loss, has_aux = case.loss, aux
     if aux and micro_batches > 1:  # with one entry for each example
         loss, has_aux = lambda *args: case.loss(*args)[0], False
-    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
-    (model, optimizer), plan = gshard.shard_train_state(made(), mesh, level, min_shard_size=16)
+    (model, optimizer), plan = gshard.shard_train_state(
+        made(), case.mesh(), level, min_shard_size=16, scan_axes=case.scan_axes
+    )
     step = gshard.make_train_step(loss, plan, has_aux=has_aux, micro_batches=micro_batches)
 
     @nnx.jit
     def plain_step(model, optimizer, batch):
-        grad = nnx.value_and_grad(
-            loss, argnums=nnx.DiffState(0, case.wrt), has_aux=has_aux
-        )
+        grad = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, case.wrt), has_aux=has_aux)
         out, grads = grad(model, batch)
         optimizer.update(model, grads)
         return out

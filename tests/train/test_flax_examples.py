@@ -30,6 +30,7 @@ from tests.unchanged import (
     check_functional,
     check_module,
     close,
+    three_devices,
 )
 
 pytestmark = pytest.mark.slow
@@ -256,9 +257,7 @@ def gemma(function: str = "nnx_train_step") -> Module:
         sliding_window_size=4,
         dropout_rate=0.1,
     )
-    scope = definitions_of(
-        "gemma", "compute_weighted_cross_entropy", transformer_lib=models
-    )
+    scope = definitions_of("gemma", "compute_weighted_cross_entropy", transformer_lib=models)
 
     def make():
         model = models.Transformer(config, rngs=nnx.Rngs(params=0))
@@ -283,30 +282,86 @@ def gemma(function: str = "nnx_train_step") -> Module:
     return Module(make, loss, batch)
 
 
-def toy(file: str, *classes: str, make: Any = None, wrt: Any = nnx.Param, **keys: Any) -> Module:
+def toy_file(file: str) -> Path:
+    return example("nnx_toy_examples", file)
+
+
+def curve(step: int) -> tuple[np.ndarray, np.ndarray]:
+    x = normal(step, 1)
+    return x, 0.8 * x**2 + 0.1
+
+
+def toy(file: str, *names: str, trained: str = "", mesh: Any = three_devices) -> Module:
     """A regression of nnx_toy_examples, most with a counter of calls."""
-    scope = checkouts.definitions(example("nnx_toy_examples", file), "MLP", *classes)
+    scope = checkouts.definitions(toy_file(file), "MLP", *names)
 
     def loss(model, b):
-        x, y = b
-        arguments = {"batch": b, "x": x, "y": y}
-        return checkouts.loss_fn(scope, "train_step", **arguments)(model)
+        return checkouts.loss_fn(scope, "train_step", batch=b, x=b[0], y=b[1])(model)
+
+    wrt = scope[trained] if trained else nnx.Param
+    return Module(lambda: scope["MLP"](1, 32, 1, rngs=nnx.Rngs(0)), loss, curve, wrt=wrt, mesh=mesh)
+
+
+def toy_vae() -> Module:
+    """A term of the loss is stored in the model, and taken out again."""
+    names = ("Loss", "Encoder", "Decoder", "VAE")
+    scope = checkouts.definitions(toy_file("05_vae.py"), *names)
+
+    def loss(model, b):
+        return checkouts.loss_fn(scope, "train_step", x=b)(model)
 
     def batch(step):
-        x = normal(step, 1)
-        return x, 0.8 * x**2 + 0.1
+        return (normal(step, 28, 28) > 0).astype(np.float32)
 
-    return Module(lambda: scope["MLP"](1, 32, 1, rngs=nnx.Rngs(0)), loss, batch, wrt=wrt, **keys)
+    make = lambda: scope["VAE"](784, 16, 4, (28, 28), rngs=nnx.Rngs(0, noise=1))  # noqa: E731
+    return Module(make, loss, batch)
+
+
+def toy_scan() -> Module:
+    """BatchNorm and dropout in layers that are stacked and scanned; the file has no loss."""
+    scope = checkouts.definitions(toy_file("06_scan_over_layers.py"), "Block", "ScanMLP")
+    return Module(
+        lambda: scope["ScanMLP"](20, n_layers=3, rngs=nnx.Rngs(0)),
+        lambda model, b: jnp.mean((model(b) - 1) ** 2),
+        lambda step: normal(step, 20),
+        micro_batches=1,
+        scan_axes={"layers": 0},
+    )
+
+
+def toy_tensor_parallel() -> Module:
+    """Parameters are annotated for a mesh axis "model"."""
+    file = toy_file("10_fsdp_and_optimizer.py")
+    rules = checkouts.definitions(file, "MeshRules")["MeshRules"](mlp="model", data="data")
+    scope = checkouts.definitions(file, "MLP", mesh_rules=rules)
+
+    def loss(model, b):
+        return checkouts.loss_fn(scope, "train_step", x=b[0], y=b[1])(model)
+
+    def mesh():
+        return gshard.make_mesh(extra={"model": 2}, devices=jax.devices()[:6])
+
+    def make():
+        with nnx.use_eager_sharding(False):
+            return scope["MLP"](1, 32, 2, nnx.Rngs(0))  # 1 is not divisible
+
+    return Module(make, loss, curve, mesh=mesh)
 
 
 NNX = {
     "mnist": mnist,
     "gemma": gemma,
-    "02_lifted_transforms": partial(toy, "02_lifted_transforms.py", "Linear", "Count"),
-    "04_data_parallel_with_jit": partial(toy, "04_data_parallel_with_jit.py"),
+    "toy_02": partial(toy, "02_lifted_transforms.py", "Linear", "Count"),
+    "toy_04": partial(toy, "04_data_parallel_with_jit.py"),
+    "toy_05": toy_vae,
+    "toy_06": toy_scan,
+    "toy_07": partial(toy, "07_array_leaves.py", "Linear", "is_param", trained="is_param"),
+    "toy_10": toy_tensor_parallel,
 }
+OLD_ACCESS = "ignore:'.value' (access|setter) is now deprecated:DeprecationWarning"
 
 
+@pytest.mark.filterwarnings(OLD_ACCESS)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("level", ["os_g", "p_g_os"])
 @pytest.mark.parametrize("name", NNX)
@@ -315,3 +370,34 @@ def test_an_nnx_example_matches_one_device(name, level, micro_batches):
     if micro_batches > case.micro_batches:
         pytest.skip("its BatchNorm needs all examples at once")
     check_module(case, level, micro_batches)
+
+
+@pytest.mark.filterwarnings(OLD_ACCESS)
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_a_train_state_with_an_nnx_model_and_its_counter_matches_one_device(level):
+    """03_train_state."""
+    names = ("Linear", "Count", "MLP", "TrainState")
+    scope = checkouts.definitions(toy_file("03_train_state.py"), *names)
+
+    def made():
+        model = scope["MLP"](din=1, dhidden=32, dout=1, rngs=nnx.Rngs(0))
+        graphdef, params, counts = nnx.split(model, nnx.Param, scope["Count"])
+        fields = {"graphdef": graphdef, "params": params, "counts": counts}
+        return scope["TrainState"].create(apply_fn=None, tx=optax.sgd(0.1), **fields)
+
+    def loss(params, b, *, counts):
+        state = plain.replace(counts=counts)
+        value, new = checkouts.loss_fn(scope, "train_step", state=state, batch=b)(params)
+        return value, {"counts": new}
+
+    plain = made()
+    state, plan = gshard.shard_train_state(made(), three_devices(), level, min_shard_size=16)
+    step = gshard.make_train_step(loss, plan, mutable="counts")
+    for i in range(STEPS):
+        state, metrics = step(state, curve(i))
+        grad = jax.value_and_grad(loss, has_aux=True)
+        (value, new), grads = grad(plain.params, curve(i), counts=plain.counts)
+        plain = plain.apply_gradients(grads=grads, **new)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=2e-6)
+    found = plan.unwrap(state)
+    close((found.params, found.counts), (plain.params, plain.counts))

@@ -6,7 +6,6 @@ no weights are downloaded.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -17,7 +16,6 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-import gshard
 from tests import checkouts
 from tests.unchanged import EXAMPLES, Functional, check_functional
 
@@ -39,7 +37,7 @@ def like_state(apply_fn: Any) -> TrainState:
     return TrainState(step=0, apply_fn=apply_fn, params=None, tx=None, opt_state=None)
 
 
-def nanodo(remat: bool = False) -> Functional:
+def nanodo(axis: str, warns: str, remat: bool = False) -> Functional:
     """Parameters are annotated for nanodo's own FSDP; the loss is a masked mean."""
     root = checkouts.folder("nanodo")
     models = checkouts.module(root, "nanodo.model")
@@ -57,7 +55,7 @@ def nanodo(remat: bool = False) -> Functional:
         return scope["get_default_loss_fn"](b, model.apply, {})(params)
 
     params = model.init(jax.random.key(0), tokens(0))["params"]
-    return Functional(params, loss, tokens, axis="data")
+    return Functional(params, loss, tokens, axis=axis, warns=warns)
 
 
 def nanogptx() -> Functional:
@@ -152,8 +150,8 @@ def equinox() -> Functional:
 
 
 CASES = {
-    "nanodo": nanodo,
-    "nanodo_remat": lambda: nanodo(remat=True),
+    "nanodo": lambda: nanodo("shard", "no axis 'data': the constraint is ignored"),
+    "nanodo_data": lambda: nanodo("data", "by its own rules: it is not followed", remat=True),
     "nanogptx": nanogptx,
     "gpt-jax": gpt_jax,
     "hugging_face": hugging_face,
@@ -166,9 +164,3 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_code_of_another_project_matches_one_device(name, level, micro_batches):
     check_functional(CASES[name](), level, micro_batches)
-
-
-def test_annotations_for_an_axis_that_the_mesh_lacks_are_ignored_with_a_warning():
-    case = dataclasses.replace(nanodo(), axis=None)
-    with pytest.warns(gshard.GShardWarning, match="no axis 'data': the constraint is ignored"):
-        check_functional(case, "p_g_os")
