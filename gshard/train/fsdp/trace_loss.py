@@ -27,6 +27,7 @@ from gshard.sharding.mesh import entry_axes
 _ABOUT_MESHES = re.compile(
     r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|values of rank"
 )
+_EXPLICIT = re.compile(r"PartitionSpec passed to|AxisType is not allowed|under a mesh context")
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 
@@ -55,7 +56,11 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             unbound[name[1]] = math.prod(sizes[axis] for axis in axes)
             _warn_of_unbound(name[1], axes, _line_of(error))
         except (ValueError, RuntimeError) as error:
-            if isinstance(error, GShardError) or not _ABOUT_MESHES.search(str(error)):
+            if isinstance(error, GShardError):
+                raise
+            if not _ABOUT_MESHES.search(str(error)):
+                if _EXPLICIT.search(str(error)):
+                    raise _explicit_refusal(error) from error
                 raise
             if refused is not None:
                 raise _refusal(refused, error, axes) from error
@@ -207,6 +212,18 @@ def _refusal(first: Exception, error: Exception, axes: Sequence[str]) -> GShardE
         f"parameters: there is nothing to constrain over the data axes {tuple(axes)}. Remove the "
         "constraint, name only axes that carry no data, or constrain to a "
         "NamedSharding(mesh, spec), of which data axes are ignored."
+    )
+
+
+def _explicit_refusal(error: Exception) -> GShardError:
+    """Returns a readable error for a loss that is written for a mesh with explicit axes."""
+    spec = re.search(r"P\(.*?\)", str(error))
+    return GShardError(
+        f"the loss asks for a sharding{f' {spec[0]}' if spec else ''}{_line_of(error)} with "
+        "out_sharding=, jax.sharding.reshard or jax.sharding.auto_axes. These need mesh axes of "
+        "type Explicit, and those of gshard are Auto. Leave it out, or turn off the sharding "
+        "configuration of the model: gshard shards parameters and examples by itself. Activations "
+        "can be sharded over axes without data by jax.lax.with_sharding_constraint."
     )
 
 

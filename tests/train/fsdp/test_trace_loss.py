@@ -230,6 +230,25 @@ def test_the_line_of_a_refused_shard_map():
         one_step(loss, mesh, loss_semantics="per_device")
 
 
+EXPLICIT = {
+    "einsum": lambda x, spec: jnp.einsum("ij->ij", x, out_sharding=spec),
+    "zeros": lambda x, spec: x + jnp.zeros(x.shape, out_sharding=spec),
+    "reshard": jax.sharding.reshard,
+    "auto_axes": lambda x, spec: jax.sharding.auto_axes(jnp.tanh, out_sharding=spec)(x),
+}
+
+
+@pytest.mark.parametrize("axis", ["shard", "absent"])
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_shardings_for_explicit_axes_are_refused(name, axis):
+    def loss(params, x):
+        return EXPLICIT[name](x @ params["w"], jax.P(axis, None)).mean()
+
+    words = rf"asks for a sharding .*{HERE}:\d+\) with out_sharding=.*of type Explicit"
+    with pytest.raises(gshard.GShardError, match=words):
+        one_step(loss, gshard.make_mesh())
+
+
 def test_an_error_of_the_loss_itself_passes():
     def loss(params, x):
         raise ValueError("my own shard_mapping is wrong")
