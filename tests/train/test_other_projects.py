@@ -16,8 +16,9 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
+import gshard
 from tests import checkouts
-from tests.unchanged import EXAMPLES, Functional, check_functional
+from tests.unchanged import EXAMPLES, STEPS, Functional, check_functional, close, three_devices
 
 pytestmark = pytest.mark.slow
 
@@ -164,3 +165,85 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_code_of_another_project_matches_one_device(name, level, micro_batches):
     check_functional(CASES[name](), level, micro_batches)
+
+
+class WithState(TrainState):
+    layers: Any = None
+
+
+@pytest.mark.filterwarnings("ignore:.*over the axis 'batch'")
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_batch_norm_of_equinox_and_its_state_match_one_device(level):
+    """`eqx.nn.BatchNorm` averages over the axis name of the `jax.vmap` around the model."""
+    eqx = pytest.importorskip("equinox", reason="install equinox")
+
+    class Model(eqx.Module):
+        first: Any
+        norm: Any
+        second: Any
+
+        def __init__(self, key):
+            keys = jax.random.split(key)
+            self.first = eqx.nn.Linear(7, 24, key=keys[0])
+            self.norm = eqx.nn.BatchNorm(24, axis_name="batch", mode="batch")
+            self.second = eqx.nn.Linear(24, 1, key=keys[1])
+
+        def __call__(self, x, state):
+            x, state = self.norm(self.first(x), state)
+            return self.second(jax.nn.gelu(x)), state
+
+    model, start = eqx.nn.make_with_state(Model)(jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    arrays, structure = jax.tree.flatten(start)
+
+    def loss(params, b, *, layers):
+        model = eqx.combine(params["model"], static)
+        state = jax.tree.unflatten(structure, layers)
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        y, state = run(b, state)
+        return jnp.mean((y - 1) ** 2), {"layers": jax.tree.leaves(state)}
+
+    def made():
+        held = {"params": {"model": params}, "layers": arrays}  # Flax looks names up in `params`
+        return WithState.create(apply_fn=None, tx=optax.sgd(0.1), **held)
+
+    def batch(step):
+        return np.random.default_rng(step).normal(size=(EXAMPLES, 7)).astype(np.float32)
+
+    state, plan = gshard.shard_train_state(made(), three_devices(), level, min_shard_size=16)
+    step = gshard.make_train_step(loss, plan, mutable="layers")
+    plain, grad = made(), jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for i in range(STEPS):
+        state, metrics = step(state, batch(i))
+        (value, new), grads = grad(plain.params, batch(i), layers=plain.layers)
+        plain = plain.apply_gradients(grads=grads, **new)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=2e-6)
+    assert {x.kind for x in step.loss_transfers} == {"sum"}, step
+    found = plan.unwrap(state)
+    close((found.params, found.layers), (plain.params, plain.layers), 1e-5)
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_the_optimizer_of_nanodo_matches_one_device(level):
+    """AdamW with clipping in `optax.MultiSteps`."""
+    root = checkouts.folder("nanodo")
+    names = ("get_optimizer", "_get_base_optimizer", "get_learning_rate_schedule", "_params_mask")
+    scope = checkouts.definitions(root / "nanodo/optimizer.py", *names)
+
+    class Config(dict):
+        __getattr__ = dict.__getitem__
+
+    tx = scope["get_optimizer"](
+        Config(
+            optimizer="adamw",
+            peak_learning_rate=1e-2,
+            init_learning_rate=1e-3,
+            final_learning_rate=1e-3,
+            warmup_steps=1,
+            num_train_steps=5,
+            weight_decay=0.1,
+            clip_by_global_norm=1.0,
+            eps=1e-3,  # theirs of 1e-9 divides rounding by rounding
+        )
+    )
+    check_functional(nanodo("shard", "no axis 'data'"), level, tx=tx)
