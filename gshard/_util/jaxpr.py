@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
+from jax.sharding import NamedSharding
 
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
@@ -34,6 +35,17 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     if eqn.primitive.name not in _CALLS:
         return None
     return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+
+
+def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """An array to trace with, which like every array has the mesh of the context in its type.
+
+    Without it the type of an input differs from that of every result, so that code which compares
+    the two (Equinox) fails, and JAX adds a `reshard` where both meet.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, jax.P(*[None] * len(shape)))
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
 
 
 def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:

@@ -18,6 +18,7 @@ from gshard._util.jaxpr import (
     CHECKPOINTS,
     JIT,
     VIEWS,
+    abstract,
     bind,
     body_of,
     evaluate,
@@ -56,17 +57,17 @@ def with_sharded_params(
         leaf if spec is None else LazyParam.alone(spec, leaf, grad_sink, scope)
         for spec, leaf, grad_sink in zip(specs, leaves, grad_sinks, strict=True)
     ]
-    abstract = [
-        jax.ShapeDtypeStruct(leaf.shape if spec is None else spec.stored.shape, leaf.dtype)
+    full = [
+        abstract(leaf.shape if spec is None else spec.stored.shape, leaf.dtype)
         for spec, leaf in zip(specs, leaves, strict=True)
     ]
-    (jaxpr, consts), shapes = trace_loss(fun, axes, abstract, *args)
+    (jaxpr, consts), shapes = trace_loss(fun, axes, full, *args)
     scope.order = by_first_use(jaxpr)
     inputs = [*values, *jax.tree.leaves(args)]
     if prepare is not None:
 
         def trace(*args: Any) -> Any:
-            return trace_loss(fun, axes, abstract, *args)[0][0]
+            return trace_loss(fun, axes, full, *args)[0][0]
 
         inputs = prepare(jaxpr, inputs, trace)
     out = _evaluate_scope(ParamUses(jaxpr), consts, inputs, scope)

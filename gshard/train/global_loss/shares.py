@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.jaxpr import abstract
 from gshard.sharding.mesh import Group
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
@@ -66,7 +67,7 @@ class GlobalBatch:
 
         def full(x: Any) -> jax.ShapeDtypeStruct:
             shape = (x.shape[0] * parts, *x.shape[1:]) if jnp.ndim(x) else ()
-            return jax.ShapeDtypeStruct(shape, x.dtype)
+            return abstract(shape, x.dtype)
 
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(
             jax.tree.map(_abstract, params), jax.tree.map(full, batch), jax.tree.map(_abstract, rng)
@@ -152,7 +153,7 @@ class GlobalBatch:
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
+    return abstract(jnp.shape(x), x.dtype)
 
 
 def _is_leaf(x: Any) -> bool:

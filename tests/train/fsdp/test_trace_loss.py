@@ -249,6 +249,18 @@ def test_shardings_for_explicit_axes_are_refused(name, axis):
         one_step(loss, gshard.make_mesh())
 
 
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
+def test_inputs_of_the_loss_have_the_type_of_its_results(semantics):
+    """Mesh included: Equinox compares old and new state by it."""
+
+    def loss(params, x):
+        for one in (params["w"], x):
+            assert jax.eval_shape(lambda x=one: x) == jax.eval_shape(lambda x=one: x + 1)
+        return plain(params, x)
+
+    one_step(loss, gshard.make_mesh(), loss_semantics=semantics)
+
+
 def test_an_error_of_the_loss_itself_passes():
     def loss(params, x):
         raise ValueError("my own shard_mapping is wrong")
