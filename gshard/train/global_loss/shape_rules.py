@@ -177,16 +177,21 @@ def along_one_dimension(given: Given) -> Decision | None:
 
 
 @rule("reduce_sum", "reduce_prod", "reduce_xor", "argmax", "argmin", "reduce_max", "reduce_min")
-@rule("reduce_or", "reduce_and")
+@rule("reduce_or", "reduce_and", "psum", "pmax", "pmin")
 def reduction(given: Given) -> Decision | None:
-    """A sum over examples is a partial sum; their maximum is completed at once."""
+    """A sum over examples is a partial sum; their maximum is completed at once.
+
+    `jax.vmap` turns a `psum` over its axis name into one over positions.
+    """
     place, name, axes = given.placements[0], given.eqn.primitive.name, given.params["axes"]
     aval = given.eqn.invars[0].aval
+    if len(given.placements) > 1 or given.params.get("axis_index_groups"):
+        return None
     if place.dim not in axes:
         return Decision([place], [_without(place, axes)])
-    if name == "reduce_sum":
+    if name in ("reduce_sum", "psum"):
         return Decision([place], [PARTIAL])
-    largest = {"reduce_max": True, "reduce_min": False}.get(name)
+    largest = {"reduce_max": True, "reduce_min": False, "pmax": True, "pmin": False}.get(name)
     if aval.dtype == jnp.bool_:
         largest = {"reduce_or": True, "reduce_and": False}.get(name, largest)
     if largest is None or jnp.issubdtype(aval.dtype, jnp.complexfloating):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -50,6 +51,12 @@ def reduced_in_no_short_way(axes):
 def with_nan(x):
     x = jnp.where(jnp.arange(12)[:, None] == 7, jnp.nan, x)
     return jnp.nan_to_num(lax.reduce_max(x, (0,)), nan=5.0)
+
+
+def of_vmap(*collectives):
+    """Over the axis name of a `jax.vmap`."""
+    each = lambda row: [collective(row, "row") for collective in collectives]  # noqa: E731
+    return jax.vmap(each, axis_name="row", out_axes=None)
 
 
 CASES = [
@@ -120,6 +127,9 @@ CASES = [
     Case("reduce examples", reduced((0,)), [TIES], partial=False),
     Case("reduce all", reduced((0, 1)), [TIES], partial=False),
     Case("sum", lambda x: x.sum((0, 2)), [CUBE], "0 > P; 0.2 > P; 1 > 0; P > P"),
+    Case("sum of vmap", of_vmap(lax.psum), [X], "0 > P; 0.2 > P"),
+    Case("sum of vmap, of others", of_vmap(lax.psum), [X.T], "1 > 0; 1.2 > 0.2"),
+    Case("extremes of vmap", of_vmap(lax.pmax, lax.pmin), [X], grads=False, partial=False),
     Case(
         "extreme of complex",
         lambda x, y: abs(lax.reduce_max(lax.complex(x, y), (0,))),

@@ -34,6 +34,7 @@ scatter_mul""".split()  # names of other JAX versions, or that only a derivative
 DEFENSIVE = (  # conditions that no equation of this JAX meets, of lines that return None or raise
     "elif len(shape) != len(given.result):",
     "if len(given.placements) > 1 or given.result[place.dim] != _size(given):",
+    'if len(given.placements) > 1 or given.params.get("axis_index_groups"):',
     "if any(len(shape) <= place.dim or shape[place.dim] != size for shape in results):",
     "if evaluator.micro_batches > 1:",
 )
