@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -45,7 +46,7 @@ class Functional:
 def close(found: Any, wanted: Any, rtol: float = 2e-6) -> None:
     """Every leaf within `rtol` of its largest entry."""
     for (path, x), y in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        if jax.dtypes.issubdtype(y.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
             x, y = jax.random.key_data(x), jax.random.key_data(y)
         name, y = jax.tree_util.keystr(path), np.asarray(y)
         exact = not np.issubdtype(y.dtype, np.floating)

@@ -56,9 +56,6 @@ def normal(step: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(step).normal(size=(EXAMPLES, *shape)).astype(np.float32)
 
 
-# Linen
-
-
 def language_model(name: str, targets: bool) -> Functional:
     """lm1b, wmt, nlp_seq: the sum of the losses of valid tokens, divided by their number."""
     models = checkouts.module(example(name), "models")
@@ -211,9 +208,6 @@ def test_the_resnet_of_imagenet_and_its_statistics_match_one_device(level):
     close(found.batch_stats, new["batch_stats"], 2e-5)
 
 
-# NNX
-
-
 def mnist() -> Module:
     """BatchNorm and dropout; returns its logits too."""
     scope = definitions_of("mnist", "CNN", "loss_fn")
@@ -282,8 +276,7 @@ def gemma(function: str = "nnx_train_step") -> Module:
     return Module(make, loss, batch)
 
 
-def toy_file(file: str) -> Path:
-    return example("nnx_toy_examples", file)
+toy_file = partial(example, "nnx_toy_examples")
 
 
 def curve(step: int) -> tuple[np.ndarray, np.ndarray]:
