@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from gshard._util import repeated
 from gshard._util.jaxpr import JIT, evaluate
@@ -43,6 +43,26 @@ def test_a_rule_is_applied_once() -> None:
     assert len(calls) == 1
     # nothing of the calls is left in the trace
     assert JIT not in {eqn.primitive.name for eqn in found.jaxpr.eqns}
+
+
+def test_parameters_that_are_equal_but_differ_are_told_apart() -> None:
+    scaled = Primitive("scaled_in_test")
+    scaled.def_abstract_eval(lambda x, by: x)
+    mlir.register_lowering(scaled, mlir.lower_fun(lambda x, by: x, multiple_results=False))
+
+    def rule(primals: Any, tangents: Any, by: Any) -> Any:
+        return scaled.bind(*primals, by=by), tangents[0] * by
+
+    ad.primitive_jvps[scaled] = rule
+    for by in (0.0, -0.0):
+
+        def fun(x: jax.Array, by: float = by) -> jax.Array:
+            for _ in range(repeated.LEAST):
+                y = scaled.bind(x, by=by)
+            return y
+
+        _, tangent = jax.jvp(lambda x, fun=fun: run(fun, x), (jnp.ones(()),), (jnp.ones(()),))
+        assert np.signbit(tangent) == np.signbit(by)
 
 
 def test_constants_that_are_equal_but_differ_are_told_apart() -> None:

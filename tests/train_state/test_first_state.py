@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
+import gshard
 from gshard.train_state import as_state
 
 PARAMS = {"w": np.full((24, 40), 0.3, np.float32), "b": jnp.ones(7, jnp.bfloat16)}
@@ -49,3 +51,10 @@ def test_moments_take_no_memory_and_are_on_no_device() -> None:
     moments = as_state((PARAMS, optax.adamw(1e-3))).opt_state[0]
     for x in jax.tree.leaves((moments.mu, moments.nu)):
         assert isinstance(x, np.ndarray) and not any(x.strides)
+
+
+def test_moments_of_sharded_parameters_are_sharded_alike() -> None:
+    sharding = NamedSharding(gshard.make_mesh(), jax.P(None, "shard"))
+    params = {"w": jax.device_put(PARAMS["w"], sharding)}
+    moments = as_state((params, optax.adamw(1e-3))).opt_state[0]
+    assert moments.mu["w"].sharding == moments.nu["w"].sharding == sharding
