@@ -67,7 +67,9 @@ def test_parameters_that_are_equal_but_differ_are_told_apart() -> None:
 
 def test_constants_that_are_equal_but_differ_are_told_apart() -> None:
     def fun(x: jax.Array) -> jax.Array:
-        parts = [x * 0.0, x * -0.0, x * jnp.nan, x * jnp.float32(2), x * 3.0] * repeated.LEAST
+        parts: list[jax.Array] = []
+        for _ in range(repeated.LEAST):
+            parts += [x * 0.0, x * -0.0, x * jnp.nan, x * jnp.float32(2), x * 3.0]
         return jnp.stack([1 / part for part in parts])
 
     x = jnp.arange(1.0, 4.0)
