@@ -22,8 +22,8 @@ from jax.extend.core import Literal, Var
 from gshard._util.jaxpr import bind, with_inner
 
 LEAST = 4  # occurrences of a kind, from which on a cached derivative takes less time
-# a boolean up to JAX 0.11, where it means the same
-_INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+_KINDS: Any = getattr(jax, "Inline", None)  # None up to JAX 0.11, where a boolean means the same
+_INLINE: Any = True if _KINDS is None else _KINDS.JAX_EARLY
 
 
 class RepeatedEquations:

@@ -57,9 +57,7 @@ def test_parameters_that_are_equal_but_differ_are_told_apart() -> None:
     for by in (0.0, -0.0):
 
         def fun(x: jax.Array, by: float = by) -> jax.Array:
-            for _ in range(repeated.LEAST):
-                y = scaled.bind(x, by=by)
-            return y
+            return [scaled.bind(x, by=by) for _ in range(repeated.LEAST)][0]
 
         _, tangent = jax.jvp(lambda x, fun=fun: run(fun, x), (jnp.ones(()),), (jnp.ones(()),))
         assert np.signbit(tangent) == np.signbit(by)

@@ -23,7 +23,7 @@ def with_python_values() -> optax.GradientTransformation:
     def init(params: Any) -> Any:
         return {"largest": float(jnp.max(params["w"]))}
 
-    return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
 @pytest.mark.parametrize(
