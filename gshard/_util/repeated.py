@@ -1,9 +1,9 @@
 """Evaluates equations that repeat so that JAX differentiates each kind of them once.
 
 JAX caches the derivative and the transpose of what `jax.jit` calls, by its jaxpr, but derives those
-of a bare equation every time: that takes twice as long as the call of a cached one. So equations that
-occur several times, as in the layers of a model, are called through `jax.jit`, which adds what it
-calls to the trace as if it were not there.
+of a bare equation every time, which takes twice as long as the call of a cached one. So equations
+that occur several times, as in the layers of a model, are called through `jax.jit`, which adds what
+it calls to the trace as if it were not there.
 """
 
 from __future__ import annotations
