@@ -123,7 +123,7 @@ class Layout:
 
     def in_memory(self, memory: str) -> Layout:
         """Returns the same layout, stored in `memory`."""
-        return dataclasses.replace(self, memory=memory)
+        return self if memory == self.memory else dataclasses.replace(self, memory=memory)
 
     def replicated(self) -> Layout:
         """Returns the same layout, replicated over the shard group."""

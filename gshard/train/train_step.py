@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
 import jax
@@ -201,7 +201,7 @@ class TrainStep:
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
-            _without_collector(self._run),
+            _paused_collector()(self._run),
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, plan.sharding(), plan.sharding()),
@@ -249,7 +249,8 @@ class TrainStep:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, concrete or abstract, without running it."""
-        return self.trace(*args).lower()
+        with _paused_collector():
+            return self.trace(*args).lower()
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step for these arguments; the mesh of the plan may be abstract."""
@@ -332,21 +333,17 @@ class TrainStep:
         return state, parts, leaves, batch
 
 
-def _without_collector(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function to be traced: Python's garbage collector pauses while it runs.
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """Pauses Python's garbage collector, while a step is traced or lowered.
 
     A trace keeps nearly everything that it makes, and the collector would search through that again
     and again, for a third of the time of a model with 1,000 parameters.
     """
-
-    @wraps(fun)
-    def traced(*args: Any) -> Any:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            return fun(*args)
-        finally:
-            if enabled:
-                gc.enable()
-
-    return traced
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -136,7 +136,8 @@ def map_in_buckets(
 
 def pack(x: jax.Array, layout: Layout, n: int) -> jax.Array:
     """Reshapes a leaf to `(n, elements / n)`: row i is shard i of the sharded dimension."""
-    return jnp.moveaxis(x, layout.dim or 0, 0).reshape(n, -1)
+    first = jnp.moveaxis(x, layout.dim, 0) if layout.dim else x
+    return first.reshape(n, -1)
 
 
 def unpack(rows: jax.Array, layout: Layout, n: int) -> jax.Array:

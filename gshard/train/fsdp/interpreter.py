@@ -19,7 +19,6 @@ from gshard._util.jaxpr import (
     JIT,
     VIEWS,
     abstract,
-    bind,
     body_of,
     evaluate,
     in_scope,
@@ -70,7 +69,8 @@ def with_sharded_params(
             return trace_loss(fun, axes, full, *args)[0][0]
 
         inputs = prepare(jaxpr, inputs, trace)
-    out = _evaluate_scope(ParamUses(jaxpr), consts, inputs, scope)
+    uses = ParamUses(jaxpr, differentiated=jaxpr.invars[: len(values)])
+    out = _evaluate_scope(uses, consts, inputs, scope)
     scope.end_forward()
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -115,7 +115,7 @@ def _evaluate_equation(
     eqn: Any, values: list[Any], scope: GatherScope, uses: ParamUses
 ) -> Sequence[Any]:
     if not any(isinstance(v, LazyParam) for v in values):
-        return bind(eqn, values)
+        return uses.bind(eqn, values)
     name = eqn.primitive.name
     if name == "convert_element_type" and values[0].base is None:
         return [values[0].cast(eqn.params["new_dtype"])]
@@ -127,7 +127,7 @@ def _evaluate_equation(
         return _evaluate_checkpoint(eqn, values, scope, uses.inside(eqn))
     if name == "scan":
         return _evaluate_scan(eqn, values, scope, uses.inside(eqn))
-    return apply_gathered(partial(bind, eqn), values, scope, saves_operands(eqn))
+    return apply_gathered(partial(uses.bind, eqn), values, scope, saves_operands(eqn))
 
 
 def _evaluate_checkpoint(

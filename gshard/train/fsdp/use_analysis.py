@@ -8,8 +8,9 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, body_of, called, scan_sizes
+from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, called, scan_sizes
 from gshard._util.jaxpr_dataflow import flow
+from gshard._util.repeated import RepeatedEquations
 from gshard.train.comm.buckets import assign_buckets
 from gshard.train.fsdp.lazy_param import LazyParam, share_bucket
 
@@ -39,10 +40,20 @@ _Seen = tuple[Any, tuple[Any, ...], bool]
 
 
 class ParamUses:
-    """The uses of every value in one scope, which has a jaxpr."""
+    """The uses of every value in one scope, which has a jaxpr.
 
-    def __init__(self, jaxpr: Any):
+    Args:
+      jaxpr: not closed.
+      differentiated: inputs that are differentiated while it is evaluated, and not by a scan or a
+        checkpoint around it.
+
+    Attributes:
+      bind: evaluates one of its equations without sharded parameters.
+    """
+
+    def __init__(self, jaxpr: Any, differentiated: Sequence[Any] = ()):
         self.jaxpr = jaxpr
+        self.bind = RepeatedEquations(jaxpr, differentiated).bind if differentiated else bind
         self._users: dict[Any, list[tuple[Any, int]]] = {}
         for eqn in jaxpr.eqns:
             for position, v in enumerate(eqn.invars):
