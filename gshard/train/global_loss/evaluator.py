@@ -39,7 +39,7 @@ from gshard.train.global_loss.placement import (
     is_key,
     size_in_bytes,
 )
-from gshard.train.global_loss.positions import positions_of
+from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer
@@ -122,7 +122,9 @@ class GlobalEvaluator:
             self._inside -= 1
 
     def _value(self, variable: Any, x: Any) -> Value:
-        return x if isinstance(x, Value) else Value(REPLICATED, variable.aval, x)
+        if isinstance(x, Value):
+            return x
+        return Value(REPLICATED, variable.aval, x, positions=of_literal(variable))
 
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]

@@ -131,8 +131,7 @@ class GlobalBatch:
         if weight is None:
             share = share / self.batches
         else:
-            weight = jax.lax.stop_gradient(evaluator.convert(weight, PARTIAL))
-            weight = jnp.asarray(weight, jnp.float32)
+            weight = jax.lax.stop_gradient(_float(evaluator, weight))
 
         def form(x: Any) -> Any:
             return _form(evaluator, x, 1 if averaged else None, examples)
@@ -170,6 +169,15 @@ def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     return Value(place, value.aval, evaluator.convert(value, place) * by)
 
 
+def _float(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
+    """What adds up to the value as a float; a sum of integers that may wrap is completed first."""
+    known = value.positions
+    exact = jnp.issubdtype(value.aval.dtype, jnp.inexact) or (known and known.bound is not None)
+    if not exact:
+        value = Value(REPLICATED, value.aval, evaluator.convert(value, REPLICATED))
+    return jnp.asarray(evaluator.convert(value, PARTIAL), jnp.float32)
+
+
 def _share(evaluator: GlobalEvaluator, value: Value) -> Any:
     """What adds up to the value over the devices."""
     if value.placement == PARTIAL:
@@ -184,7 +192,7 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     calls, of this weight; a quotient of one call is divided when all are added up.
     """
     if isinstance(x, Weighted):
-        return Weighted(evaluator.convert(x.sum, PARTIAL), evaluator.convert(x.weight, PARTIAL))
+        return Weighted(_float(evaluator, x.sum), _float(evaluator, x.weight))
     value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
     if value.extreme is not None:
         own, largest = value.extreme
