@@ -32,9 +32,9 @@ def bound_of(eqn: Any, bounds: Sequence[Bound]) -> Bound:
 
 def bound_of_literal(variable: Any) -> Bound:
     """Returns the absolute value of an integer that is written in the loss."""
-    if not isinstance(variable, Literal) or not _is_integer(variable.aval.dtype):
+    if not isinstance(variable, Literal) or jnp.ndim(variable.val):
         return None
-    return abs(int(variable.val)) if jnp.ndim(variable.val) == 0 else None
+    return abs(int(variable.val)) if _is_integer(jnp.result_type(variable.val)) else None
 
 
 def _is_integer(dtype: Any) -> bool:
@@ -115,7 +115,7 @@ def _counted(eqn: Any, bounds: Sequence[Bound]) -> Bound:
 
 
 _RULES: dict[str, Callable[[Any, Sequence[Bound]], Bound]] = {
-    **dict.fromkeys("broadcast_in_dim reshape squeeze transpose slice rev copy name".split(), _kept),
+    **dict.fromkeys("broadcast_in_dim reshape squeeze transpose slice rev copy".split(), _kept),
     **dict.fromkeys("stop_gradient reduce_max reduce_min".split(), _kept),
     **dict.fromkeys("concatenate stack max min pad".split(), _largest),
     **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),

@@ -35,7 +35,7 @@ def decide(
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
     given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
-    if is_own_collective(eqn):
+    if is_own_collective(eqn, evaluator.axes):
         check_own_collective(given)
         return given.all(REPLICATED)
     for attempt in _attempts(given):

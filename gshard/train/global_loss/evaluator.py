@@ -141,9 +141,9 @@ class GlobalEvaluator:
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
         decision = decide(self, eqn, [x.placement for x in values], known)
-        if name in ("pmax", "pmin") and is_own_collective(eqn):
+        if name in ("pmax", "pmin") and is_own_collective(eqn, self.axes):
             return values
-        if is_own_sum(eqn):
+        if is_own_sum(eqn, self.axes):
             results = zip(eqn.outvars, values, strict=True)
             source = (eqn, values)
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.jaxpr import abstract
 from gshard.sharding.mesh import Group
+from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
@@ -69,17 +70,21 @@ class GlobalBatch:
             shape = (x.shape[0] * parts, *x.shape[1:]) if jnp.ndim(x) else ()
             return abstract(shape, x.dtype)
 
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(
-            jax.tree.map(_abstract, params), jax.tree.map(full, batch), jax.tree.map(_abstract, rng)
+        (jaxpr, consts), shapes = trace_loss(
+            fun,
+            self.group.axes,
+            jax.tree.map(_abstract, params),
+            jax.tree.map(full, batch),
+            jax.tree.map(_abstract, rng),
         )
         leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
         leaves += [(x, self._of_batch(x), False) for x in jax.tree.leaves(batch)]
         leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
         values = [
             Value(place, v.aval, x, depends=depends)
-            for v, (x, place, depends) in zip(closed.jaxpr.invars, leaves, strict=True)
+            for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
         ]
-        found = evaluator.evaluate(closed.jaxpr, closed.consts, values)
+        found = evaluator.evaluate(jaxpr, consts, values)
         return evaluator, jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     def _of_batch(self, x: Any) -> Placement:
@@ -116,11 +121,13 @@ class GlobalBatch:
         `Weighted` or `Reduced`; updates of one of several batches are arrays.
         """
         try:
-            evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
-        except NeedsSum as found:
-            return found.partial
-        if self.collects:
-            return None
+            found = self._shares(fun, by_examples, trained, *args)
+        except NeedsSum as sums:
+            return sums.partial
+        return None if self.collects else found
+
+    def _shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
+        evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
         averaged = self.batches > 1
         examples = self._examples(args[1]) if by_examples else None
         if weight is None and total.quotient is not None and not averaged:

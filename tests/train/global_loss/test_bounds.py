@@ -33,7 +33,9 @@ def product(x, dtype):
     """With a matrix of ones, in another dtype."""
     numbers = (((0,), (0,)), ((), ()))
     ones = jnp.ones((1, 2), x.dtype)
-    return lax.dot_general(x.sum(keepdims=True, dtype=x.dtype), ones, numbers, preferred_element_type=dtype)
+    return lax.dot_general(
+        x.sum(keepdims=True, dtype=x.dtype), ones, numbers, preferred_element_type=dtype
+    )
 
 
 COUNTS = {
@@ -58,8 +60,8 @@ COUNTS = {
 OVERFLOW = {
     "integers": (LARGE, lambda x: x.sum()),
     "unsigned": (UNSIGNED, lambda x: x.sum()),
-    "below zero": (MASK, lambda x: 3 - x.sum(dtype=jnp.uint32)),
-    "negative": (MASK, lambda x: -x.sum(dtype=jnp.uint32)),
+    "below zero": (MASK, lambda x: 3 - x.astype(jnp.uint32).sum()),
+    "negative": (MASK, lambda x: -x.astype(jnp.uint32).sum()),
     "negative unsigned": (MASK, lambda x: (x.astype(jnp.int32) - 1).astype(jnp.uint32).sum()),
     "multiplied": (MASK, lambda x: x.sum() * 2**29),
     "multiplied before": (WORDS, lambda x: (x.astype(jnp.int32) * 2**16).sum()),
@@ -114,6 +116,22 @@ def by_count(params: Any, batch: Any) -> Any:
 
 def weighted(params: Any, batch: Any) -> Any:
     return gshard.Weighted(jnp.sum(batch["x"] @ params["w"]), batch["ids"].sum())
+
+
+def weighted_output(params: Any, batch: Any) -> Any:
+    x = batch["x"] @ params["w"]
+    return x.mean(), gshard.Weighted(x.sum() / 2, batch["ids"].sum())
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_weight_of_an_output_may_overflow(micro_batches):
+    params = {"w": np.ones(8, np.float32)}
+    pair = params, optax.sgd(1.0)
+    state, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "dp")
+    options = {"has_aux": True, "micro_batches": micro_batches}
+    _, metrics = gshard.make_train_step(weighted_output, plan, **options)(state, BATCH)
+    _, wanted = jax.jit(weighted_output)(params, BATCH)
+    np.testing.assert_allclose(metrics["aux"], wanted.sum / wanted.weight, rtol=1e-5)
 
 
 def quotient(params: Any, batch: Any) -> Any:
