@@ -330,7 +330,7 @@ class GlobalEvaluator:
                 "kernel that does, gshard.by_examples says so), raise gather_limit=, or pass "
                 "loss_semantics='per_device', where each device sees its own examples alone."
             )
-        self.transfers.append(Transfer(kind, size, self._times, name, self._line_of(eqn)))
+        self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line; None is the end of the loss."""
