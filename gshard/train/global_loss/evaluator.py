@@ -16,6 +16,7 @@ from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
+    attention_rules,
     bodies,
     derivatives,
     index_rules,
