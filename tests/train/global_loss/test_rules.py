@@ -28,9 +28,9 @@ EVERY = [*CASES, *test_positions.CASES]
 OF_TWO = [case for case in CASES if case.name in ("keys", "reshape: regroup", "stack", "lookup")]
 FREE = [case for case in CASES if case.free]
 BODIES = """checkpoint cond custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit remat2 scan
-shard_map while""".split()  # test_bodies.py, test_by_examples.py for jit, test_trace_loss.py
+shard_map while""".split()  # test_bodies.py, test_by_examples.py for jit, test_shard_map.py
 OVER_MODEL_AXES = """all_gather pcast pmax pmin ppermute psum psum2 psum_invariant pvary
-reduce_scatter""".split()  # test_trace_loss.py
+reduce_scatter""".split()  # test_shard_map.py
 ATTENTION = [f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")]  # test_attention.py
 OTHER_VERSIONS = """copy_p select_and_gather_add scatter_add scatter_max scatter_min
 scatter_mul""".split()  # names of other JAX versions, or that only a derivative of JAX has
