@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -27,7 +28,8 @@ class Traffic:
     Attributes:
       kind: `all-gather`, `reduce-scatter` or `all-reduce`.
       purpose: `gather` (parameters, for the loss), `scatter` and `reduce` (gradients), `update`
-        (updated parameters), or `non_trainable` (state that is not trained, for the loss).
+        (updated parameters), `non_trainable` (state that is not trained, for the loss), or `loss`
+        (examples of other devices that the loss needs, in its forward pass).
       elements: full size of the arrays, times executions: the output of an all-gather, the input of
         a reduce-scatter or all-reduce.
       wire_bytes: bytes that a device sends, by the ring algorithms, in the dtypes of the plan: of
@@ -42,6 +44,19 @@ class Traffic:
     elements: int
     wire_bytes: int
     at_most: bool = False
+
+
+class LossTransfer(Protocol):
+    """A collective that a loss needs: `kind` is `gather`, or anything else for an all-reduce."""
+
+    @property
+    def kind(self) -> str: ...  # noqa: D102
+    @property
+    def elements(self) -> int: ...  # noqa: D102
+    @property
+    def size(self) -> int: ...  # noqa: D102
+    @property
+    def times(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,7 @@ def budget(
     micro_batches: int = 1,
     accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
+    loss_transfers: Iterable[LossTransfer] = (),
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
 
@@ -99,6 +115,8 @@ def budget(
       micro_batches: number of micro-batches in a step, 1 or more.
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
+      loss_transfers: what the loss needs of other devices' examples, `step.loss_transfers` after
+        the first call. A plan does not know it; `step.budget` has it.
 
     Returns:
       A `Budget`, in bytes and elements per device.
@@ -139,6 +157,7 @@ def budget(
         for layout in non_trainable
         if layout.dim is not None
     ]
+    communicated += [_of_loss(x, plan.group.devices, micro_batches) for x in loss_transfers]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
     for kind, purpose, at_most, times, (elements, sent) in communicated:
         n, total = totals.get((kind, purpose, at_most), (0, 0))
@@ -176,6 +195,15 @@ def _traffic(
         yield "all-gather", "update", False, 1, _hops(reduced, stored)
     else:
         yield "all-gather", "gather", True, micro_batches, _gathers(stored, reshard)
+
+
+def _of_loss(
+    transfer: LossTransfer, devices: int, micro_batches: int
+) -> tuple[str, str, bool, int, tuple[int, int]]:
+    gathers = transfer.kind == "gather"
+    sent = (1 if gathers else 2) * (devices - 1) * transfer.size // devices
+    kind, times = "all-gather" if gathers else "all-reduce", transfer.times * micro_batches
+    return kind, "loss", False, times, (transfer.elements, sent)
 
 
 def _all_reduce(layout: Layout, elements: int, n: int) -> tuple[int, int]:

@@ -209,9 +209,10 @@ class TrainStep:
 
     @property
     def budget(self) -> Budget:
-        """The memory and traffic of this step, computed from its plan."""
+        """The memory and traffic of this step, computed from its plan and `loss_transfers`."""
         names = ("micro_batches", "accumulate", "reshard_after_forward")
-        return budget(self.plan, **{name: getattr(self.options, name) for name in names})
+        given = {name: getattr(self.options, name) for name in names}
+        return budget(self.plan, **given, loss_transfers=self.loss_transfers or ())
 
     def __repr__(self) -> str:
         options = self.options

@@ -699,42 +699,6 @@ def constrained(spec: Any) -> Callable[[Any, Any], jax.Array]:
     return loss
 
 
-HERE = __file__.rsplit("/", 1)[-1]
-
-
-@pytest.mark.parametrize("level", ["os", "p_g_os"])
-@pytest.mark.parametrize("spec", [jax.P("shard"), jax.P(None, ("shard",))])
-def test_a_bare_sharding_constraint_on_a_data_axis(spec, level):
-    state, plan = divided(level)
-    loss = constrained(spec)
-    parts = ("constrain", "'shard'", HERE, "Remove", "NamedSharding")
-    with refused(*parts):
-        gshard.make_train_step(loss, plan)(state, batch())
-    with refused(*parts):
-        jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
-    with refused(*parts):
-        gshard.make_eval_step(loss, plan)(state, batch())
-    gshard.make_train_step(MODEL.loss, plan)(state, batch())
-
-
-def test_a_bare_sharding_constraint_on_a_data_axis_inside_an_nnx_model():
-    class Constrained(nnx.Module):
-        def __init__(self, rngs):
-            self.layer = nnx.Linear(7, 11, rngs=rngs)
-
-        def __call__(self, x):
-            return jax.lax.with_sharding_constraint(self.layer(x), jax.P("shard"))
-
-    model = Constrained(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    pair, plan = gshard.shard_train_state(
-        (model, optimizer), gshard.make_mesh(), "p_g_os", min_shard_size=8
-    )
-    step = gshard.make_train_step(lambda model, batch: model(batch["x"]).mean(), plan)
-    with refused("constrain", "'shard'", HERE, "Remove"):
-        step(*pair, batch())
-
-
 def test_a_constraint_that_names_no_axis_is_fine():
     state, plan = divided("p_g_os")
     gshard.make_train_step(constrained(jax.P()), plan)(state, batch())

@@ -1,4 +1,4 @@
-"""Rules of equations with a body: loops, branches and rematerialization.
+"""Rules of equations with a body: loops, branches, rematerialization and `shard_map`.
 
 The body is rebuilt from its own rules. What a loop carries keeps one placement for all iterations:
 the first that its body gives back.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
+from gshard.sharding.mesh import entry_axes
 from gshard.train.comm.examples import extreme_of_examples
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.own_collectives import check_body_as_traced
@@ -205,3 +206,37 @@ def checkpoint(given: Given) -> Decision:
         return jax.checkpoint(inside, **options)(*values)
 
     return Decision(places, outs, run=run)
+
+
+@rule("shard_map")
+def shard_map(given: Given) -> Decision | None:
+    """Over model axes: the examples stay sharded on a dimension that those axes do not split."""
+    params, places, evaluator = given.params, given.placements, given.evaluator
+    body, consts = body_of(given.eqn)
+    if not all(map(_unsplit, places, params["in_specs"])):
+        return None
+    outs, _ = placements_of(evaluator, body, places)
+    if not all(map(_unsplit, outs, params["out_specs"])):
+        return None
+
+    def inside(index: Any, *arrays: Any) -> Any:
+        with evaluator.indexed(index, given.eqn):
+            return evaluator.arrays(body, consts, places, arrays, outs)
+
+    def run(values: list[Any]) -> Any:
+        mapped = jax.shard_map(
+            inside,
+            in_specs=(jax.P(), *params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return mapped(given.partition.index, *values)
+
+    return Decision(places, outs, run=run)
+
+
+def _unsplit(place: Placement, spec: Any) -> bool:
+    """Whether a `PartitionSpec` leaves the sharded dimension as it is."""
+    entry = spec[place.dim] if place.is_sharded and place.dim < len(spec) else None
+    return not entry_axes(entry)

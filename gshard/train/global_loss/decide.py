@@ -15,7 +15,7 @@ from gshard.train.global_loss.own_collectives import (
     is_own_collective,
 )
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
-from gshard.train.global_loss.positions import Positions, positions_of
+from gshard.train.global_loss.positions import Positions, of_literal, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
 
 _CALLS = (JIT, "closed_call", "core_call")
@@ -35,7 +35,7 @@ def decide(
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
     given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
-    if is_own_collective(eqn):
+    if is_own_collective(eqn, evaluator.axes):
         check_own_collective(given)
         return given.all(REPLICATED)
     for attempt in _attempts(given):
@@ -94,12 +94,14 @@ def placements_of(
     places: dict[Any, Placement] = dict(zip(jaxpr.invars, placements, strict=True))
     known: dict[Any, Positions | None] = dict(zip(jaxpr.invars, positions, strict=False))
 
-    def read(table: dict[Any, Any], v: Any, default: Any) -> Any:
-        return default if isinstance(v, Literal) else table.get(v, default)
+    def place_of(v: Any) -> Placement:
+        return REPLICATED if isinstance(v, Literal) else places.get(v, REPLICATED)
+
+    def fact_of(v: Any) -> Positions | None:
+        return of_literal(v) if isinstance(v, Literal) else known.get(v)
 
     for eqn in jaxpr.eqns:
-        given = [read(places, v, REPLICATED) for v in eqn.invars]
-        facts = [read(known, v, None) for v in eqn.invars]
+        given, facts = [*map(place_of, eqn.invars)], [*map(fact_of, eqn.invars)]
         if is_inlined(eqn):
             results, found = placements_of(evaluator, body_of(eqn)[0], given, facts)
         else:
@@ -108,7 +110,7 @@ def placements_of(
         places.update(zip(eqn.outvars, results, strict=True))
         known.update(zip(eqn.outvars, found, strict=False))
     outs = jaxpr.outvars
-    return [read(places, v, REPLICATED) for v in outs], [read(known, v, None) for v in outs]
+    return [*map(place_of, outs)], [*map(fact_of, outs)]
 
 
 def _summed(placement: Placement) -> Placement:

@@ -16,6 +16,7 @@ from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
+    attention_rules,
     bodies,
     derivatives,
     index_rules,
@@ -39,7 +40,7 @@ from gshard.train.global_loss.placement import (
     is_key,
     size_in_bytes,
 )
-from gshard.train.global_loss.positions import positions_of
+from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer
@@ -122,7 +123,9 @@ class GlobalEvaluator:
             self._inside -= 1
 
     def _value(self, variable: Any, x: Any) -> Value:
-        return x if isinstance(x, Value) else Value(REPLICATED, variable.aval, x)
+        if isinstance(x, Value):
+            return x
+        return Value(REPLICATED, variable.aval, x, positions=of_literal(variable))
 
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
@@ -139,9 +142,9 @@ class GlobalEvaluator:
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
         decision = decide(self, eqn, [x.placement for x in values], known)
-        if name in ("pmax", "pmin") and is_own_collective(eqn):
+        if name in ("pmax", "pmin") and is_own_collective(eqn, self.axes):
             return values
-        if is_own_sum(eqn):
+        if is_own_sum(eqn, self.axes):
             results = zip(eqn.outvars, values, strict=True)
             source = (eqn, values)
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
@@ -328,7 +331,7 @@ class GlobalEvaluator:
                 "kernel that does, gshard.by_examples says so), raise gather_limit=, or pass "
                 "loss_semantics='per_device', where each device sees its own examples alone."
             )
-        self.transfers.append(Transfer(kind, size, self._times, name, self._line_of(eqn)))
+        self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line; None is the end of the loss."""

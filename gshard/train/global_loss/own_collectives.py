@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import with_inner
-from gshard.train.global_loss.registry import Given
+from gshard.train.global_loss.registry import Decision, Given, partial_rule, rule
 
 # all-reductions, of which those of replicated values run as they are written
 COLLECTIVES = frozenset(
@@ -38,14 +39,13 @@ def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
       GShardError: as `check_own_collective`.
     """
     for eqn in with_inner(given.eqn):
-        if is_own_collective(eqn):
+        if is_own_collective(eqn, given.evaluator.axes):
             _check(given, eqn, of_examples)
 
 
-def is_own_collective(eqn: Any) -> bool:
-    """Whether an equation communicates; over positions, as `jax.vmap` makes it, it does not."""
-    over = _axes(eqn) if eqn.primitive.name in COLLECTIVES else ()
-    return any(isinstance(axis, str) for axis in over)
+def is_own_collective(eqn: Any, axes: Sequence[str]) -> bool:
+    """Whether an equation communicates over one of the data axes."""
+    return eqn.primitive.name in COLLECTIVES and bool(set(_axes(eqn)) & set(axes))
 
 
 def sum_size(eqn: Any) -> int:
@@ -53,9 +53,9 @@ def sum_size(eqn: Any) -> int:
     return math.prod(lax.axis_size(axis) for axis in _axes(eqn))
 
 
-def is_own_sum(eqn: Any) -> bool:
-    """Whether an equation sums over devices."""
-    return eqn.primitive.name in _SUMS and is_own_collective(eqn)
+def is_own_sum(eqn: Any, axes: Sequence[str]) -> bool:
+    """Whether an equation sums over data axes."""
+    return eqn.primitive.name in _SUMS and is_own_collective(eqn, axes)
 
 
 def sum_error(place: str) -> GShardError:
@@ -75,12 +75,26 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
 
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
     name, over = eqn.primitive.name, _axes(eqn)
-    if not set(over) & set(given.evaluator.axes):
-        return
-    if name in _OF_ONE_DEVICE or of_examples:
+    others = set(over) - set(given.evaluator.axes)
+    if name in _OF_ONE_DEVICE or of_examples or others:
         raise GShardError(
             f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}, a data "
             "axis. The loss is that of the global batch, which no device has by itself: write it "
             "without the collective, as for one device. For a loss of each device's own examples "
             "pass loss_semantics='per_device'."
         )
+
+
+@rule("ppermute", "psum2", "psum_invariant", "pvary", "pcast")
+@partial_rule("psum", "psum2", "psum_invariant", "pvary", "pcast")
+def over_model_axes(given: Given) -> Decision:
+    """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
+    return Decision(given.placements, given.placements)
+
+
+@rule("all_gather", "reduce_scatter")
+def along_model_axes(given: Given) -> Decision | None:
+    """Along another dimension than that of the examples."""
+    place, params = given.placements[0], given.params
+    along = params.get("all_gather_dimension", params.get("scatter_dimension"))
+    return given.all(place) if params["tiled"] and place.dim != along else None

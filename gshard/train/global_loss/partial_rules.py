@@ -26,12 +26,13 @@ def linear(given: Given) -> Decision | None:
 
 @partial_rule("convert_element_type")
 def convert(given: Given) -> Decision | None:
-    """To the same or a wider dtype: a narrower one rounds every part, small integers wrap."""
+    """To the same or a wider float: a narrower one rounds every part. Integers may not wrap."""
     old, new = given.eqn.invars[0].aval.dtype, given.eqn.outvars[0].aval.dtype
     if not jnp.issubdtype(new, jnp.inexact) or old == jnp.bool_:
         return None
     if jnp.issubdtype(old, jnp.integer):
-        fits = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4
+        known = given.positions[0]
+        fits = known is not None and known.bound is not None
     else:
         fits = new.itemsize >= old.itemsize
     return given.all(PARTIAL) if fits else None
@@ -45,8 +46,11 @@ def added(given: Given) -> Decision | None:
 
 @partial_rule("mul", "dot_general")
 def multiplied(given: Given) -> Decision | None:
-    """By a replicated factor."""
-    if given.placements.count(PARTIAL) > 1 or given.eqn.outvars[0].aval.dtype == jnp.bool_:
+    """By a replicated factor. A sum of integers is multiplied in its own dtype, where it wraps."""
+    old, new = given.eqn.invars[0].aval.dtype, given.eqn.outvars[0].aval.dtype
+    if given.placements.count(PARTIAL) > 1 or new == jnp.bool_:
+        return None
+    if jnp.issubdtype(old, jnp.integer) and new != old:
         return None
     return Decision(given.placements, [PARTIAL])
 

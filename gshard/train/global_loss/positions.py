@@ -1,13 +1,18 @@
-"""Knows which integers are positions, so that `x[jnp.arange(examples), y]` needs no collective."""
+"""Knows which integers are positions, so that `x[jnp.arange(examples), y]` needs no collective.
+
+It also carries their bounds (`bounds`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
+
+from gshard.train.global_loss.bounds import Bound, bound_of, bound_of_literal
 
 
 @dataclass(frozen=True)
@@ -18,15 +23,30 @@ class Positions:
       dim: every entry is its own index along this dimension; None: not known.
       columns: pairs `(column, dim)`: these columns of the last dimension are indices along `dim`.
       never: a boolean that is false everywhere: whether an index is negative.
+      bound: what no entry exceeds in absolute value, nor do the parts of a partial sum together.
     """
 
     dim: int | None = None
     columns: tuple[tuple[int, int], ...] = ()
     never: bool = False
+    bound: Bound = None
 
 
 def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     """Returns what is known of the first result of an equation."""
+    found, bound = _indices(eqn, known), bound_of(eqn, [x and x.bound for x in known])
+    if found is None and bound is None:
+        return None
+    return replace(found or Positions(), bound=bound)
+
+
+def of_literal(variable: Any) -> Positions | None:
+    """Returns what is known of a number that is written in the loss."""
+    bound = bound_of_literal(variable)
+    return None if bound is None else Positions(bound=bound)
+
+
+def _indices(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
         # a narrower integer or a float may not hold every index

@@ -185,6 +185,8 @@ def reduction(given: Given) -> Decision | None:
     """
     place, name, axes = given.placements[0], given.eqn.primitive.name, given.params["axes"]
     aval = given.eqn.invars[0].aval
+    if any(isinstance(axis, str) for axis in axes):  # in a `shard_map` over model axes
+        return Decision(given.placements, given.placements)
     if len(given.placements) > 1 or given.params.get("axis_index_groups"):
         return None
     if place.dim not in axes:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.jaxpr import abstract
 from gshard.sharding.mesh import Group
+from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
@@ -69,17 +70,21 @@ class GlobalBatch:
             shape = (x.shape[0] * parts, *x.shape[1:]) if jnp.ndim(x) else ()
             return abstract(shape, x.dtype)
 
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(
-            jax.tree.map(_abstract, params), jax.tree.map(full, batch), jax.tree.map(_abstract, rng)
+        (jaxpr, consts), shapes = trace_loss(
+            fun,
+            self.group.axes,
+            jax.tree.map(_abstract, params),
+            jax.tree.map(full, batch),
+            jax.tree.map(_abstract, rng),
         )
         leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
         leaves += [(x, self._of_batch(x), False) for x in jax.tree.leaves(batch)]
         leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
         values = [
             Value(place, v.aval, x, depends=depends)
-            for v, (x, place, depends) in zip(closed.jaxpr.invars, leaves, strict=True)
+            for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
         ]
-        found = evaluator.evaluate(closed.jaxpr, closed.consts, values)
+        found = evaluator.evaluate(jaxpr, consts, values)
         return evaluator, jax.tree.unflatten(jax.tree.structure(shapes), found)
 
     def _of_batch(self, x: Any) -> Placement:
@@ -116,11 +121,13 @@ class GlobalBatch:
         `Weighted` or `Reduced`; updates of one of several batches are arrays.
         """
         try:
-            evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
-        except NeedsSum as found:
-            return found.partial
-        if self.collects:
-            return None
+            found = self._shares(fun, by_examples, trained, *args)
+        except NeedsSum as sums:
+            return sums.partial
+        return None if self.collects else found
+
+    def _shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
+        evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
         averaged = self.batches > 1
         examples = self._examples(args[1]) if by_examples else None
         if weight is None and total.quotient is not None and not averaged:
@@ -131,8 +138,7 @@ class GlobalBatch:
         if weight is None:
             share = share / self.batches
         else:
-            weight = jax.lax.stop_gradient(evaluator.convert(weight, PARTIAL))
-            weight = jnp.asarray(weight, jnp.float32)
+            weight = jax.lax.stop_gradient(_float(evaluator, weight))
 
         def form(x: Any) -> Any:
             return _form(evaluator, x, 1 if averaged else None, examples)
@@ -170,6 +176,15 @@ def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     return Value(place, value.aval, evaluator.convert(value, place) * by)
 
 
+def _float(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
+    """What adds up to the value as a float; a sum of integers that may wrap is completed first."""
+    known = value.positions
+    exact = jnp.issubdtype(value.aval.dtype, jnp.inexact) or (known and known.bound is not None)
+    if not exact:
+        value = Value(REPLICATED, value.aval, evaluator.convert(value, REPLICATED))
+    return jnp.asarray(evaluator.convert(value, PARTIAL), jnp.float32)
+
+
 def _share(evaluator: GlobalEvaluator, value: Value) -> Any:
     """What adds up to the value over the devices."""
     if value.placement == PARTIAL:
@@ -184,7 +199,7 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     calls, of this weight; a quotient of one call is divided when all are added up.
     """
     if isinstance(x, Weighted):
-        return Weighted(evaluator.convert(x.sum, PARTIAL), evaluator.convert(x.weight, PARTIAL))
+        return Weighted(_float(evaluator, x.sum), _float(evaluator, x.weight))
     value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
     if value.extreme is not None:
         own, largest = value.extreme

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
 from gshard._util.text import bytes_of, text_table
+from gshard.train.global_loss.placement import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -17,17 +20,24 @@ class Transfer:
     Attributes:
       kind: `gather` (examples of all devices), `sum` (of partial sums) or `extreme` (a maximum or
         minimum).
-      size: bytes of the full result.
+      elements: of the full result.
+      size: its bytes.
       times: how often, in loops.
       operation: the name of the operation that needs it.
       line: the user's file and line.
     """
 
     kind: str
+    elements: int
     size: int
     times: int
     operation: str
     line: str
+
+    @classmethod
+    def of(cls, aval: Any, kind: str, times: int, operation: str, line: str) -> Transfer:
+        """Describes a collective whose full result has this shape and dtype."""
+        return cls(kind, math.prod(aval.shape), size_in_bytes(aval), times, operation, line)
 
 
 def transfers_table(transfers: Iterable[Transfer]) -> Table:

@@ -172,7 +172,7 @@ def loop(k: Known, x: Any, y: Any) -> Any:
         lambda: x + lax.scan(accumulated, (total, 0), last)[0][0] / x.size,
         lambda: lax.scan(lambda c, _: (plainly(c * w), c.sum() / x.size), x, None, length=3)[1],
         lambda: (
-            lax.scan(lambda c, r: (c + r.sum(0) / x.size, r - c.mean()), x[0] * 0, last)[1]
+            lax.scan(lambda c, r: (c + r.sum(0) / x.size, r - c.mean()), last[0][0] * 0, last)[1]
             if x.ndim > 1
             else x
         ),

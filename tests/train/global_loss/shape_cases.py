@@ -171,6 +171,14 @@ CASES = [
         "0 0 > P",
     ),
     Case("narrower", lambda x: x.sum(0).astype(jnp.bfloat16).astype(jnp.float32), [X], grads=False),
+    Case(
+        "floating product of integers",
+        lambda x: lax.dot_general(
+            x, jnp.ones(12, jnp.int32), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        ),
+        [integers(12)],
+        "0 > P",
+    ),
     Case("boolean of a sum", lambda x: [x > 3, x.astype(bool)], [integers(12)]),
     Case("any of booleans", lambda x: x.any(0) | x.all(), [booleans(12, 5)]),
 ]
