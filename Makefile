@@ -2,18 +2,25 @@
 #   make PYTHON=python3.12 ...           choose the Python that .venv is made with
 #   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
 #   make test ARGS="tests/train/test_numbers.py -k os_g"
-#   make test JOBS=0                     one process: for a debugger, or where memory is short
+#   make test JOBS=0                     one process, for a debugger
+#   make test-all SHARD=1/4              the first of four parts of about the same length
 
 CONFIG ?= configs/demo.toml
 ARGS   ?=
+SHARD  ?=
 VENV   ?= .venv
 JOBS   ?= logical
 export PYTHON
 
-# One worker per core; a worker that has nothing left takes tests from the others.
+# One worker per core, fewer where memory is short (tests/tiers.py); a worker that has nothing left
+# takes tests from the others.
 PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: help demo test test-all lint format clean
+# Tests of a second or less: boundaries, rules, words, parsing, planning.
+FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
+    tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
+
+.PHONY: help demo check test test-all lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -28,11 +35,14 @@ demo: setup-test  ## train a small GPT at every level on 8 virtual devices, and 
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
 	$(VENV)/bin/python -m examples.kill_and_resume $(CONFIG) $(ARGS)
 
-test: setup-test  ## the quick tier of the tests (about 22 minutes on 2 cores)
+check: lint  ## the linters and the fastest tests, before a commit (1 minute)
+	$(VENV)/bin/python -m pytest -q -m "not slow" $(FASTEST)
+
+test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test  ## every test (or the files in ARGS=...); updates docs/development/test-record.md
-	$(PYTEST) -p tests.record $(ARGS)
+test-all: setup-test  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from tests.processes import FAST_COMPILATION
+from tests.record import seconds_by_file
+from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, stale, workers
 
 DEVICES = 8
 FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
+    FAST_COMPILATION,
     # Eight devices share few cores with other work: one of them may be late by more than the 40 s
     # after which XLA's collectives end the whole process.
     "--xla_cpu_collective_call_terminate_timeout_seconds=200",
@@ -32,3 +42,40 @@ jax.config.update(
 )
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_addoption(parser):
+    shard = "the files of one shard, such as 1/4, of about equal times in the last record"
+    parser.addoption("--shard", type=parse_shard, help=shard)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers():
+    return workers()
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if is_slow_case(item.nodeid):
+            item.add_marker("slow")
+    if not any("::" in argument for argument in config.args):
+        if unknown := stale(slow_cases(), [item.nodeid for item in items]):
+            raise pytest.UsageError(f"tests/slow_cases.txt lists no test: {', '.join(unknown)}")
+    if shard := config.getoption("--shard"):
+        seconds = {item.location[0]: 60.0 for item in items} | seconds_by_file()
+        files = files_of_shard({x.location[0]: seconds[x.location[0]] for x in items}, shard)
+        config.hook.pytest_deselected(items=[x for x in items if x.location[0] not in files])
+        items[:] = [x for x in items if x.location[0] in files]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_programs() -> Iterator[None]:
+    """Frees the programs of a test file after it; JAX keeps them for good, some 4 GB in all."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+    try:  # the allocator keeps what was freed, unless it is asked
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        pass

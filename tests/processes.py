@@ -15,6 +15,9 @@ import numpy as np
 from benchmarks.groups import free_address
 
 ROOT = Path(__file__).parents[1]
+# LLVM does not optimize: compiling takes two thirds of the time. The text of a program, with its
+# collectives and its memory, is the same, since these flags act on what comes after it.
+FAST_COMPILATION = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 LIMIT = 300  # seconds for all of a group together
 
 
@@ -36,7 +39,7 @@ def clean_environment() -> dict[str, str]:
     apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")
     own = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
     # The check of a loss is one more compilation in every process.
-    return own | {"JAX_PLATFORMS": "cpu", "GSHARD_CHECK_LOSS": "0"}
+    return own | {"JAX_PLATFORMS": "cpu", "GSHARD_CHECK_LOSS": "0", "XLA_FLAGS": FAST_COMPILATION}
 
 
 def run_together(
@@ -103,6 +106,7 @@ def run_workers(
         ["-m", f"tests.{module}", coordinator, str(processes), str(rank), str(file), *what]
         for rank, file in enumerate(files)
     ]
-    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices_each}"}
+    count = f"--xla_force_host_platform_device_count={devices_each}"
+    flags = {"XLA_FLAGS": f"{count} {FAST_COMPILATION}"}
     assert_all_well(run_together(folder, commands, [flags] * processes, limit=limit))
     return [dict(np.load(file)) for file in files]

@@ -63,6 +63,12 @@ def old_rows() -> dict[str, str]:
     return {line.split("|")[1].strip(): line for line in lines if line.startswith("| tests/")}
 
 
+def seconds_by_file() -> dict[str, float]:
+    """The seconds that the tests of each file took when they were recorded."""
+    column = COLUMNS.index("seconds of tests") + 1
+    return {file: float(row.split("|")[column]) for file, row in old_rows().items()}
+
+
 def commit() -> str:
     """The commit that ran, with a `+` when the tree had other changes."""
 

@@ -1,11 +1,24 @@
-"""Which cases of a table the quick tier takes."""
+"""What the quick tier takes, how many workers run it, and the shards of a full run.
+
+A test is slow if it is marked so, if `quick` leaves its case out, or if `slow_cases.txt` lists it:
+cases that took more than a second of processor time, of tests whose other cases are quick, or that
+quick tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
+WORKER_BYTES = 1.5e9  # a worker stays below
 
 
 def quick(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
@@ -21,3 +34,50 @@ def quick(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
         )
         for case in table
     ]
+
+
+@functools.cache
+def slow_cases() -> frozenset[str]:
+    """The node ids in `slow_cases.txt`; one without brackets stands for all cases of a test."""
+    lines = SLOW_CASES.read_text().splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
+
+
+def is_slow_case(node_id: str) -> bool:
+    """Whether `slow_cases.txt` lists a test."""
+    return node_id in slow_cases() or node_id.partition("[")[0] in slow_cases()
+
+
+def workers() -> int:
+    """One for each core, as far as the memory reaches."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, min(cores, int(psutil.virtual_memory().available / WORKER_BYTES)))
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Reads `2/4`, the second of four shards."""
+    found = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise pytest.UsageError(
+            f"SHARD={text} is no shard of a test run. Write SHARD=1/4 for the first of four."
+        )
+    return int(found[1]), int(found[2])
+
+
+def files_of_shard(seconds: dict[str, float], shard: tuple[int, int]) -> set[str]:
+    """The files of a shard: the longest first, each to the shard with the least so far."""
+    number, count = shard
+    totals, files = [0.0] * count, [set[str]() for _ in range(count)]
+    for file in sorted(seconds, key=lambda x: (-seconds[x], x)):
+        at = totals.index(min(totals))
+        totals[at] += seconds[file]
+        files[at].add(file)
+    return files[number - 1]
+
+
+def stale(listed: Collection[str], node_ids: Sequence[str]) -> list[str]:
+    """What is listed and names no test of those collected, for the files that were collected."""
+    files = {node_id.partition("::")[0] for node_id in node_ids}
+    known = {*node_ids, *(node_id.partition("[")[0] for node_id in node_ids)}
+    return sorted(x for x in listed if x.partition("::")[0] in files and x not in known)

@@ -196,11 +196,11 @@ class Guard(NamedTuple):
         """
         # not `jax.numpy`, whose calls make up a twentieth of the trace of a small step
         row, first, skipped = (jnp.asarray(x, jnp.int32) for x in self)
-        began = lax.bitwise_or(finite, lax.gt(row, jnp.int32(0)))
         bad, kept = (jnp.asarray(lax.bitwise_not(x), jnp.int32) for x in (finite, updates))
+        # A step that is not finite has the number of the one before it, also in a row of them.
         return Guard(
             lax.select(updates, jnp.int32(0), lax.add(row, bad)),
-            lax.select(began, first, jnp.asarray(step, jnp.int32)),
+            lax.select(finite, first, jnp.asarray(step, jnp.int32)),
             lax.add(skipped, kept),
         )
 

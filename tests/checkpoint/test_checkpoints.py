@@ -7,7 +7,9 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import stat
+import subprocess
 import sys
 from typing import Any
 
@@ -399,6 +401,32 @@ def test_which_steps_stay(rules, kept):
     metadata = {i: {} if x is None else {"loss": x} for i, x in enumerate(losses)}
     policy = RetentionPolicy(**rules)
     assert [i for i in range(7) if i not in policy.to_delete(metadata)] == kept
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equally_good_steps_the_newest_stay(mode):
+    metadata = {i: {"loss": 1.0 if 1 <= i <= 3 else {"min": 2.0, "max": 0.5}[mode]} for i in range(6)}
+    assert RetentionPolicy(best=2, mode=mode).to_delete(metadata) == [0, 1, 4]
+
+
+def test_a_process_killed_while_it_deletes_leaves_no_part_of_a_step(tmp_path):
+    """The kill comes with the first file."""
+    files = [tmp_path / "3" / name for name in ("a", "b")]
+    files[0].parent.mkdir()
+    for file in files:
+        file.write_bytes(b"x")
+    script = f"""
+import os, pathlib, signal, sys
+from gshard.checkpoint.directory import delete
+sys.addaudithook(lambda event, _: event in ("os.remove", "os.rmdir") and os.kill(os.getpid(), 9))
+delete(pathlib.Path({str(tmp_path)!r}), 3)
+"""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "3").exists()
+    assert list(tmp_path.rglob("b"))  # it was killed before the end
+    assert gshard.Checkpointer(tmp_path).all_steps() == []
 
 
 def test_old_steps_go_after_a_new_one_is_there(tmp_path):

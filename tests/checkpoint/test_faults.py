@@ -113,7 +113,7 @@ def _around_the_commit(log: Path, directory: Path) -> tuple[set[str], set[str], 
         pid, _, call = line.partition(" ")
         call = call.strip()
         if call.endswith("<unfinished ...>"):
-            begun[pid] = call.removesuffix("<unfinished ...>")
+            begun[pid] = call.removesuffix("<unfinished ...>").rstrip()
             continue
         if resumed := re.match(r"<\.\.\. \w+ resumed>", call):
             call = begun.pop(pid) + call[resumed.end() :]

@@ -59,6 +59,7 @@ def test_prefers_full_tiles_then_the_leading_dimension():
     assert by_shape(0)(leaf((64, 4096), 8)).dim == 1  # 8 rows fill no tile, 512 columns do
     assert by_shape(0)(leaf((1024, 4096), 8)).dim == 0
     assert by_shape(0)(leaf((24, 40), 8)).dim == 0
+    assert by_shape(0)(leaf((128, 128), 8)).dim == 0  # 16 rows fill a tile, 16 columns do not
 
 
 def test_pads_the_dimension_that_wastes_least():

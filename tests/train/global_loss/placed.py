@@ -46,18 +46,19 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
-    def ways(self, parts: int) -> list[tuple[Placement, ...]]:
+    def ways(self, parts: int, most: int = 1000) -> list[tuple[Placement, ...]]:
         """Ways to hold the operands together: all, or those of one operand and some of the rest."""
+        most = min(self.most, most)
         found = list(itertools.product(*(choices(x, parts) for x in self.args)))[1:]
         if not self.partial:
             found = [row for row in found if PARTIAL not in row]
-        if len(found) <= self.most:
+        if len(found) <= most:
             return found
         named = [tuple(given) for given, _ in self.expected()]
         alone = [row for row in found if sum(p != REPLICATED for p in row) == 1]
         order = np.random.default_rng(len(found)).permutation(len(found))
         wanted = [*named, *alone, *(found[i] for i in order)]
-        return list(dict.fromkeys(wanted))[: max(self.most, len(named))]
+        return list(dict.fromkeys(wanted))[: max(most, len(named))]
 
     def expected(self) -> list[tuple[list[Placement], list[Placement]]]:
         """The rows of `free`."""

@@ -71,6 +71,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers_are_those_of_the_function(case):
+    check(case.f, case.args, case.ways(3, most=6), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers_however_the_operands_are_held(case):
     check(case.f, case.args, case.ways(3), 3)
 
 

@@ -46,6 +46,13 @@ MODULES = (shape_rules, product_rules, index_rules, partial_rules)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers_are_those_of_the_function(case):
+    """Held in a few ways: those that need no collective first, then those of one operand."""
+    check(case.f, case.args, case.ways(3, most=6), 3, case.like, case.grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_numbers_however_the_operands_are_held(case):
     check(case.f, case.args, case.ways(3), 3, case.like, case.grads)
 
 
