@@ -40,7 +40,7 @@ _WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
 jax.config.update(
     "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax" / _WORKER)
 )
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
