@@ -15,6 +15,7 @@ import yaml
 import gshard
 from gshard.distributed.launch.cli import request
 from tests.hosts import NoHostsError, two_hosts, until
+from tests.processes import FAST_COMPILATION
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
@@ -141,12 +142,13 @@ def cluster(tmp_path):
 
     program("scontrol", SCONTROL)
     program("gshard", f'#!/bin/sh\nexec {sys.executable} -m gshard "$@"\n')
-    own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    own = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     variables = {
         **own,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": FAST_COMPILATION,
         "SLURM_JOB_ID": str(JOB_ID),
         "SLURM_JOB_NODELIST": "host-[a-b]",
         "SLURM_STEP_NODELIST": "host-[a-b]",

@@ -323,8 +323,9 @@ def test_demo_says_that_devices_do_not_divide_over_processes(tmp_path):
         assert "Traceback" not in end.said
 
 
-SMALL = tuple(
-    "--devices 2 --levels p_g_os --steps 3 --model.layers 1 --sample_bytes 1 --one_device false".split()
+SMALL = (
+    *("--devices", "2", "--levels", "p_g_os", "--steps", "3"),
+    *("--model.layers", "1", "--sample_bytes", "1", "--one_device", "false"),
 )
 
 

@@ -405,7 +405,8 @@ def test_which_steps_stay(rules, kept):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_of_equally_good_steps_the_newest_stay(mode):
-    metadata = {i: {"loss": 1.0 if 1 <= i <= 3 else {"min": 2.0, "max": 0.5}[mode]} for i in range(6)}
+    worse = {"min": 2.0, "max": 0.5}[mode]
+    metadata = {i: {"loss": x} for i, x in enumerate([worse, 1.0, 1.0, 1.0, worse, worse])}
     assert RetentionPolicy(best=2, mode=mode).to_delete(metadata) == [0, 1, 4]
 
 

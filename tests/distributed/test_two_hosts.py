@@ -18,6 +18,7 @@ import gshard
 from tests import reference
 from tests.distributed.two_hosts_worker import train
 from tests.hosts import NoHostsError, two_hosts, until
+from tests.processes import FAST_COMPILATION
 from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
@@ -39,7 +40,8 @@ class Launcher:
         options += ["--log_dir", folder / "log"]
         command = (sys.executable, "-m", "gshard", "launch", *options, *words)
         # Of the tests' own devices nothing: the launcher sets those of the processes.
-        own = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        own = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+        own["XLA_FLAGS"] = FAST_COMPILATION
         self._process = host.start(self._log, own, *command)
 
     @property

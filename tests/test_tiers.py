@@ -1,0 +1,60 @@
+"""Tiers and shards: every test runs somewhere, once, and a wrong word is one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import tiers
+from tests.tiers import files_of_shard, parse_shard, stale, workers
+
+ROOT = Path(__file__).parents[1]
+SECONDS = {f"tests/test_{i}.py": float(x) for i, x in enumerate([90, 10, 40, 35, 35, 0, 60])}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+def test_every_file_is_in_one_shard(count):
+    shards = [files_of_shard(SECONDS, (i + 1, count)) for i in range(count)]
+    assert sorted(x for files in shards for x in files) == sorted(SECONDS)
+    if count == 3:  # 270 seconds
+        assert {sum(SECONDS[x] for x in files) for files in shards} == {90.0, 95.0, 85.0}
+
+
+def test_a_shard_is_read():
+    assert parse_shard("2/4") == (2, 4)
+    for text in ("5/4", "0/4", "1", "1/0", "a/b", "-1/4", "1/4/2"):
+        with pytest.raises(pytest.UsageError, match=rf"SHARD={text} is no shard .*SHARD=1/4"):
+            parse_shard(text)
+
+
+def test_the_command_refuses_a_wrong_shard_in_one_line():
+    command = [sys.executable, "-m", "pytest", "tests/test_tiers.py", "--shard", "5/4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert done.stderr.strip().splitlines() == [
+        "ERROR: SHARD=5/4 is no shard of a test run. Write SHARD=1/4 for the first of four."
+    ]
+
+
+def test_listed_cases_are_slow_and_unknown_ones_are_found():
+    ids = ["tests/a.py::test_x[1]", "tests/a.py::test_x[2]", "tests/b.py::test_y"]
+    listed = ["tests/a.py::test_x[1]", "tests/a.py::test_z", "tests/b.py::test_y", "tests/c.py::t"]
+    assert stale(listed, ids) == ["tests/a.py::test_z"]
+
+
+def test_whole_tests_and_single_cases_are_listed(monkeypatch):
+    monkeypatch.setattr(tiers, "slow_cases", lambda: {"a.py::test_x[1]", "a.py::test_y"})
+    assert tiers.is_slow_case("a.py::test_x[1]") and not tiers.is_slow_case("a.py::test_x[2]")
+    assert tiers.is_slow_case("a.py::test_y[3]") and tiers.is_slow_case("a.py::test_y")
+
+
+@pytest.mark.parametrize(("available", "most"), [(16e9, 10), (4e9, 2), (1e9, 1)])
+def test_workers_fit_the_memory(monkeypatch, available, most):
+    free = psutil.virtual_memory()._replace(available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+    assert workers() == most
