@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.processes import FAST_COMPILATION
@@ -15,6 +15,7 @@ from tests.record import seconds_by_file
 from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, stale, workers
 
 DEVICES = 8
+LARGE_BYTES = 0.9e9  # of a worker, which stays below tests.tiers.WORKER_BYTES
 FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     FAST_COMPILATION,
@@ -69,10 +70,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [x for x in items if x.location[0] in files]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _free_programs() -> Iterator[None]:
-    """Frees the programs of a test file after it; JAX keeps them for good, some 4 GB in all."""
-    yield
+def pytest_runtest_teardown(item, nextitem):
+    """Frees programs after each test file, and in between where a worker has grown large."""
+    last = nextitem is None or nextitem.path != item.path
+    if last or psutil.Process().memory_info().rss > LARGE_BYTES:
+        free_programs()
+
+
+def free_programs():
+    """Frees what JAX has compiled, which it keeps for good otherwise: some 4 GB in all."""
     jax.clear_caches()
     gc.collect()
     try:  # the allocator keeps what was freed, unless it is asked

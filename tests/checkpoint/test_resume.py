@@ -52,7 +52,10 @@ def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, pr
     """A kill at the first level, SIGTERM at the last, and what is left to the end."""
     first, last = levels.split(",")[0], levels.split(",")[-1]
     same = ("levels", levels)
-    with running(command(processes, tmp_path / "whole", *same), tmp_path) as job:
+    # What one has compiled, those after it need not compile.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled")} if processes == 1 else {}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.02"}
+    with running(command(processes, tmp_path / "whole", *same), tmp_path, **cache) as job:
         assert job.code(LIMIT) == 0, job.out + job.err
 
     saved = tmp_path / "checkpoints"
@@ -62,7 +65,7 @@ def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, pr
     def newest(level: str) -> int:
         return gshard.Checkpointer(saved / level).latest_step() or 0
 
-    with running(slowly, tmp_path) as job:
+    with running(slowly, tmp_path, **cache) as job:
         job.wait_until(lambda: newest(first) == 3, "saved", LIMIT)
         if processes == 1:
             job.process.kill()
@@ -73,7 +76,7 @@ def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, pr
     assert newest(first) in (3, 6, 9)
     killed, before = f"{first:<10} resumes from step {newest(first)}\n", newest(last)
 
-    with running(slowly, tmp_path) as job:
+    with running(slowly, tmp_path, **cache) as job:
         job.wait_until(lambda: newest(last) > before, "saved", LIMIT)
         time.sleep(0.3)  # a step or two that no save was due after
         job.process.terminate()
@@ -84,7 +87,7 @@ def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, pr
     assert not (tmp_path / "output").exists()  # it is not done yet
     stopped = f"{last:<10} resumes from step {newest(last)}\n"
 
-    with running(command(processes, tmp_path / "output", *same), tmp_path) as job:
+    with running(command(processes, tmp_path / "output", *same), tmp_path, **cache) as job:
         assert job.code(LIMIT) == 0, job.out + job.err
         assert stopped in job.out
         assert first == last or f"{first:<10} resumes from step 24\n" in job.out
