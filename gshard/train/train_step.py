@@ -201,7 +201,7 @@ class TrainStep:
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
-            _paused_collector()(self._run),
+            self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, plan.sharding(), plan.sharding()),
@@ -270,7 +270,11 @@ class TrainStep:
         check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
-    def _run(
+    def _run(self, *args: Any) -> tuple[list[Any], dict[str, Any], Guard]:
+        with _paused_collector():
+            return self._stages(*args)
+
+    def _stages(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
     ) -> tuple[list[Any], dict[str, Any], Guard]:
         """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""

@@ -223,7 +223,7 @@ def test_init_never_holds_the_full_state(level):
     assert memory.output_size_in_bytes - share <= 8 * (len(layouts) + 2)  # the tuple's own table
     assert memory.temp_size_in_bytes <= 8 * largest + 4096
 
-    start = net.init(jax.random.key(0), jnp.zeros((1, D)))["params"]
+    start = jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, D)))["params"]
     for ours, right in zip(
         jax.tree.leaves(gshard.full_params(state)), jax.tree.leaves(start), strict=True
     ):
