@@ -199,6 +199,22 @@ def test_a_constraint_to_another_mesh_is_ignored():
 
 
 @ignored
+def test_a_constraint_that_does_not_fit_its_array_is_refused_in_the_words_of_jax():
+    loss = hinted(lambda x: jax.lax.with_sharding_constraint(x, jax.P("shard", None, "model")))
+    with pytest.raises(gshard.GShardError, match=rf"{HERE}:\d+\).*JAX says: .*rank at least 3"):
+        assert_same_step(loss, plain, gshard.make_mesh(extra={"model": 2}))
+
+
+@ignored
+def test_an_error_of_the_loss_itself_stays():
+    def loss(params, x):
+        raise ValueError("values of rank 3 are needed")
+
+    with pytest.raises(ValueError, match="^values of rank 3 are needed"):
+        assert_same_step(loss, plain, gshard.make_mesh())
+
+
+@ignored
 @pytest.mark.parametrize("axis, bare", [("shard", True), ("shard", False), ("data", True)])
 def test_what_a_hint_says_of_the_users_own_axes_stays(axis, bare):
     mesh = gshard.make_mesh(extra={"model": 2})
