@@ -90,7 +90,7 @@ def _on_host_where_constant(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return evaluate(*inner, values, _on_host_where_constant)
     if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
         (result,) = (v.aval for v in eqn.outvars)
-        if isinstance(result.dtype, np.dtype):
+        if isinstance(result.dtype, np.dtype) and not result.weak_type:  # NumPy has no weak types
             return [np.broadcast_to(np.asarray(values[0], result.dtype), result.shape)]
     return bind(eqn, values)
 
