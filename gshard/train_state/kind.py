@@ -64,7 +64,7 @@ def as_state(state: Any) -> Any:
 
 
 def _initial(tx: Any, trained: Any) -> Any:
-    """Makes the optimizer's first state; its zeros are on the host, and without memory.
+    """Makes the optimizer's first state; constants are views on the host that take no memory.
 
     Called as it is, `tx.init` compiles a program for every shape among the moments, and makes all
     of them in full on one device.
@@ -78,7 +78,7 @@ def _initial(tx: Any, trained: Any) -> Any:
         return tx.init(trained)
     try:
         closed, shapes = jax.make_jaxpr(tx.init, return_shape=True)(trained)
-    except Exception:  # it reads values, or makes what is no array
+    except Exception:  # it reads values, or returns what is not an array
         return tx.init(trained)
     state = evaluate(closed.jaxpr, closed.consts, leaves, _on_host_where_constant)
     return jax.tree.unflatten(jax.tree.structure(shapes), state)

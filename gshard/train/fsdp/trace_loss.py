@@ -24,7 +24,8 @@ from gshard._util.jaxpr import abstract, is_library
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
 _ABOUT_MESHES = re.compile(
-    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|only valid for values of rank"
+    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|"
+    "only valid for values of rank"
 )
 _EXPLICIT = re.compile(r"PartitionSpec passed to|AxisType is not allowed|under a mesh context")
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
@@ -128,7 +129,7 @@ def _also_ignored(model_axes: Sequence[str]) -> str:
     if not model_axes:
         return ""
     return (
-        " With it all are ignored that Flax makes from names, also those over "
+        " All constraints that Flax makes from names are ignored with it, including those over "
         f"{', '.join(model_axes)} alone; parameters keep their layouts."
     )
 

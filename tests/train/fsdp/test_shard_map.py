@@ -160,7 +160,8 @@ def test_a_sum_over_data_and_model_axes_is_refused():
         sums = lambda x, w: jax.lax.psum((x @ w).sum(), ("shard", "model"))  # noqa: E731
         return over_model(sums, None, COLUMNS, jax.P(), False)(x, params["w"]) / 64
 
-    with pytest.raises(gshard.GShardError, match=rf"psum.* at .*{HERE}:\d+ runs over 'shard', a data"):
+    words = rf"psum.* at .*{HERE}:\d+ runs over 'shard', a data axis"
+    with pytest.raises(gshard.GShardError, match=words):
         one_step(loss, gshard.make_mesh(extra={"model": 2}))
 
 
