@@ -185,7 +185,7 @@ def reduction(given: Given) -> Decision | None:
     axes, in a `shard_map` over them.
     """
     place, name = given.placements[0], given.eqn.primitive.name
-    axes = [axis for axis in given.params["axes"] if not isinstance(axis, str)]
+    axes = tuple(axis for axis in given.params["axes"] if not isinstance(axis, str))
     aval = given.eqn.invars[0].aval
     named = len(axes) < len(given.params["axes"])
     if named and not axes:
@@ -207,6 +207,6 @@ def reduction(given: Given) -> Decision | None:
     def run(values: list[Any]) -> list[Any]:
         evaluator = given.evaluator
         evaluator.record("extreme", given.eqn.outvars[0].aval, given.eqn)
-        return [extreme_of_examples(values[0], tuple(axes), largest, evaluator.axes)]
+        return [extreme_of_examples(values[0], axes, largest, evaluator.axes)]
 
     return Decision([place], [REPLICATED], run=run, largest=largest)
