@@ -31,10 +31,8 @@ def convert(given: Given) -> Decision | None:
     To the same dtype a loop converts what it carries, if that began as a Python number.
     """
     old, new = given.eqn.invars[0].aval.dtype, given.eqn.outvars[0].aval.dtype
-    if old == new != jnp.bool_:
-        return given.all(PARTIAL)
     if not jnp.issubdtype(new, jnp.inexact) or old == jnp.bool_:
-        return None
+        return given.all(PARTIAL) if old == new != jnp.bool_ else None
     if jnp.issubdtype(old, jnp.integer):
         known = given.positions[0]
         exact = new.itemsize >= 4 or (known and known.bound or 0) <= 2 ** (jnp.finfo(new).nmant + 1)

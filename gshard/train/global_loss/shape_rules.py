@@ -196,12 +196,10 @@ def reduction(given: Given) -> Decision | None:
         return Decision([place], [_without(place, axes)])
     if name in ("reduce_sum", "psum"):
         return Decision([place], [PARTIAL])
-    if named:
-        return None
     largest = {"reduce_max": True, "reduce_min": False, "pmax": True, "pmin": False}.get(name)
     if aval.dtype == jnp.bool_:
         largest = {"reduce_or": True, "reduce_and": False}.get(name, largest)
-    if largest is None or jnp.issubdtype(aval.dtype, jnp.complexfloating):
+    if named or largest is None or jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return None
 
     def run(values: list[Any]) -> list[Any]:

@@ -90,7 +90,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_warns_and_is_ignored():
 
 @ignored
 def test_ignored_constraints_over_model_axes_are_said():
-    with pytest.warns(gshard.GShardWarning, match="also those over model alone"):
+    with pytest.warns(gshard.GShardWarning, match="including those over model alone"):
         train_annotated("shard", gshard.make_mesh(extra={"model": 2}), "p_g_os")
 
 
