@@ -18,7 +18,7 @@ class CustomCall:
     """The operands and results of a call that have a derivative.
 
     Attributes:
-      operands, results: what is known of them.
+      operands, results: the types of all of them.
       of_operands, of_results: the positions of those that have a derivative.
     """
 
@@ -64,7 +64,8 @@ def rebuilt(eqn: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
 
     def forward(operands: Any) -> Any:
         out, transposed = call.vjp(*operands)
-        residuals, tree[:] = _flat(transposed)
+        residuals, structure = jax.tree.flatten(transposed)
+        tree[:] = [structure]
         return [*out, *residuals]
 
     def changed(fun: Callable[..., Any], *avals: Any) -> Callable[..., list[Any]]:
@@ -107,11 +108,6 @@ def rebuilt(eqn: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
     function = jax.custom_vjp(plain)
     function.defvjp(with_residuals, transposed)
     return function
-
-
-def _flat(tree: Any) -> tuple[list[Any], list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return leaves, [structure]
 
 
 def _inexact(x: Any) -> bool:

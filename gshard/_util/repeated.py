@@ -101,8 +101,8 @@ def _kind_of(eqn: Any) -> tuple[Any, ...] | None:
 
 
 def _exact(value: Any) -> str:
-    """Tells numbers apart that are equal, such as 0 and -0."""
-    return repr(value) if isinstance(value, (float, complex, np.generic)) else ""
+    """Tells numbers apart that are equal, such as 0 and -0, or 1 and True in a tuple."""
+    return repr(value) if isinstance(value, (float, complex, np.generic, tuple)) else ""
 
 
 def _operand(v: Any) -> Any:

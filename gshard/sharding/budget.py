@@ -103,7 +103,7 @@ def budget(
     micro_batches: int = 1,
     accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
-    loss_transfers: Iterable[LossTransfer] = (),
+    loss_transfers: Iterable[LossTransfer] | None = (),
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
 
@@ -122,7 +122,7 @@ def budget(
       A `Budget`, in bytes and elements per device.
 
     Raises:
-      GShardError: `plan` is not a plan, or an argument is out of range.
+      GShardError: `plan` is not a plan, an argument is out of range, or `loss_transfers` is None.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -157,6 +157,11 @@ def budget(
         for layout in non_trainable
         if layout.dim is not None
     ]
+    if loss_transfers is None:  # an attribute of a step that was not traced yet
+        raise GShardError(
+            "loss_transfers=None: a step knows what its loss communicates after its first call or "
+            "step.lower(state, batch)."
+        )
     communicated += [_of_loss(x, plan.group.devices, micro_batches) for x in loss_transfers]
     totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
     for kind, purpose, at_most, times, (elements, sent) in communicated:

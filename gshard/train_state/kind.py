@@ -64,7 +64,7 @@ def as_state(state: Any) -> Any:
 
 
 def _initial(tx: Any, trained: Any) -> Any:
-    """Makes the optimizer's first state; its zeros are on the host, and without memory.
+    """Makes the optimizer's first state; constants are views on the host that take no memory.
 
     Called as it is, `tx.init` compiles a program for every shape among the moments, and makes all
     of them in full on one device.
@@ -78,7 +78,7 @@ def _initial(tx: Any, trained: Any) -> Any:
         return tx.init(trained)
     try:
         closed, shapes = jax.make_jaxpr(tx.init, return_shape=True)(trained)
-    except Exception:  # it reads values, or makes what is no array
+    except Exception:  # it reads values, or returns what is not an array
         return tx.init(trained)
     state = evaluate(closed.jaxpr, closed.consts, leaves, _on_host_where_constant)
     return jax.tree.unflatten(jax.tree.structure(shapes), state)
@@ -90,7 +90,7 @@ def _on_host_where_constant(eqn: Any, values: list[Any]) -> Sequence[Any]:
         return evaluate(*inner, values, _on_host_where_constant)
     if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
         (result,) = (v.aval for v in eqn.outvars)
-        if isinstance(result.dtype, np.dtype):
+        if isinstance(result.dtype, np.dtype) and not result.weak_type:  # NumPy has no weak types
             return [np.broadcast_to(np.asarray(values[0], result.dtype), result.shape)]
     return bind(eqn, values)
 

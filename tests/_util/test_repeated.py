@@ -51,16 +51,16 @@ def test_parameters_that_are_equal_but_differ_are_told_apart() -> None:
     mlir.register_lowering(scaled, mlir.lower_fun(lambda x, by: x, multiple_results=False))
 
     def rule(primals: Any, tangents: Any, by: Any) -> Any:
-        return scaled.bind(*primals, by=by), tangents[0] * by
+        return scaled.bind(*primals, by=by), tangents[0] * np.ravel(by)[-1]
 
     ad.primitive_jvps[scaled] = rule
-    for by in (0.0, -0.0):
+    for by in (0.0, -0.0, ((1, 0.0),), ((1, -0.0),)):
 
-        def fun(x: jax.Array, by: float = by) -> jax.Array:
+        def fun(x: jax.Array, by: Any = by) -> jax.Array:
             return [scaled.bind(x, by=by) for _ in range(repeated.LEAST)][0]
 
         _, tangent = jax.jvp(lambda x, fun=fun: run(fun, x), (jnp.ones(()),), (jnp.ones(()),))
-        assert np.signbit(tangent) == np.signbit(by)
+        assert np.signbit(tangent) == np.signbit(np.ravel(by)[-1])
 
 
 def test_constants_that_are_equal_but_differ_are_told_apart() -> None:

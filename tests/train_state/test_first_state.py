@@ -26,6 +26,15 @@ def with_python_values() -> optax.GradientTransformation:
     return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
 
 
+def with_weak_types() -> optax.GradientTransformation:
+    """An optimizer whose state takes the dtype of what it is multiplied with."""
+
+    def init(params: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.full(x.shape, 0.5), params)
+
+    return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+
+
 @pytest.mark.parametrize(
     "tx",
     [
@@ -37,13 +46,14 @@ def with_python_values() -> optax.GradientTransformation:
         optax.inject_hyperparams(optax.adam)(1e-3),
         optax.MultiSteps(optax.adam(1e-3), 2),
         with_python_values(),
+        with_weak_types(),
     ],
 )
 def test_it_is_what_init_makes(tx: Any) -> None:
     found, expected = as_state((PARAMS, tx)).opt_state, tx.init(PARAMS)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert jnp.result_type(x) == jnp.result_type(y)
+        assert jax.typeof(x) == jax.typeof(y)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 

@@ -32,7 +32,7 @@ class Change:
       mesh: in the context of the `shard_map` over them.
       unbound: names that stand for all data axes.
       moved: whether the loss was traced in another mesh.
-      hints: whether derivatives may have hints, too: those of functions with their own.
+      hints: whether functions with their own derivative may have hints in it.
     """
 
     axes: tuple[str, ...]

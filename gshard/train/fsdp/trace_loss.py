@@ -24,7 +24,8 @@ from gshard._util.jaxpr import abstract, is_library
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
 _ABOUT_MESHES = re.compile(
-    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|values of rank"
+    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|"
+    "only valid for values of rank"
 )
 _EXPLICIT = re.compile(r"PartitionSpec passed to|AxisType is not allowed|under a mesh context")
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
@@ -65,7 +66,7 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
                     raise _explicit_refusal(error) from error
                 raise
             if mesh is not None and mesh.empty:
-                raise _refusal(refused[0], error, axes) from error
+                raise _refusal(refused, error, axes) from error
             name = _MISSING.search(str(error))
             if name is not None and name[1] not in missing:
                 missing[name[1]] = error
@@ -128,23 +129,20 @@ def _also_ignored(model_axes: Sequence[str]) -> str:
     if not model_axes:
         return ""
     return (
-        " With it all are ignored that Flax makes from names, also those over "
+        " All constraints that Flax makes from names are ignored with it, including those over "
         f"{', '.join(model_axes)} alone; parameters keep their layouts."
     )
 
 
-def _refusal(first: Exception, error: Exception, axes: Sequence[str]) -> GShardError:
-    """Returns a readable error for a loss that JAX refuses with and without a mesh."""
-    for one in (first, error):
+def _refusal(errors: Sequence[Exception], last: Exception, axes: Sequence[str]) -> GShardError:
+    """Returns a readable error for a loss that JAX refuses with a mesh, and at last without one."""
+    for one in (errors[0], last):
         if "shard_map" in str(one):
             return shard_map_error(_line_of(one), axes)
-    spec = re.search(r"P\(.*?\)", str(first))
     return GShardError(
-        f"the loss constrains a sharding to {spec[0] if spec else 'a PartitionSpec'}"
-        f"{_line_of(error)}. Inside the loss every device has its own examples and full "
-        f"parameters: there is nothing to constrain over the data axes {tuple(axes)}. Remove the "
-        "constraint, name only axes that carry no data, or constrain to a "
-        "NamedSharding(mesh, spec), of which data axes are ignored."
+        f"JAX refuses a sharding constraint of the loss{_line_of(last)}, also outside of gshard. "
+        f"Its data axes {tuple(axes)} are ignored, and the rest must fit the array. JAX says: "
+        f"{errors[-1]}"
     )
 
 

@@ -210,12 +210,19 @@ def checkpoint(given: Given) -> Decision:
 
 @rule("shard_map")
 def shard_map(given: Given) -> Decision | None:
-    """Over model axes: the examples stay sharded on a dimension that those axes do not split."""
+    """Over model axes: the examples stay sharded on a dimension that those axes do not split.
+
+    With `check_vma` nothing is gathered inside: by its type it would vary over the data axes, over
+    which nothing outside does.
+    """
     params, places, evaluator = given.params, given.placements, given.evaluator
     body, consts = body_of(given.eqn)
     if not all(map(_unsplit, places, params["in_specs"])):
         return None
+    before = evaluator.gathers
     outs, _ = placements_of(evaluator, body, places)
+    if params["check_vma"] and evaluator.gathers > before:
+        return None
     if not all(map(_unsplit, outs, params["out_specs"])):
         return None
 

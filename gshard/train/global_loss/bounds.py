@@ -1,7 +1,7 @@
 """Bounds of integers: which partial sums cannot overflow.
 
 Partial sums of integers wrap around, and so do their sums over the devices: integers stay exact. As
-floats they no longer wrap, so that only a sum that never does may be converted before it is
+floats they no longer wrap, so that only a sum that cannot overflow may be converted before it is
 complete. Counts of booleans, small integers and positions are such sums.
 """
 

@@ -35,7 +35,14 @@ def decide(
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
     given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
-    if is_own_collective(eqn, evaluator.axes):
+    found = _decide(given)
+    pairs = zip(placements, found.operands, strict=True)
+    evaluator.gathers += any(p.is_sharded and p != wanted for p, wanted in pairs)
+    return found
+
+
+def _decide(given: Given) -> Decision:
+    if is_own_collective(given.eqn, given.evaluator.axes):
         check_own_collective(given)
         return given.all(REPLICATED)
     for attempt in _attempts(given):

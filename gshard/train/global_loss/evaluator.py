@@ -69,6 +69,7 @@ class GlobalEvaluator:
     Attributes:
       partition: the parts of the batch, and this one.
       transfers: what was communicated.
+      gathers: how many equations were decided to need all examples of an operand.
       known: sums over all parts that were computed before, for several micro-batches.
       collects: whether a sum that is not known is raised, as `NeedsSum`.
       limit: bytes that one operation may all-gather; None for any number.
@@ -83,6 +84,7 @@ class GlobalEvaluator:
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index)
         self.transfers: list[Transfer] = []
+        self.gathers = 0
         self.known: list[jax.Array] = []
         self.collects = False
         self.limit: int | None = None

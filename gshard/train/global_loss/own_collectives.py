@@ -74,9 +74,9 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
 
 
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
-    name, over = eqn.primitive.name, _axes(eqn)
-    others = set(over) - set(given.evaluator.axes)
-    if name in _OF_ONE_DEVICE or of_examples or others:
+    name, data = eqn.primitive.name, given.evaluator.axes
+    over = [axis for axis in _axes(eqn) if axis in data]
+    if name in _OF_ONE_DEVICE or of_examples or len(over) < len(_axes(eqn)):
         raise GShardError(
             f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}, a data "
             "axis. The loss is that of the global batch, which no device has by itself: write it "

@@ -26,13 +26,17 @@ def linear(given: Given) -> Decision | None:
 
 @partial_rule("convert_element_type")
 def convert(given: Given) -> Decision | None:
-    """To the same or a wider float: a narrower one rounds every part. Integers may not wrap."""
+    """To the same or a wider float: a narrower one rounds every part. Integers may not wrap.
+
+    To the same dtype a loop converts what it carries, if that began as a Python number.
+    """
     old, new = given.eqn.invars[0].aval.dtype, given.eqn.outvars[0].aval.dtype
     if not jnp.issubdtype(new, jnp.inexact) or old == jnp.bool_:
-        return None
+        return given.all(PARTIAL) if old == new != jnp.bool_ else None
     if jnp.issubdtype(old, jnp.integer):
         known = given.positions[0]
-        fits = known is not None and known.bound is not None
+        exact = new.itemsize >= 4 or (known and known.bound or 0) <= 2 ** (jnp.finfo(new).nmant + 1)
+        fits = known is not None and known.bound is not None and exact
     else:
         fits = new.itemsize >= old.itemsize
     return given.all(PARTIAL) if fits else None

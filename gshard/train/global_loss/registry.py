@@ -27,6 +27,7 @@ class Evaluator(Protocol):
     partition: Partition
     micro_batches: int
     returned: list[bool]
+    gathers: int
     transfers: list[Transfer]
 
     def arrays(

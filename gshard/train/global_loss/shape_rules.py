@@ -181,11 +181,14 @@ def along_one_dimension(given: Given) -> Decision | None:
 def reduction(given: Given) -> Decision | None:
     """A sum over examples is a partial sum; their maximum is completed at once.
 
-    `jax.vmap` turns a `psum` over its axis name into one over positions.
+    `jax.vmap` turns a `psum` over its axis name into one over positions. Names are those of model
+    axes, in a `shard_map` over them.
     """
-    place, name, axes = given.placements[0], given.eqn.primitive.name, given.params["axes"]
+    place, name = given.placements[0], given.eqn.primitive.name
+    axes = tuple(axis for axis in given.params["axes"] if not isinstance(axis, str))
     aval = given.eqn.invars[0].aval
-    if any(isinstance(axis, str) for axis in axes):  # in a `shard_map` over model axes
+    named = len(axes) < len(given.params["axes"])
+    if named and not axes:
         return Decision(given.placements, given.placements)
     if len(given.placements) > 1 or given.params.get("axis_index_groups"):
         return None
@@ -196,12 +199,12 @@ def reduction(given: Given) -> Decision | None:
     largest = {"reduce_max": True, "reduce_min": False, "pmax": True, "pmin": False}.get(name)
     if aval.dtype == jnp.bool_:
         largest = {"reduce_or": True, "reduce_and": False}.get(name, largest)
-    if largest is None or jnp.issubdtype(aval.dtype, jnp.complexfloating):
+    if named or largest is None or jnp.issubdtype(aval.dtype, jnp.complexfloating):
         return None
 
     def run(values: list[Any]) -> list[Any]:
         evaluator = given.evaluator
         evaluator.record("extreme", given.eqn.outvars[0].aval, given.eqn)
-        return [extreme_of_examples(values[0], tuple(axes), largest, evaluator.axes)]
+        return [extreme_of_examples(values[0], axes, largest, evaluator.axes)]
 
     return Decision([place], [REPLICATED], run=run, largest=largest)

@@ -108,13 +108,60 @@ def test_a_shard_map_of_another_kind_of_loss(named, options):
     assert_same_step(partial(mlp, mesh if named else None, True), plain_mlp, mesh, **options)
 
 
+def gathered(mesh, check_vma, params, x):
+    """With something that needs the examples of all devices."""
+
+    def body(x, w):
+        return jnp.cumsum(jnp.tanh(x @ w), 0)
+
+    return (over_model(body, mesh, COLUMNS, COLUMNS[1], check_vma)(x, params["w"]) ** 2).mean()
+
+
+def plain_gathered(params, x):
+    return (jnp.cumsum(jnp.tanh(x @ params["w"]), 0) ** 2).mean()
+
+
+@ignored
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_that_needs_all_examples(check_vma, level):
+    mesh = gshard.make_mesh(extra={"model": 2})
+    assert_same_step(partial(gathered, None, check_vma), plain_gathered, mesh, level=level)
+
+
+def centred_by_name(combine, params, x):
+    """With a mean, or a maximum, over the examples of `jax.vmap` and the model axis at once."""
+
+    def body(x, w):
+        def one(row):
+            return jnp.tanh(row @ w) - combine(jax.lax.stop_gradient(row @ w), ("model", "batch"))
+
+        return jax.vmap(one, axis_name="batch")(x)
+
+    return over_model(body, None, COLUMNS, COLUMNS[1], False)(x, params["w"]).mean()
+
+
+def plain_centred_by_name(reduce, params, x):
+    h = x @ params["w"]
+    halves = jax.lax.stop_gradient(h).reshape(len(h), 2, -1)
+    return (jnp.tanh(h) - jnp.tile(reduce(halves, (0, 1)), 2)).mean()
+
+
+@ignored
+@pytest.mark.parametrize("combine, reduce", [(jax.lax.pmean, jnp.mean), (jax.lax.pmax, jnp.max)])
+def test_names_of_vmap_and_of_model_axes_in_one_collective(combine, reduce):
+    loss, plain = partial(centred_by_name, combine), partial(plain_centred_by_name, reduce)
+    assert_same_step(loss, plain, gshard.make_mesh(extra={"model": 2}))
+
+
 @ignored
 def test_a_sum_over_data_and_model_axes_is_refused():
     def loss(params, x):
         sums = lambda x, w: jax.lax.psum((x @ w).sum(), ("shard", "model"))  # noqa: E731
         return over_model(sums, None, COLUMNS, jax.P(), False)(x, params["w"]) / 64
 
-    with pytest.raises(gshard.GShardError, match=rf"psum.* at .*{HERE}:\d+ runs over 'shard'"):
+    words = rf"psum.* at .*{HERE}:\d+ runs over 'shard', a data axis"
+    with pytest.raises(gshard.GShardError, match=words):
         one_step(loss, gshard.make_mesh(extra={"model": 2}))
 
 

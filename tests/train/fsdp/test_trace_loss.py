@@ -90,7 +90,7 @@ def test_an_annotation_over_an_axis_that_the_mesh_lacks_warns_and_is_ignored():
 
 @ignored
 def test_ignored_constraints_over_model_axes_are_said():
-    with pytest.warns(gshard.GShardWarning, match="also those over model alone"):
+    with pytest.warns(gshard.GShardWarning, match="including those over model alone"):
         train_annotated("shard", gshard.make_mesh(extra={"model": 2}), "p_g_os")
 
 
@@ -196,6 +196,22 @@ def test_a_constraint_to_another_mesh_is_ignored():
     other = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     loss = hinted(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(other, jax.P("x"))))
     assert_same_step(loss, plain, gshard.make_mesh())
+
+
+@ignored
+def test_a_constraint_that_does_not_fit_its_array_is_refused_in_the_words_of_jax():
+    loss = hinted(lambda x: jax.lax.with_sharding_constraint(x, jax.P("shard", None, "model")))
+    with pytest.raises(gshard.GShardError, match=rf"{HERE}:\d+\).*JAX says: .*rank at least 3"):
+        assert_same_step(loss, plain, gshard.make_mesh(extra={"model": 2}))
+
+
+@ignored
+def test_an_error_of_the_loss_itself_stays():
+    def loss(params, x):
+        raise ValueError("values of rank 3 are needed")
+
+    with pytest.raises(ValueError, match="^values of rank 3 are needed"):
+        assert_same_step(loss, plain, gshard.make_mesh())
 
 
 @ignored

@@ -56,6 +56,7 @@ COUNTS = {
     "positions": (MASK, lambda x: jnp.where(x, jnp.arange(12), 0).sum()),
     "larger": (MASK, lambda x: jnp.maximum(x.astype(jnp.int32), 2).sum()),
     "unsigned": (MASK, lambda x: x.astype(jnp.uint32).sum()),
+    "few in bfloat16": (MASK, lambda x: x.sum().astype(jnp.bfloat16)),
 }
 OVERFLOW = {
     "integers": (LARGE, lambda x: x.sum()),
@@ -65,6 +66,7 @@ OVERFLOW = {
     "negative unsigned": (MASK, lambda x: (x.astype(jnp.int32) - 1).astype(jnp.uint32).sum()),
     "multiplied": (MASK, lambda x: x.sum() * 2**29),
     "multiplied before": (WORDS, lambda x: (x.astype(jnp.int32) * 2**16).sum()),
+    "many in bfloat16": (WORDS, lambda x: x.astype(jnp.int32).sum().astype(jnp.bfloat16)),
     "in bytes": (BYTES, lambda x: x.sum(dtype=jnp.uint8)),
     "narrower": (LARGE, lambda x: x.astype(jnp.int8).sum(dtype=jnp.int8)),
     "chosen": (LARGE, lambda x: jnp.where(x > 7, x, 1).sum()),
@@ -114,6 +116,12 @@ def by_count(params: Any, batch: Any) -> Any:
     return jnp.sum(losses, where=counted) / counted.sum()
 
 
+def by_loop(params: Any, batch: Any) -> Any:
+    """A count that begins as a Python number: the loop converts it, to the same dtype."""
+    count, _ = lax.scan(lambda c, i: (c + (batch["y"] == i).sum(), None), 0, jnp.arange(4))
+    return jnp.sum(batch["x"] @ params["w"]) / count
+
+
 def weighted(params: Any, batch: Any) -> Any:
     return gshard.Weighted(jnp.sum(batch["x"] @ params["w"]), batch["ids"].sum())
 
@@ -143,8 +151,8 @@ def quotient(params: Any, batch: Any) -> Any:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize(
     "loss, plain, sums",
-    [(by_ids, by_ids, 1), (by_count, by_count, 0), (weighted, quotient, 1)],
-    ids=["ids", "count", "weighted"],
+    [(by_ids, by_ids, 1), (by_count, by_count, 0), (by_loop, by_loop, 1), (weighted, quotient, 1)],
+    ids=["ids", "count", "loop", "weighted"],
 )
 def test_steps_are_those_of_one_device(loss, plain, sums, micro_batches, level):
     params = {"w": np.ones(8, np.float32)}

@@ -66,6 +66,14 @@ def test_the_budget_has_what_the_loss_communicates(loss, kind, rows):
     assert found.wire_bytes == alone.wire_bytes + sum(x.wire_bytes for x in of_loss)
 
 
+def test_the_budget_of_a_step_that_was_not_traced_says_so():
+    pair = {"w": jnp.ones(8)}, optax.sgd(1.0)
+    _, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "dp")
+    step = gshard.make_train_step(lambda params, x: params["w"].mean(), plan)
+    with pytest.raises(gshard.GShardError, match=r"after its first call or step\.lower"):
+        gshard.budget(plan, loss_transfers=step.loss_transfers)
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_the_budget_is_what_the_program_communicates(micro_batches):
     """Of a gather that is not differentiated, in every micro-batch."""
