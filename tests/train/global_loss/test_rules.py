@@ -40,6 +40,7 @@ DEFENSIVE = (  # conditions that no equation of this JAX meets, of lines that re
     'if len(given.placements) > 1 or given.params.get("axis_index_groups"):',
     "if any(len(shape) <= place.dim or shape[place.dim] != size for shape in results):",
     "if evaluator.micro_batches > 1:",
+    "if named and not axes:",  # in a `shard_map`: tests/train/fsdp/test_shard_map.py
 )
 MODULES = (shape_rules, product_rules, index_rules, partial_rules)
 
