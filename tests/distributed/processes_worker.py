@@ -59,11 +59,8 @@ def runs(tier: str, group: tuple[int, int]) -> list[Run]:
 QUICK = {
     (2, 2): [
         Run("step", "linen_mlp", "os_g", 2, "level", 2),
-        Run("step", "nnx_mlp", "p_g_os"),
-        Run("own loop", "linen_mlp", "os", 1, "local"),
-        Run("no_sync", "nnx_mlp", "dp"),
+        Run("bad step", "linen_mlp", "p_g_os", 2),
     ],
-    (3, 1): [Run("bad step", "linen_mlp", "p_g_os", 2)],
 }
 
 
