@@ -227,20 +227,21 @@ def processes(small: bool) -> Found:
     found, trouble, _ = run_probe("probe_devices", 60)
     if found is None:
         raise RuntimeError(trouble)
-    starts: dict[str, Callable[[], list[float]]] = {
-        "two on the CPU (Gloo)": lambda: probe_two_processes(60)["sums"]
+    two, gpus = [3.0, 3.0], found["count"] if found["platform"] == "gpu" else 0
+    starts: dict[str, tuple[Callable[[], list[float]], list[float]]] = {
+        "two on the CPU (Gloo)": (lambda: probe_two_processes(60)["sums"], two)
     }
-    if found["platform"] == "gpu" and found["count"] >= 2:
-        starts["two GPUs (NCCL)"] = lambda: probe_two_processes(60, "0,1")["sums"]
-    elif found["platform"] != "cpu":
-        starts["one of jax.distributed"] = _alone
+    if gpus >= 2:
+        starts["two GPUs (NCCL)"] = lambda: probe_two_processes(60, "0,1")["sums"], two
+    elif gpus:
+        starts["one GPU (jax.distributed)"] = _alone, [1.0]
     rows = []
-    for name, start in starts.items():
+    for name, (start, wanted) in starts.items():
         began = time.perf_counter()
         sums = start()
-        about = {"processes": name, "sums": sums, "seconds": time.perf_counter() - began}
-        rows.append(about | {"right": sums in ([3.0, 3.0], [float(found["count"])])})
-    wrong = ", ".join(row["processes"] for row in rows if not row["right"])
+        seconds = time.perf_counter() - began
+        rows.append({"processes": name, "sums": sums, "wanted": wanted, "seconds": seconds})
+    wrong = ", ".join(row["processes"] for row in rows if row["sums"] != row["wanted"])
     return {"rows": rows, "wrong": f"wrong sums: {wrong}" if wrong else None}
 
 

@@ -57,12 +57,13 @@ def overlap_of(events: Iterable[dict[str, Any]], collectives: Collection[str]) -
     names, complete = {}, []
     for event in events:
         if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
-            names[event["pid"], event.get("tid") or event["name"]] = event["args"]["name"]
+            thread = event["tid"] if event["name"] == "thread_name" else None
+            names[event["pid"], thread] = event["args"]["name"]
         elif event.get("ph") == "X":
             complete.append(event)
     for event in complete:
         args, name = event.get("args", {}), event["name"]
-        process = names.get((event["pid"], "process_name"), "")
+        process = names.get((event["pid"], None), "")
         thread = names.get((event["pid"], event["tid"]), "")
         if process.startswith("/device:"):
             device = process if thread.startswith("Stream") or "XLA Ops" in thread else None
