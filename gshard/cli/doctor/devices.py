@@ -264,8 +264,13 @@ def two_processes(seconds: float) -> list[Check]:
 
 def probe_two_processes(timeout: int, gpus: str | None = None) -> dict[str, Any]:
     """Returns the sum of 1 and 2 that each of two new processes gets, on the CPU or on two GPUs."""
-    where = {"devices": gpus} if gpus else {"virtual_devices": 1}
-    sums = spawn(sum_over_processes, nprocs=2, initialization_timeout=timeout, **where)
+    sums = spawn(
+        sum_over_processes,
+        nprocs=2,
+        devices=gpus,
+        virtual_devices=None if gpus else 1,
+        initialization_timeout=timeout,
+    )
     return {"sums": sums}
 
 
