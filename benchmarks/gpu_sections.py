@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from gshard.analysis.hlo import read_program
 from gshard.analysis.memory.footprint import compiled_peak
 from gshard.analysis.setup import Choices, TrainSetup, batch_bytes, sharded_setup
 from gshard.analysis.tune import step_cost
-from gshard.cli.doctor.devices import probe_two_processes, run_probe, sum_over_processes
+from gshard.cli.doctor.devices import probe_two_processes, run_probe, sum_over_processes, unused
 from gshard.cli.doctor.machine import hardware
 from gshard.sharding.level import LEVELS
 
@@ -59,17 +60,21 @@ def run(section: str, small: bool, devices: int) -> Found:
 
 def machine(small: bool) -> Found:
     """The devices, their memory, and all versions."""
-    device = jax.devices()[0]
+    device, here = jax.devices()[0], hardware()[0]
     row = {
         "platform": device.platform,
         "device_kind": device.device_kind,
         "devices": jax.device_count(),
         "memory": memory_of(device),
-        "driver": hardware()[0].driver or None,
+        "driver": here.driver or None,
         "runtime": device.client.platform_version.splitlines()[0],
     }
     rows = [{"name": name, "value": value} for name, value in (row | versions()).items()]
-    return {"rows": rows, "machine": row | versions()}
+    wrong = None
+    if here.nvidia and device.platform == "cpu":  # such as a JAX without its plugin for CUDA
+        found = unused("nvidia", 0, here, os.environ)
+        wrong = f"{found.found}: {found.fix}"
+    return {"rows": rows, "machine": row | versions(), "wrong": wrong}
 
 
 def calibration(small: bool) -> Found:
