@@ -20,7 +20,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
-.PHONY: help demo check test test-all lint format clean
+.PHONY: help demo check test test-all gpu-check lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -43,6 +43,9 @@ test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 
 test-all: setup-test  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+gpu-check: setup-test  ## what works on this machine's GPUs, and how fast: gpu-check/report.md (25 minutes)
+	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .

@@ -1,86 +1,132 @@
-"""Step time and memory on one GPU: every level against plain `jit`.
+"""Half an hour on a GPU: what works there, what it costs, and how planned figures compare.
 
-    python -m benchmarks.gpu [--models mlp gpt gpt-scan] [--examples 64] [--json FILE]
+    make gpu-check                       # or: python -m benchmarks.gpu [--output gpu-check]
 
-On one device no level shards anything, so whatever a step takes above plain `jit` is what gshard
-costs: the guard, the norm, and its Python. Ratios are paired, as in `benchmarks.step`. Memory is
-the temporary one that the compiler wants. Without a GPU it says so and measures nothing.
+Every section runs in a process of its own with a limit of seconds; one that fails is recorded with
+its error, and the others go on. All of them together end within 25 minutes. `report.md` and
+`report.json` are written after each section. Without an accelerator it takes small models and
+eight virtual devices, which shows that everything runs; the figures then say nothing about GPUs.
+Exits with 1 if a section fails.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from functools import partial
+import json
+import os
+import tempfile
+import time
 from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from typing import Any
 
-import jax
-from rich.console import Console
-from rich.table import Table
+from gshard._util.text import seconds_of
+from gshard.cli.doctor.devices import run_probe
 
-import gshard
-from benchmarks.machine import write_cells
-from benchmarks.models import PROBLEMS, gpt, mlp
-from benchmarks.programs import by_gshard, on_one_device
-from benchmarks.timing import Ratio, in_turn, ratio
-
-# Large enough that a GPU is busy.
-SIZED = {
-    "mlp": partial(mlp, width=2048, layers=8),
-    "gpt": partial(gpt, width=1024, layers=8, length=512),
-    "gpt-scan": partial(gpt, width=1024, layers=8, length=512, scan=True),
+SCHEMA = 1  # of the JSON; a change of its keys is another number
+TOTAL = 1500.0  # seconds of all sections
+SECTIONS = {  # name: title, limit in seconds
+    "machine": ("machine", 90),
+    "calibration": ("calibration", 90),
+    "correctness": ("levels match plain jit", 300),
+    "step_time": ("step time and memory next to plain jit", 300),
+    "planned": ("planned next to measured", 360),
+    "offload": ("offload to host memory", 150),
+    "processes": ("processes", 180),
+    "overlap": ("overlap of collectives with computation", 150),
+    "dtypes": ("bfloat16 and float8", 240),
 }
-LEVELS = ("dp", "p_g_os")
-JIT = "jit"
-
-
-class Line(NamedTuple):
-    """One program: seconds of a step, ratio to plain `jit`, bytes of temporary memory."""
-
-    model: str
-    program: str
-    seconds: float
-    to_jit: Ratio
-    temporary: int
-
-
-def cell(name: str, examples: int, rounds: int) -> Iterator[Line]:
-    """Plain `jit` and gshard, in turn."""
-    mesh = gshard.make_mesh(devices=jax.devices()[:1])
-    programs = {JIT: on_one_device(SIZED[name](), examples)}
-    for level in LEVELS:
-        programs[level] = by_gshard(SIZED[name](), examples, level, mesh)
-    seconds = in_turn({key: program.run for key, program in programs.items()}, rounds)
-    for key, program in programs.items():
-        found = ratio(seconds[key], seconds[JIT])
-        yield Line(name, key, median(seconds[key]), found, program.temporary)
 
 
 def main() -> None:
-    """Runs the benchmark, prints its table and writes its file."""
+    """Runs the sections and writes the report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=list(PROBLEMS), choices=list(PROBLEMS))
-    parser.add_argument("--examples", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write every figure here too")
+    parser.add_argument("--output", type=Path, default=Path("gpu-check"), metavar="DIR")
+    parser.add_argument("--small", action="store_true", help="small models, as without a GPU")
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--devices", type=int, default=8, help="virtual, without an accelerator")
     args = parser.parse_args()
-    if jax.default_backend() != "gpu":
-        print(f"gpu: skipped, JAX finds no GPU here, but {jax.devices()[0].platform}.")
-        return
-    table = Table(title=f"jax {jax.__version__}, {jax.devices()[0].device_kind}")
-    for head in ("model", "program", "ms", "to jit", "temp MiB"):
-        table.add_column(head, justify="left" if head in ("model", "program") else "right")
-    lines = [line for name in args.models for line in cell(name, args.examples, args.rounds)]
-    for line in lines:
-        cost = f"{1000 * line.seconds:.2f}", str(line.to_jit), f"{line.temporary / 2**20:.1f}"
-        table.add_row(line.model, line.program, *cost)
-    Console(width=100).print(table)
-    if args.json:
-        write_cells(args.json, lines, {"device": jax.devices()[0].device_kind})
+    args.output.mkdir(parents=True, exist_ok=True)
+    report = {"schema": SCHEMA, "machine": None, "small": args.small, "calibration": None}
+    sections: list[dict[str, Any]] = []
+    deadline = time.monotonic() + TOTAL
+    names = [name for name in SECTIONS if name in ("machine", *args.sections)]
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as cache:
+        # Programs that two sections share are compiled once.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+        for i, name in enumerate(names, 1):
+            seconds = min(SECTIONS[name][1], deadline - time.monotonic())
+            found = section(name, seconds, report["small"], args.devices)
+            report |= {key: found.pop(key) for key in ("machine", "calibration") if key in found}
+            if name == "machine" and (report["machine"] or {}).get("platform") in (None, "cpu"):
+                report["small"] = True
+                # Nearly all of the time goes to the compiler.
+                flags = os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"
+                os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+            sections.append(found)
+            write(args.output, report | {"sections": sections})
+            said = f"{found['error'] or 'ok'}, {seconds_of(found['seconds'])}"
+            print(f"[{i}/{len(names)}] {found['title']}: {said}", flush=True)
+            if name == "machine" and report["small"]:
+                print("small models: the figures say nothing about GPUs", flush=True)
+    print(f"written: {args.output / 'report.md'}, {args.output / 'report.json'}")
+    if any(found["error"] for found in sections):
+        raise SystemExit(1)
+
+
+def section(name: str, limit: float, small: bool, devices: int) -> dict[str, Any]:
+    """The result of a section, or why there is none."""
+    began = time.monotonic()
+    found, trouble = None, "left out: the sections before it took all the time"
+    if limit > 0:
+        probe = "benchmarks.gpu_sections:run"
+        found, trouble, _ = run_probe(probe, limit, section=name, small=small, devices=devices)
+    found = found or {}
+    return {
+        "name": name,
+        "title": SECTIONS[name][0],
+        "seconds": time.monotonic() - began,
+        "limit": limit,
+        "error": trouble or found.pop("wrong", None),
+        "note": found.pop("note", None),
+        "rows": found.pop("rows", []),
+        **found,
+    }
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """Writes `report.json` and `report.md`."""
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.md").write_text(markdown(report))
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The report as one page: a table for each section."""
+    lines = ["# GPU check", ""]
+    if report["small"]:
+        lines += ["Small models: the figures say nothing about GPUs.", ""]
+    for found in report["sections"]:
+        lines += [f"## {found['title']}", ""]
+        lines += [f"**{found['error']}**", ""] if found["error"] else []
+        lines += [f"{found['note']}.", ""] if found["note"] else []
+        if found["rows"]:
+            heads = list(found["rows"][0])
+            lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+            lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in found["rows"]]
+            lines.append("")
+        lines += [f"{seconds_of(found['seconds'])} of at most {found['limit']:.0f} s.", ""]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    """A figure with four digits; a ratio with its bounds; `|` does not end the cell."""
+    if isinstance(value, list) and len(value) == 3:
+        return "{:.2f} ({:.2f} to {:.2f})".format(*value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
 
 
 if __name__ == "__main__":

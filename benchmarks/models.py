@@ -35,41 +35,47 @@ class ResidualMLP(nn.Module):
 
     width: int
     layers: int
+    dot: Any = None  # Flax's class of products, such as those in float8
 
     @nn.compact
     def __call__(self, x_BxD):
+        dense = partial(nn.Dense, dot_general_cls=self.dot)
         for _ in range(self.layers):
-            h_BxF = nn.gelu(nn.Dense(4 * self.width)(x_BxD))
-            x_BxD = x_BxD + nn.Dense(self.width)(h_BxF)
+            h_BxF = nn.gelu(dense(4 * self.width)(x_BxD))
+            x_BxD = x_BxD + dense(self.width)(h_BxF)
         return x_BxD
 
 
-def mlp(width: int = 256, layers: int = 4) -> Problem:
-    model = ResidualMLP(width, layers)
+def mlp(width: int = 256, layers: int = 4, float8: bool = False) -> Problem:
+    model = ResidualMLP(width, layers, nn.Fp8DirectDotGeneralOp if float8 else None)
     rng = np.random.default_rng(0)
 
     def loss_fn(params, x_BxD):
-        return jnp.square(model.apply({"params": params}, x_BxD) - x_BxD[:, ::-1]).mean()
+        variables = params if float8 else {"params": params}  # float8 has statistics as well
+        return jnp.square(model.apply(variables, x_BxD) - x_BxD[:, ::-1]).mean()
 
     def batch(examples: int) -> np.ndarray:
         return rng.normal(size=(examples, width)).astype(np.float32)
 
-    return Problem(loss_fn, _whole(model, batch(1)), batch)
+    variables = _whole(model, batch(1))
+    return Problem(loss_fn, variables if float8 else variables["params"], batch)
 
 
-def gpt(width: int = 192, layers: int = 4, length: int = 32, scan: bool = False) -> Problem:
-    model = GPT(width, layers, heads=4, scan=scan)
+def gpt(
+    width: int = 192, layers: int = 4, length: int = 32, scan: bool = False, remat: bool = False
+) -> Problem:
+    model = GPT(width, layers, heads=4, scan=scan, remat=remat)
     rng = np.random.default_rng(0)
 
     def batch(examples: int) -> np.ndarray:
         return rng.integers(0, BYTES, size=(examples, length + 1)).astype(np.uint8)
 
-    params = _whole(model, batch(1)[:, :-1])
+    params = _whole(model, batch(1)[:, :-1])["params"]
     return Problem(partial(next_byte_loss, model), params, batch, ("blocks",) if scan else ())
 
 
 def _whole(model: nn.Module, x: np.ndarray) -> Any:
-    return jax.tree.map(np.asarray, model.init(jax.random.key(0), x)["params"])
+    return jax.tree.map(np.asarray, model.init(jax.random.key(0), x))
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {

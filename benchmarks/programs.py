@@ -16,10 +16,19 @@ from benchmarks.models import Problem
 
 
 class Program(NamedTuple):
-    """One compiled step: runs one and gives its loss; bytes of temporary memory of its program."""
+    """One train step: runs one and gives its loss.
+
+    `compiled` is its program, and `state` the full parameters and the optimizer state as they are.
+    """
 
     run: Callable[[], float]
-    temporary: int
+    compiled: Callable[[], Any]
+    state: Callable[[], tuple[Any, Any]]
+
+    @property
+    def temporary(self) -> int:
+        """Bytes of temporary memory of its program."""
+        return self.compiled().memory_analysis().temp_size_in_bytes
 
 
 def on_one_device(problem: Problem, examples: int) -> Program:
@@ -56,17 +65,16 @@ def by_gspmd(
     return _program(made.step, params, made.init(params), batch)
 
 
-def by_gshard(problem: Problem, examples: int, level: str, mesh: Any) -> Program:
-    """`make_train_step`, with all that it does by default."""
+def by_gshard(problem: Problem, examples: int, level: str, mesh: Any, **shard: Any) -> Program:
+    """`make_train_step`, with all that it does by default; `shard` is for `shard_train_state`."""
     params, tx = problem.params, optax.adamw(1e-3)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
-    state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes)
+    state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes, **shard)
     step = gshard.make_train_step(problem.loss_fn, plan)
     own = examples // jax.process_count()  # every process gives its own examples
     first = jax.process_index() * own
     batch = gshard.shard_batch(problem.batch(examples)[first : first + own], plan)
-    temporary = step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
 
     def run() -> float:
         nonlocal state
@@ -74,19 +82,25 @@ def by_gshard(problem: Problem, examples: int, level: str, mesh: Any) -> Program
         jax.block_until_ready((state.params, state.opt_state))
         return float(metrics["loss"])
 
-    return Program(run, temporary)
+    return Program(
+        run,
+        lambda: step.lower(state, batch).compile(),
+        lambda: (gshard.full_params(state), state.opt_state),
+    )
 
 
 def _program(step: Any, params: Any, opt_state: Any, batch: Any) -> Program:
-    temporary = step.lower(params, opt_state, batch).compile().memory_analysis().temp_size_in_bytes
-
     def run() -> float:
         nonlocal params, opt_state
         params, opt_state, loss = step(params, opt_state, batch)
         jax.block_until_ready((params, opt_state))
         return float(loss)
 
-    return Program(run, temporary)
+    return Program(
+        run,
+        lambda: step.lower(params, opt_state, batch).compile(),
+        lambda: (params, opt_state),
+    )
 
 
 def _copy(tree: Any) -> Any:

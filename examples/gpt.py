@@ -19,7 +19,7 @@ def rotate(x_BxTxHxE):
     angle_Tx1xF = jnp.arange(T)[:, None, None] * 100.0 ** -(jnp.arange(E // 2) / (E // 2))
     cos, sin = jnp.cos(angle_Tx1xF), jnp.sin(angle_Tx1xF)
     a, b = jnp.split(x_BxTxHxE, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x_BxTxHxE.dtype)
 
 
 class Attention(nn.Module):

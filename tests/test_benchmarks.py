@@ -9,15 +9,22 @@ import os
 import statistics
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
+from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
 from benchmarks.peers import torch_version
 from benchmarks.step import cell, table
 from benchmarks.timing import ratio
+from benchmarks.traces import overlap_of, read_trace
+from gshard.analysis.hlo import read_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,9 +97,98 @@ def test_a_python_that_is_not_there_is_named():
         torch_version("/no/python")
 
 
-def test_without_a_gpu_nothing_is_measured():
-    code, said = run("benchmarks.gpu")
-    assert code == 0 and "skipped, JAX finds no GPU" in said
+def event(name, start, seconds, thread, **args):
+    span = {"ts": 1e6 * start, "dur": 1e6 * seconds}
+    return {"ph": "X", "pid": 1, "tid": thread, "name": name, "args": args} | span
+
+
+def test_overlap_on_the_streams_of_a_gpu():
+    """Seconds 1 to 11 communicate, 4 to 8 and 6 to 13 compute: 7 of 10 are overlapped."""
+    threads = ["Stream #1(Compute)", "Stream #2(AllGather)", "XLA Modules"]
+    events = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        *(
+            {"ph": "M", "pid": 1, "tid": i, "name": "thread_name", "args": {"name": name}}
+            for i, name in enumerate(threads)
+        ),
+        event("ncclDevKernel_AllGather_RING_LL", 1, 5, 1),
+        event("an_own_kernel", 6, 5, 1, hlo_op="all-gather-start.2"),
+        event("gemm", 4, 4, 0, hlo_op="dot.1"),
+        event("loop_fusion", 6, 7, 0, hlo_op="fusion"),
+        event("while.3", 0, 20, 0, hlo_op="while.3"),  # contains what is listed on its own
+        event("jit_step", 0, 20, 2),
+        {"pid": 1},
+    ]
+    found = overlap_of(events, {"all-gather-start.2"})
+    assert found == pytest.approx((1, 10, 7, 9)) and found.share == pytest.approx(0.7)
+    assert overlap_of(events[:3], ()).share is None
+
+
+def test_overlap_in_a_real_trace(tmp_path):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    @jax.jit
+    @partial(jax.shard_map, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x"))
+    def step(a):
+        return jax.lax.psum(a @ a, "x") + jnp.sin(a)
+
+    a = jnp.ones((8 * 64, 64))
+    step(a).block_until_ready()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with jax.profiler.trace(str(tmp_path), profiler_options=options):
+        step(a).block_until_ready()
+    names = {x.name for x in read_program(step.lower(a).compile().as_text()).collectives}
+    assert len(names) == 1
+    events = read_trace(tmp_path)
+    found = overlap_of(events, names)
+    assert found.devices == 8 and found.compute > 0
+    # Each of the 8 devices has one all-reduce, so these are not counted twice.
+    seconds = [e["dur"] / 1e6 for e in events if e.get("args", {}).get("hlo_op") in names]
+    assert len(seconds) == 8 and found.collective == pytest.approx(sum(seconds) / 8)
+    assert found.overlapped <= found.collective
+    with pytest.raises(FileNotFoundError, match="has written no"):
+        read_trace(tmp_path / "none")
+
+
+def test_a_section_that_fails_or_hangs_is_recorded(tmp_path):
+    late = section("machine", 0.2, True, 8)
+    assert "timed out" in late["error"] and late["seconds"] < 60
+    assert "took all the time" in section("machine", -1.0, True, 8)["error"]
+    row = {"model": "a|b", "to_jit": ratio([2.0] * 9, [1.0] * 9), "seconds": 0.123456, "off": None}
+    done = late | {"error": None, "note": "a note", "rows": [row]}
+    report = {"schema": SCHEMA, "machine": None, "small": True, "calibration": None}
+    write(tmp_path, report | {"sections": [late, done]})
+    page = (tmp_path / "report.md").read_text()
+    assert f"**{late['error']}**" in page and "say nothing about GPUs" in page
+    assert "| a\\|b | 2.00 (2.00 to 2.00) | 0.1235 |  |" in page
+    assert (
+        json.loads((tmp_path / "report.json").read_text())["sections"][1]["rows"][0]["off"] is None
+    )
+
+
+@pytest.mark.slow
+def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
+    code, said = run("benchmarks.gpu", "--output", str(tmp_path), timeout=1500)
+    assert code == 0, said
+    assert "small models: the figures say nothing about GPUs" in said
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["schema"] == SCHEMA and found["small"] and found["machine"]["devices"] == 8
+    rates = {"bfloat16_flops", "float32_flops", "memory_bandwidth"}
+    assert set(found["calibration"]) == rates | {"device_kind", "jax", "small"}
+    assert all(found["calibration"][name] > 0 for name in rates)
+    rows = {one["name"]: one["rows"] for one in found["sections"]}
+    assert list(rows) == list(SECTIONS)
+    assert all(list(row) == list(of[0]) for of in rows.values() for row in of)  # one table each
+    assert [row["level"] for row in rows["correctness"]] == 2 * ["dp", "os", "os_g", "p_g_os"]
+    assert {row["program"] for row in rows["step_time"]} == {"jit", "dp", "p_g_os"}
+    assert 0.5 < rows["planned"][0]["planned_to_compiler"] < 2
+    assert "pinned_host" in rows["offload"][1]["stored"]
+    for row in rows["overlap"]:
+        assert row["collectives"] > 0 and row["collective_seconds"] > 0 and 0 <= row["share"] <= 1
+    assert [row["dtype"] for row in rows["dtypes"]] == ["bfloat16", "bfloat16", "float8"]
+    assert not any(row["error"] for row in rows["dtypes"])
+    assert "| gpt-scan-remat | p_g_os |" in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.slow

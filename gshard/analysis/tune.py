@@ -155,11 +155,11 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
         seen = footprint_of(setup, state, plan, choices, target.platform)
         needs = seen.peak
         if seen.peak <= has:
-            seconds = _cost(target, plan, level, seen)
+            seconds = step_cost(target, plan, level, seen)
     return Verdict(option, target.devices, needs, has, level.host, seconds)
 
 
-def _cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
+def step_cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
     """The cost of a traced step: its collectives by destination, its memory traffic and FLOPs."""
     wire: dict[str, int] = dict.fromkeys(("shard", "replicas", "update"), 0)
     for row in seen.collectives:

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import jax
@@ -44,7 +44,10 @@ _REASON = re.compile(r"F\d{4} |Unknown flag|Check failed|\b\w*(Error|Exception)\
 def run_probe(
     probe: str, seconds: float, **arguments: Any
 ) -> tuple[dict[str, Any] | None, str, str]:
-    """Runs a probe in a new process; returns its result, or why there is none, and its error."""
+    """Runs a probe in a new process; returns its result, or why there is none, and its error.
+
+    A probe is a function of this module, or `module:function`, that returns a dict for JSON.
+    """
     # A probe runs alone, so it must not see this process's position in a job.
     alone = {name: x for name, x in os.environ.items() if not name.startswith("GSHARD_")}
     guardian = Guardian()
@@ -85,7 +88,8 @@ def answer(probe: str, arguments: str) -> None:
     os.dup2(2, 1)
     warnings.simplefilter("ignore", GShardWarning)
     try:
-        found = globals()[probe](**json.loads(arguments))
+        module, _, name = probe.rpartition(":")
+        found = getattr(import_module(module or __name__), name)(**json.loads(arguments))
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
     with out:
@@ -258,13 +262,20 @@ def two_processes(seconds: float) -> list[Check]:
     return [Check(name, "ok", "joined, and their sum is correct")]
 
 
-def probe_two_processes(timeout: int) -> dict[str, Any]:
-    """Returns the sum of 1 and 2 that each of two new processes gets."""
-    sums = spawn(_added, nprocs=2, virtual_devices=1, initialization_timeout=timeout)
+def probe_two_processes(timeout: int, gpus: str | None = None) -> dict[str, Any]:
+    """Returns the sum of 1 and 2 that each of two new processes gets, on the CPU or on two GPUs."""
+    sums = spawn(
+        sum_over_processes,
+        nprocs=2,
+        devices=gpus,
+        virtual_devices=None if gpus else 1,
+        initialization_timeout=timeout,
+    )
     return {"sums": sums}
 
 
-def _added() -> float:
+def sum_over_processes() -> float:
+    """Joins the processes of this job, and returns the sum of 1, 2, ... over them."""
     initialize()
     mesh = make_mesh()
     sharded = jax.NamedSharding(mesh, jax.P(mesh.axis_names))
