@@ -58,7 +58,7 @@ format: setup-dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff format .
 
 clean:  ## remove caches and what the demo wrote (.venv stays)
-	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output*
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 .PHONY: setup-test setup-dev
