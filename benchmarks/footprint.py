@@ -45,8 +45,9 @@ def main() -> None:
 def _table(target: Target, args: argparse.Namespace) -> None:
     from benchmarks.footprint_held_out import HELD_OUT
     from benchmarks.footprint_models import CASES
+    from benchmarks.footprint_unseen import UNSEEN
 
-    cases = CASES | HELD_OUT
+    cases = {**CASES, **HELD_OUT, **UNSEEN}
     unknown = [name for name in args.models if name not in cases]
     if unknown:
         raise GShardError(f"{unknown[0]!r} is no model; there are {', '.join(cases)}.")

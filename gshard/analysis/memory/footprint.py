@@ -1,12 +1,7 @@
 """Estimates what one device needs, computes and transfers in a train step from its trace alone.
 
-Nothing is compiled. The peak models the compiler's buffers: everything that the step is given, and
-what it makes on the way; results take over the memory of a donated state. `compiled_peak` is the
-same figure of a compiled step, for comparison.
-
-`benchmarks/footprint.py` prints every figure; docs/development/planner-accuracy.md lists them. Off
-by more than 10 % are, on GPU, models that are mostly tables (0.86 times what is needed); on CPU,
-with JAX 0.12, convolutions whose kernels are gathered (0.86).
+Nothing is compiled. The peak is what the step is given and what it makes on the way; results take
+over the memory of a donated state. docs/development/planner-accuracy.md says how far off it is.
 """
 
 from __future__ import annotations
@@ -21,7 +16,6 @@ import jax
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.analysis.memory.combine import Kernel
 from gshard.analysis.memory.fusion import fused
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
@@ -30,6 +24,7 @@ from gshard.analysis.memory.program import (
     FREE,
     NEW_CPU,
     RESHAPED,
+    Kernel,
     Op,
     TracedProgram,
     flops_of,
@@ -214,8 +209,8 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
     Args:
       traced: the result of `trace_step`.
       plan: the plan of the step.
-      platform: `cpu`, `gpu` or `tpu`: whose compiler is modelled. A TPU is taken for a GPU without
-        split matrix products and hidden latency, which was not compared with its compiler.
+      platform: `cpu`, `gpu` or `tpu`: whose compiler is modelled. A TPU is taken for a GPU: that
+        was not compared with its compiler.
 
     Raises:
       GShardError: for another platform.
