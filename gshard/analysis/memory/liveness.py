@@ -82,6 +82,7 @@ def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wi
     taken: set[int] = set()
     for k, kernel in enumerate(order):
         extra, inner = 0, None
+        handed_on = {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
         for body in kernel.op.bodies:
             found = peaks[id(body)]
             if found.bytes > extra:
@@ -95,7 +96,7 @@ def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wi
             writer[i], own = kernel, donor.get(i)
             if own is not None and own not in taken:
                 free = last.get(own, -1)
-                in_place = kernel.elementwise or (own, i) in _handed_on(kernel)
+                in_place = kernel.elementwise or (own, i) in handed_on
                 if free < k or (free == k and in_place):
                     taken.add(own)
                     live[i] = 0
@@ -117,11 +118,6 @@ def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wi
     held, inner = at_peak
     rows = [(size, i, writer[i], program) for i, size in held.items() if size]
     return Peak(peak, (*rows, *(inner.live if inner else ())))
-
-
-def _handed_on(kernel: Kernel) -> set[tuple[int, int]]:
-    """Returns the pairs of a loop's operand and result that share memory."""
-    return {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
 
 
 def _shared(
@@ -164,7 +160,7 @@ def breadth_first(whole: Fused) -> list[Kernel]:
 def depth_first(whole: Fused) -> list[Kernel]:
     """Orders kernels depth-first from the results: operands first, those with most users first.
 
-    This is one of the three orders among which XLA:GPU chooses by memory (`DFSMemoryScheduler`).
+    It is one of three among which XLA:GPU chooses (`DFSMemoryScheduler`).
     """
     before, after = graph_of(whole.kernels)
     sizes = whole.program.values
@@ -201,8 +197,7 @@ def with_own_zeros(program: TracedProgram) -> TracedProgram:
     """Returns a program whose broadcasts return one value for each operation that overwrites them.
 
     Equal broadcasts are one for XLA, such as the zeros that gradients of tables start as. What is
-    written into is copied for all but one of the writers, right where it is made; XLA:GPU makes all
-    of them in one kernel.
+    written into is copied for all but one of the writers, right where it is made.
     """
     made = {op.outs[0] for op in program.ops if _of_a_constant(op)}
     written = Counter(op.ins[0] for op in program.ops if op.name in IN_PLACE and op.ins[0] in made)

@@ -1,8 +1,4 @@
-"""Turns a jaxpr into the program of one device.
-
-Inside a `shard_map`, shapes are already those of one device. Outside, in the global view, shapes
-are sharded as the values are.
-"""
+"""Turns a jaxpr into the program of one device, whose shapes a `shard_map` has already."""
 
 from __future__ import annotations
 
@@ -253,9 +249,7 @@ class _Builder:
 
     def _once(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
         """Inlines a scan of one iteration, which is not a loop."""
-        fixed, carried, _ = scan_sizes(eqn)
-        jaxpr, consts = opened(eqn.params["jaxpr"])
-        return self._inline(jaxpr, consts, ins, inside)
+        return self._inline(*opened(eqn.params["jaxpr"]), ins, inside)
 
     def _while(self, eqn: Any, ins: list[int]) -> list[int]:
         tested, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

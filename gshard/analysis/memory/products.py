@@ -11,8 +11,7 @@ def with_canonical_products(program: TracedProgram) -> TracedProgram:
     """Returns the program with a copy of each operand whose dimensions must be reordered.
 
     `DotDecomposer` has those of a batch first, then those that stay and those that are summed over,
-    of the right operand these first, and merges the dimensions of each kind. One dimension that
-    stays and one that is summed over may change places: that, the product itself can do.
+    of the right operand these first. One that stays and one that is summed over may change places.
     """
     found = dataclasses.replace(program, ops=[], values=list(program.values))
     copies: dict[tuple[int, tuple[int, ...]], int] = {}

@@ -180,7 +180,7 @@ def views(program: TracedProgram, platform: str) -> dict[int, int]:
             op.name == "rev" and platform != "cpu"  # a convolution reads its kernel so
         ):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
-        elif op.name == "reorder" and _as_it_lies(op, made, users, program, platform):
+        elif op.name == "reorder" and _as_it_lies(op, made, users, program):
             view[op.outs[0]] = op.ins[0]
         elif op.name == "transpose" and op.ins[0] != FREE:
             source = made.get(op.ins[0])
@@ -195,19 +195,10 @@ def views(program: TracedProgram, platform: str) -> dict[int, int]:
 
 
 def _as_it_lies(
-    op: Op,
-    made: Mapping[int, Op],
-    users: Mapping[int, list[Op]],
-    program: TracedProgram,
-    platform: str,
+    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: TracedProgram
 ) -> bool:
-    """Whether a matrix product can read or write a matrix in either order of its dimensions.
-
-    On CPU, a convolution writes its result in any order.
-    """
+    """Whether a matrix product can read or write a matrix in either order of its dimensions."""
     source = made.get(op.ins[0])
-    if source is not None and source.name == "conv_general_dilated" and platform == "cpu":
-        return len(users[op.ins[0]]) == 1
     if len(program.values[op.ins[0]].shape) != 2 or op.outs[0] in program.outputs:
         return False
     if source is not None and source.name == "dot_general":
@@ -297,36 +288,3 @@ def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
         found[first] = to
         i, j = i + 1, j + 1
     return found
-
-
-def flops_of(program: TracedProgram) -> dict[str, float]:
-    """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
-
-    A loop counts as often as it runs, or once if its length is unknown; a condition counts its most
-    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
-
-    Returns:
-      FLOPs by name of the dtype that is multiplied.
-    """
-    found: dict[str, float] = defaultdict(float)
-    for op in program.ops:
-        if op.bodies:
-            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
-            for dtype, count in dearest.items():
-                found[dtype] += op.trips * count
-        elif count := flops_of_op(op, program):
-            found[str(program.values[op.ins[0]].dtype)] += count
-    return dict(found)
-
-
-def flops_of_op(op: Op, program: TracedProgram) -> float:
-    """Returns the FLOPs of a matrix product or a convolution; 0 for any other operation."""
-    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
-        return 0
-    left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
-    if op.name == "dot_general":
-        (dims, _), _ = op.params["dimension_numbers"]
-        each = math.prod(left.shape[d] for d in dims)
-    else:  # the kernel may lie here as it was before a reshape
-        each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
-    return 2.0 * out.size * each
