@@ -284,7 +284,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama-bf16": lambda: _bf16(llama()),
     "llama-k4": lambda: _in_micro_batches(llama()),
     "conv": conv,
-    "conv-k4": lambda: _in_micro_batches(conv()),
+    "conv-k4": lambda: _in_micro_batches(conv().but(step={"loss_semantics": "per_device"})),
     "encoder": encoder,
     "mixer": lambda: classified(Mixer(256, 3), (128, 64), 16, optax.adamw(1e-3)),
     "recurrent": lambda: classified(Recurrent(), (64, 128), 64, optax.sgd(0.1, 0.9)),

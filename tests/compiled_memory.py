@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import gshard
-from gshard.analysis.memory.footprint import compiled_peak, footprint
+from benchmarks.footprint import compiled_peak
+from gshard.analysis.memory.footprint import footprint
 
 
 def memory_on_gpu(traced: Any, plan: gshard.Plan) -> dict[str, int]:

@@ -1,26 +1,33 @@
 """The cost model: seconds of a train step by the resource that they are spent on.
 
 Sources: the roofline of the scaling book, chapters 1 and 5; the lower bounds of nccl-tests,
-`doc/PERFORMANCE.md`, for collectives. Latency is left out: it counts for small models only.
+`doc/PERFORMANCE.md`, for collectives.
 
-    step = max(compute, memory, wire) + update + all_gather_params + host
+    step = max(compute, memory, wire) + starts + update + all_gather_params + host
 
 Parameters of a layer are all-gathered, and its gradients are reduced, while other layers compute.
 The all-gather of the updated parameters and the transfers to and from the host wait for the update.
+Every collective starts with a wait for all devices, which nothing is assumed to overlap with.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gshard.analysis.aot.target import Target
+from gshard.analysis.memory.program import FREE, Op, TracedProgram
 from gshard.sharding.mesh import Group
 
 # Shares of a chip's peak that programs reach: products of large matrices 60 to 70 % on GPUs and
 # TPUs (scaling book, chapters 1 and 12), streams through memory about 80 %.
 COMPUTE_SHARE, MEMORY_SHARE = 0.6, 0.8
+# Seconds that a collective takes however little it sends: a kernel's launch and a round of messages
+# on one host (nccl-tests: 10 to 40 us for 8 bytes on 8 GPUs), and once more for the network.
+START, START_OF_HOSTS = 20e-6, 20e-6
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Cost:
       update: reading and writing the optimizer state.
       all_gather_params: all-gather of the updated parameters.
       host: fetching offloaded state from the host, and sending it back.
+      starts: of collectives, whatever they send.
     """
 
     compute: float
@@ -42,12 +50,13 @@ class Cost:
     update: float
     all_gather_params: float
     host: float
+    starts: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
         overlapped = max(self.compute, self.memory, self.wire)
-        return overlapped + self.update + self.all_gather_params + self.host
+        return overlapped + self.starts + self.update + self.all_gather_params + self.host
 
     @property
     def binding(self) -> str:
@@ -58,12 +67,14 @@ class Cost:
             "memory of the update": self.update,
             "wire of the updated parameters": self.all_gather_params,
             "link to the host": self.host,
+            "starts of collectives": self.starts,
         }
         return max(amounts, key=amounts.__getitem__)
 
-    def as_dict(self) -> dict[str, float | str]:
-        """Seconds by resource, of the step, and the bottleneck."""
-        return {**dataclasses.asdict(self), "step": self.step, "binding": self.binding}
+    def as_dict(self, base: float = 1.0) -> dict[str, float | str]:
+        """Seconds by resource and of the step, in units of `base`, and the bottleneck."""
+        seconds = {**dataclasses.asdict(self), "step": self.step}
+        return {**{name: x / base for name, x in seconds.items()}, "binding": self.binding}
 
 
 def bandwidths(target: Target, group: Group) -> tuple[float, float]:
@@ -92,12 +103,14 @@ def cost(
     wire: Mapping[str, int],
     update: int,
     host: int,
+    count: int = 0,
 ) -> Cost:
     """The cost of a step on a mesh with these data axes, from FLOPs by dtype and bytes.
 
     A device sends `wire` bytes: `shard` within its shard group, `replicas` between replicas, and
     `update` for the updated parameters. The loss and its gradient read and write `traffic` bytes of
-    memory, the optimizer `update` bytes; `host` bytes are stored on the host.
+    memory, the optimizer `update` bytes; `host` bytes are stored on the host. It
+    executes `count` collectives.
     """
     chip = target.chip
     shard, replicas = bandwidths(target, group)
@@ -115,4 +128,38 @@ def cost(
         update=update / stream,
         all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,
+        starts=count * (START + START_OF_HOSTS * (target.hosts > 1)),
     )
+
+
+def flops_of(program: TracedProgram) -> dict[str, float]:
+    """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
+
+    A loop counts as often as it runs, or once if its length is unknown; a condition counts its most
+    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
+
+    Returns:
+      FLOPs by name of the dtype that is multiplied.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for op in program.ops:
+        if op.bodies:
+            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
+            for dtype, count in dearest.items():
+                found[dtype] += op.trips * count
+        elif count := flops_of_op(op, program):
+            found[str(program.values[op.ins[0]].dtype)] += count
+    return dict(found)
+
+
+def flops_of_op(op: Op, program: TracedProgram) -> float:
+    """Returns the FLOPs of a matrix product or a convolution; 0 for any other operation."""
+    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
+        return 0
+    left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
+    if op.name == "dot_general":
+        (dims, _), _ = op.params["dimension_numbers"]
+        each = math.prod(left.shape[d] for d in dims)
+    else:  # the kernel may lie here as it was before a reshape
+        each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
+    return 2.0 * out.size * each

@@ -16,6 +16,7 @@ from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.text import bytes_of, count_of, text_of, text_table
 from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.memory.footprint import (
+    MARGIN,
     PLATFORMS,
     Footprint,
     TracedBuffer,
@@ -52,10 +53,11 @@ class LevelForecast:
       host: how much of these is in the host's memory.
       batch: the examples of one step.
       gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
-      wire: sent in one step, as chosen.
-      wire_by_flavour: sent in one step for every way to accumulate gradients (`local`, `scatter`,
-        `sync`), and with gathered parameters kept for the backward pass (`kept`).
-      peak: peak of device memory during a step, from its trace; None if it was not traced.
+      wire: sent in one step as chosen: by the traced program, or at most if it was not traced.
+      wire_by_flavour: sent at most in one step for every way to accumulate gradients (`local`,
+        `scatter`, `sync`), and with gathered parameters kept for the backward pass (`kept`).
+      peak: about the peak of device memory during a step, +-20 %, from its trace; None if it was
+        not traced.
       largest: the largest arrays at the peak, largest first.
 
     Example:
@@ -132,12 +134,13 @@ class Forecast:
     def fits(self, level: str) -> bool | None:
         """Whether a level fits a device's memory; None if that is not known.
 
+        The peak is an estimate, +-20 %: a level fits if 1.2 times its estimate does.
         It is not if the device is unknown, or if it fits without activations, which were left out.
         """
         of = self.levels[level]
         if self.usable is None or (of.peak is None and of.needs <= self.usable):
             return None
-        return (of.peak or of.needs) <= self.usable
+        return (of.needs if of.peak is None else MARGIN * of.peak) <= self.usable
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
@@ -162,22 +165,19 @@ def forecast_text(found: Forecast) -> str:
         f"{count_of(found.parameters)} parameters on {found.devices} devices{replicas}; a step "
         f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each device"
     )
-    flavours = next(iter(found.levels.values())).wire_by_flavour
+    traced = all(level.peak is not None for level in found.levels.values())
     wire = text_table(
         "Sent by one device in one step",
         ("level",),
-        ("as chosen", *flavours),
-        [
-            (name, *map(bytes_of, (level.wire, *level.wire_by_flavour.values())))
-            for name, level in found.levels.items()
-        ],
+        ("sent" if traced else "at most",),
+        [(name, bytes_of(level.wire)) for name, level in found.levels.items()],
     )
-    notes = (
-        "local, scatter, sync: ways to accumulate micro-batches; kept: gathered parameters are "
-        "kept for the backward pass. Upper bounds at levels that gather parameters: those that the "
-        "backward pass does not need are gathered once."
-    )
-    return text_of([title, _memory_table(found), wire, notes])
+    return text_of([title, _memory_table(found), wire])
+
+
+def about(peak: float) -> str:
+    """An estimated peak in words, such as `about 5.10 GB, +-20 %`."""
+    return f"about {bytes_of(peak)}, +-{MARGIN - 1:.0%}".replace("%", " %")
 
 
 def _memory_table(found: Forecast) -> Table:
@@ -205,7 +205,10 @@ def _memory_table(found: Forecast) -> Table:
     made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
     for name, *row in zip(found.levels, *amounts.values(), strict=True):
         said = {True: "fits", False: "does not fit", None: "not known"}[found.fits(name)]
-        made.add_row(name, *map(bytes_of, row), *((said,) if known else ()))
+        cells = [
+            about(x) if of == "peak" else bytes_of(x) for of, x in zip(amounts, row, strict=True)
+        ]
+        made.add_row(name, *cells, *((said,) if known else ()))
     return made
 
 
@@ -292,7 +295,9 @@ def forecast(
         level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
         if activations and setup.loss_fn is not None:
             seen = footprint_of(setup, state, plan, choices, platform or here)
-            level = dataclasses.replace(level, peak=seen.peak, largest=seen.largest)
+            level = dataclasses.replace(
+                level, peak=seen.peak, largest=seen.largest, wire=seen.wire_bytes
+            )
         plans[name], found[name] = plan, level
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))

@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from gshard._util.errors import GShardError
-from gshard._util.text import bytes_of, seconds_of, text_of, text_table
+from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.aot.target import Target
-from gshard.analysis.cost_model import COMPUTE_SHARE, MEMORY_SHARE, Cost, cost
+from gshard.analysis.cost_model import Cost, cost
 from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
-from gshard.analysis.memory.footprint import Footprint
+from gshard.analysis.memory.footprint import MARGIN, Footprint
 from gshard.analysis.setup import (
     Choices,
     Config,
@@ -58,23 +58,23 @@ class Verdict:
         busy = max(self.cost.compute, self.cost.memory)
         return self.option.choices.micro_batch_size * self.cost.wire / busy if busy else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as dicts, strings and numbers, ready for JSON."""
+    def as_dict(self, base: float = 1.0) -> dict[str, Any]:
+        """Everything as dicts, strings and numbers, ready for JSON; times in units of `base`."""
         return {
             **dataclasses.asdict(self.option),
             "shard": self.devices // self.option.replica,
             **{name: getattr(self, name) for name in ("needs", "has", "host")},
             "fits": self.fits,
-            "cost": None if self.cost is None else self.cost.as_dict(),
+            "cost": None if self.cost is None else self.cost.as_dict(base),
             "balance_examples": self.balance,
         }
 
 
-def advise(config: Config, report: Callable[[int, int], None] | None = None) -> list[Verdict]:
+def advise(config: Config, report: Callable[[int, int, str], None] | None = None) -> list[Verdict]:
     """Compares the options for a config on its target: those that fit come first, fastest first.
 
     All options take the config's number of examples in a step. `cost_model` estimates the time.
-    `report` is called with the number of options that are done, and of all options.
+    `report` is called with the number of options that are done, of all options, and the best yet.
     """
     target = config.target
     if target is None:
@@ -83,7 +83,14 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
         raise GShardError(
             f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
         )
-    report = report or (lambda done, of: None)
+    found: list[Verdict] = []
+
+    def say(done: int, of: int) -> None:
+        if report is not None:
+            best = ranked(found)[0] if found else None
+            words = ", ".join(filter(None, _names(best).values())) if best and best.fits else ""
+            report(done, of, f"best so far: {words}" if words else "")
+
     options = list(options_to_try(config))
     setups: dict[str, TrainSetup] = {}
 
@@ -94,9 +101,8 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
             setups[key] = without_arrays(made)
         return setups[key]
 
-    found: list[Verdict] = []
     for done, option in enumerate(options):
-        report(done, len(options))
+        say(done, len(options))
         setup = setup_of(option)
         if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
             found += _judged(setup, target, option)
@@ -105,9 +111,9 @@ def advise(config: Config, report: Callable[[int, int], None] | None = None) -> 
     replicated = [more for x in best for more in with_replicas(x.option, target)]
     total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
-        report(done, total)
+        say(done, total)
         found += _judged(setup_of(option), target, option)
-    report(total, total)
+    say(total, total)
     return ranked(found)
 
 
@@ -125,13 +131,37 @@ def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
     return [x for x in found if x is first[x.option.kind]]
 
 
+_TIE = 1.05  # the model of time does not tell options apart that are nearer than this
+
+
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
-    """Options that fit by time, then the others by memory; of equal times less memory first."""
+    """Options that fit by time, then the others by memory.
 
-    def order(x: Verdict) -> tuple[float, int]:
-        return float("inf") if x.cost is None else float(f"{x.cost.step:.3g}"), x.needs
+    Options within 5 % of the fastest that is left are ties: of these the simplest is first, which
+    is that with less rematerialization (fewer FLOPs), of the simpler level, with fewer replicas and
+    micro-batches.
+    """
 
-    return sorted(found, key=order)
+    def simplest(x: Verdict) -> tuple[Any, ...]:
+        option = x.option
+        flops = 0.0 if x.cost is None else x.cost.compute
+        return (
+            option.choices.offload,
+            list(LEVELS).index(option.level),
+            float(f"{flops:.2g}"),
+            option.choices.micro_batches,
+            option.replica,
+            x.needs,
+        )
+
+    left = sorted((x for x in found if x.cost), key=lambda x: x.cost.step if x.cost else 0.0)
+    made: list[Verdict] = []
+    while left:
+        most = _TIE * (left[0].cost.step if left[0].cost else 0.0)
+        ties = [x for x in left if x.cost and x.cost.step <= most]
+        made += sorted(ties, key=simplest)
+        left = left[len(ties) :]
+    return made + sorted((x for x in found if not x.cost), key=lambda x: x.needs)
 
 
 def _judged(setup: TrainSetup, target: Target, option: Option) -> list[Verdict]:
@@ -154,7 +184,7 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
     if needs <= has and level.host <= target.chip.host_memory:
         seen = footprint_of(setup, state, plan, choices, target.platform)
         needs = seen.peak
-        if seen.peak <= has:
+        if MARGIN * seen.peak <= has:
             seconds = step_cost(target, plan, level, seen)
     return Verdict(option, target.devices, needs, has, level.host, seconds)
 
@@ -173,7 +203,8 @@ def step_cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint)
     # a part of the traffic of the step that no computation overlaps with.
     update = 2 * level.optimizer + level.params + level.gradients
     rest = max(0, seen.traffic - update)
-    return cost(target, plan.group, seen.flops, rest, wire, update, level.host)
+    count = sum(row.count for row in seen.collectives)
+    return cost(target, plan.group, seen.flops, rest, wire, update, level.host, count)
 
 
 @dataclass(frozen=True)
@@ -270,14 +301,16 @@ def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -
     if others:
         rows = []
         for x in others[:3]:
-            missing = bytes_of(x.needs - x.has) if x.needs > x.has else "the host's memory"
+            over = x.needs - x.has if x.needs > x.has else int(MARGIN * x.needs) - x.has
+            missing = bytes_of(over) if over > 0 else "the host's memory"
             rows.append((*_names(x).values(), bytes_of(x.needs), missing))
         title = f"Does not fit: {len(others)}; the nearest"
         parts.append(text_table(title, _names(others[0]), ("needs", "too much by"), rows))
     parts.append(
-        f"Estimates, meant for ranking: {COMPUTE_SHARE:.0%} of the chip's peak, {MEMORY_SHARE:.0%} "
-        "of its memory's bandwidth, no latency. balance: examples of a micro-batch below which "
-        "communication is the bottleneck."
+        "Times are relative to the first option: estimates, meant for ranking, which no run on the "
+        f"machine was compared with. Options within {_TIE - 1:.0%} are ties, and the simpler comes "
+        f"first. An option fits if {MARGIN} times its estimated peak does. balance: examples of a "
+        "micro-batch below which communication is the bottleneck."
     )
     return text_of(parts)
 
@@ -286,18 +319,20 @@ def _ranked(fit: Sequence[Verdict]) -> Table:
     made = text_table(
         "Fits, fastest first",
         ("", *_names(fit[0]), "bound by"),
-        ("step", "compute", "memory", "wire", "update", "peak", "of it", "balance"),
+        ("step", "compute", "memory", "wire", "starts", "update", "peak", "of it", "balance"),
     )
+    base = fit[0].cost.step if fit[0].cost else 1.0
     for rank, x in enumerate(fit, 1):
         if x.cost is None:
             continue
         seconds = (x.cost.step, x.cost.compute, x.cost.memory,
-                   x.cost.wire + x.cost.all_gather_params, x.cost.update + x.cost.host)  # fmt: skip
+                   x.cost.wire + x.cost.all_gather_params, x.cost.starts,
+                   x.cost.update + x.cost.host)  # fmt: skip
         made.add_row(
             str(rank),
             *_names(x).values(),
             x.cost.binding,
-            *map(seconds_of, seconds),
+            *(f"{amount / base:.2f}x" for amount in seconds),
             bytes_of(x.needs),
             f"{x.needs / x.has:.0%}",
             "-" if x.balance is None else f"{x.balance:.3g}",
@@ -318,11 +353,12 @@ def _names(x: Verdict) -> dict[str, str]:
 
 def advice_rows(found: Sequence[Verdict]) -> list[dict[str, Any]]:
     """One flat dict for each option, for a page."""
+    base = next((x.cost.step for x in found if x.cost), 1.0)
     return [
         {
             **_names(x),
             "fits": "yes" if x.fits else "no",
-            "step": "" if x.cost is None else seconds_of(x.cost.step),
+            "step": "" if x.cost is None else f"{x.cost.step / base:.2f}x",
             "bound by": "" if x.cost is None else x.cost.binding,
             "needs bytes": x.needs,
             "usable bytes": x.has,

@@ -20,8 +20,9 @@ _EXAMPLES = """examples:
 
 Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
-["none", "full"]. Memory is that of the traced step; time is a model, not a measurement, and good
-for an order. Exits with 1 when nothing fits, and with 2 when that cannot be said."""
+["none", "full"]. Memory is that of the traced step, +-20 %; time is a model, not a measurement, and
+relative to the first option. Options within 5 % are ties, and the simpler comes first. Exits with 1
+when nothing fits, and with 2 when that cannot be said."""
 
 
 def main(words: list[str]) -> int:
@@ -37,10 +38,15 @@ def main(words: list[str]) -> int:
 def _advise(given: Namespace, config: Config) -> common.Answer:
     with open_page(given.html) as file:
         with common.progress_bar(
-            TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        ) as bar:
+            TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+        ) as bar:  # fmt: skip
             task = bar.add_task("", total=None)
-            found = advise(config, lambda done, of: bar.update(task, completed=done, total=of))
+
+            def show(done: int, of: int, best: str) -> None:
+                bar.update(task, completed=done, total=of, description=best)
+
+            found = advise(config, show)
         if file is not None:
             rows = advice_rows(found if given.all else best_of_each(found))
             forecast = common.forecast_with_progress(config)
@@ -48,6 +54,7 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
             file.commit()
             print(f"wrote {given.html}", file=sys.stderr)
     target = None if config.target is None else config.target.text
-    data = {"target": target, "options": [x.as_dict() for x in found]}
+    base = next((x.cost.step for x in found if x.cost), 1.0)
+    data = {"target": target, "options": [x.as_dict(base) for x in found]}
     code = common.YES if any(x.fits for x in found) else common.NO
     return common.Answer(data, advice_text(config, found, given.all), code)

@@ -122,20 +122,31 @@ def _stopped_by_signals() -> Iterator[None]:
     """Turns signals that end the program into an exception, so that everything is cleaned up.
 
     This leaves out signals that are handled or ignored already (`nohup`), and does nothing outside
-    the main thread.
+    the main thread. Python drops an exception that is raised in a finalizer, such as those of JAX's
+    caches: then the signal is sent again.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _Stopped(128 + number)
+
+    def dropped(problem: sys.UnraisableHookArgs) -> None:
+        if not isinstance(problem.exc_value, _Stopped):
+            return before(problem)
+        number = int(str(problem.exc_value)) - 128
+        again = threading.Timer(0.02, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
 
     main = threading.current_thread() is threading.main_thread()
     both = (signal.SIGTERM, signal.SIGHUP)
     handled = [x for x in both if main and signal.getsignal(x) is signal.SIG_DFL]
     for number in handled:
         signal.signal(number, stop)
+    before, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield
     finally:
+        sys.unraisablehook = before
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
 

@@ -132,6 +132,29 @@ def test_order():
     assert [x.needs for x in found] == [50, 60, 10, 200, 300]
 
 
+def test_the_simpler_of_ties_comes_first():
+    def verdict(level, seconds, flops=0.1, k=1):
+        option = Option(level, 1, Choices(micro_batches=k))
+        return Verdict(option, 8, 1, 100, 0, Cost(flops, seconds, 0, 0, 0, 0))
+
+    given = [
+        verdict("p_g_os", 1.0), verdict("os", 1.04, 0.2), verdict("os", 1.045), verdict("dp", 1.2)
+    ]  # fmt: skip
+    assert ranked(given) == [given[2], given[1], given[0], given[3]]
+    assert (
+        ranked([verdict("os", 1.0, k=2), verdict("os", 1.04)])[0].option.choices.micro_batches == 1
+    )
+
+
+def test_a_small_model_is_bound_by_the_starts_of_its_collectives():
+    """A million parameters on 8 GPUs: p_g_os has the most collectives."""
+    found = advise(read_config("configs/gpt2-smallest.toml", {"target": "h100:1x8"}))
+    assert found[0].option.level != "p_g_os"
+    assert found[0].cost.binding == "starts of collectives"
+    starts = {x.option.level: x.cost.starts for x in reversed(found)}
+    assert starts["dp"] < starts["p_g_os"]
+
+
 # ---- whole --------------------------------------------------------------------------------------
 
 
@@ -140,7 +163,7 @@ def test_what_fits_comes_first_and_needs_what_make_plan_says():
     found = advise(config)
     assert all(x.fits for x in found)
     steps = [x.cost.step for x in found]
-    assert all(a <= b * 1.01 for a, b in zip(steps, steps[1:], strict=False))
+    assert all(a <= b * 1.05 for a, b in zip(steps, steps[1:], strict=False))
     for x in found[:3]:
         level = gshard.forecast(
             config.model, 16, levels=[x.option.level], arguments=config.arguments,
@@ -151,11 +174,11 @@ def test_what_fits_comes_first_and_needs_what_make_plan_says():
 
 def test_what_does_not_fit_is_tried_with_the_host():
     # 16 bytes for each parameter at dp; 12 Psi of AdamW in float32 do not fit 63.7 GB.
-    config = config_of(arguments={"width": 50_000, "layers": 2}, levels=("dp", "p_g_os"))
+    config = config_of(arguments={"width": 44_000, "layers": 2}, levels=("dp", "p_g_os"))
     found = advise(config)
     fits = {(x.option.level, x.option.choices.offload): x.fits for x in found}
     assert fits[("dp", False)] is False
-    assert fits[("dp", True)] is True  # parameters and gradients are 40 GB
+    assert fits[("dp", True)] is True  # parameters and gradients are 31 GB
     assert fits[("p_g_os", False)] is True
     assert ("p_g_os", True) not in fits
     text = advice_text(config, found)

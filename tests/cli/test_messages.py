@@ -23,6 +23,7 @@ from gshard.analysis.aot.compiled import compiled_report
 from gshard.analysis.audit import audit_text
 from gshard.analysis.html.markup import shown_value
 from gshard.analysis.setup import load_setup
+from gshard.cli.common import guarded
 from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
 from tests import setups
@@ -150,7 +151,7 @@ def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
     machine = ["--target", "cpu:4"] if command == "plan" else ["--devices", "4"]
     if command == "advise":
         machine = ["--target", "h100:1x4"]
-    more = ["--no-compile"] if command == "plan" else []
+    more = ["--estimate"] if command == "plan" else []
     words = [command, "tests.setups:talks", *machine, "--levels", "os", "--json", *more]
     assert main(words) == 0
     said = capsys.readouterr()
@@ -335,3 +336,20 @@ def test_arguments_are_by_name():
     for arguments in ([3], {3: 4}):
         with pytest.raises(gshard.GShardError, match="must be values by name"):
             load_setup("tests.setups:mlp", arguments)
+
+
+def test_a_signal_in_a_finalizer_ends_the_command_all_the_same(capfd):
+    """Python drops what is raised there; JAX's caches have thousands of them."""
+
+    class Kept:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def run():
+        kept = Kept()
+        del kept
+        time.sleep(20)
+        return 0
+
+    assert guarded(run) == 128 + signal.SIGTERM
+    assert not capfd.readouterr().err

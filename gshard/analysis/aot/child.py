@@ -13,7 +13,9 @@ program to ask: the buffer assignment (allocations, and which values share one),
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gshard._util.durable import make_folder, write_file
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
@@ -191,16 +194,20 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     step = step_of(setup, plan, choices)
     lowered = step.lower(*step.arguments(state, batch_of(setup, plan, choices)))
     lowering = time.perf_counter() - start
+    paths = {f"leaves[{i}]": path for i, path in enumerate(flatten(plan.layouts)[0])}
+    known = _cached(lowered.as_text(), target, paths)
+    with contextlib.suppress(OSError, ValueError):  # none, unreadable, or no JSON
+        kept = json.loads(known.read_text())
+        return {**kept, "level": request["level"], "cached": True}
     say("compiling")
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="gshard-") as folder:
         compiled, said = _compile(lowered, folder)
         compiling = time.perf_counter() - start
         say("reading the program")
-        paths = {f"leaves[{i}]": path for i, path in enumerate(flatten(plan.layouts)[0])}
         buffers = read_dumped_memory(Path(folder), target.platform, paths)
     text = compiled.as_text() if compiled else buffers and buffers.text
-    return {
+    found = {
         "target": target.text,
         "devices": target.devices,
         "mesh": dict(mesh.shape),
@@ -212,6 +219,18 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         **(wire_traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
         **_memory(target, compiled, buffers, said),
     }
+    with contextlib.suppress(OSError, GShardError):  # a cache that cannot be written is none
+        make_folder(known.parent)
+        write_file(known, json.dumps(found).encode())
+    return found
+
+
+def _cached(text: str, target: Target, paths: Mapping[str, str]) -> Path:
+    """Returns the file that keeps the answer for a lowered program, a target and a compiler."""
+    of = (text, target.text, target.chip.usable, paths, versions(), os.environ.get("XLA_FLAGS"))
+    name = hashlib.sha256(repr(of).encode()).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "gshard" / "compiled" / f"{name}.json"
 
 
 def _compile(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Compiled | None, str]:

@@ -230,7 +230,7 @@ def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping
         parts += [_memory_table(target, forecast, known), _wire_table(known)]
     for name, of in found.items():
         if "error" in of:
-            parts.append(f"{name}: {of['error']}")
+            parts.append(f"{name}: not compiled, so the estimate stands: {of['error']}")
         elif of["fits"] is False:
             parts.append(_too_large(name, of))
     return text_of(parts)
@@ -252,7 +252,7 @@ def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[s
             {True: "fits", False: "does not fit", None: "-"}[of["fits"]],
             *("-" if count is None else bytes_of(count) for count in amounts),
             f"{expected / needs:.3f}" if expected and needs else "-",
-            f"{of['compile_seconds']:.0f} s",
+            "before" if of.get("cached") else f"{of['compile_seconds']:.0f} s",
         )
     return made
 

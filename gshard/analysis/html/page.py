@@ -10,7 +10,7 @@ from gshard._util.durable import NewFile, file_path
 from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
-from gshard.analysis.forecast import Forecast
+from gshard.analysis.forecast import Forecast, about
 from gshard.analysis.html.markup import (
     STYLE,
     Markup,
@@ -96,9 +96,10 @@ def _verdict(found: Forecast, compiled: Compiled) -> Markup:
     verdicts = {}
     for name, level in found.levels.items():
         of = compiled.get(name, {"fits": found.fits(name)})
-        needs = of.get("needs") or level.peak or level.needs
+        needs = of.get("needs") or level.needs
+        needs = bytes_of(needs) if of.get("needs") or not level.peak else about(level.peak)
         without = "" if of.get("needs") or level.peak else " without activations"
-        verdicts[name] = joined([_fits(of), f", needs {bytes_of(needs)}{without}"])
+        verdicts[name] = joined([_fits(of), f", needs {needs}{without}"])
     choices = found.choices
     replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
     named = {
@@ -154,16 +155,10 @@ def _memory(found: Forecast) -> Markup:
 
 def _wire(found: Forecast) -> Markup:
     rows = {name: {"sent": level.wire} for name, level in found.levels.items()}
-    flavours = next(iter(found.levels.values())).wire_by_flavour
-    lines = [
-        [name, *map(amount, (x.wire, *x.wire_by_flavour.values()))]
-        for name, x in found.levels.items()
-    ]
+    lines = [[name, amount(x.wire)] for name, x in found.levels.items()]
     return joined([
         el("figure", bars(rows, {}, None, {"sent": "#999999"})),
-        html_table("By the way to accumulate", ["level", "as chosen", *flavours], lines),
-        el("p", "local, scatter, sync: ways to accumulate micro-batches; kept: gathered parameters "
-           "are kept for the backward pass. Upper bounds at levels that gather parameters."),
+        html_table("The same in numbers", ["level", "sent"], lines),
     ])  # fmt: skip
 
 

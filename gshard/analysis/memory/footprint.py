@@ -1,12 +1,7 @@
 """Estimates what one device needs, computes and transfers in a train step from its trace alone.
 
-Nothing is compiled. The peak models the compiler's buffers: everything that the step is given, and
-what it makes on the way; results take over the memory of a donated state. `compiled_peak` is the
-same figure of a compiled step, for comparison.
-
-`benchmarks/footprint.py` prints every figure; docs/development/planner-accuracy.md lists them. Off
-by more than 10 % are, on GPU, models that are mostly tables (0.86 times what is needed); on CPU,
-with JAX 0.12, convolutions whose kernels are gathered (0.86).
+Nothing is compiled. The peak is what the step is given and what it makes on the way; results take
+over the memory of a donated state. docs/development/planner-accuracy.md says how far off it is.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ import jax
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.analysis.memory.combine import Kernel
+from gshard.analysis.cost_model import flops_of
 from gshard.analysis.memory.fusion import fused
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
@@ -30,9 +25,9 @@ from gshard.analysis.memory.program import (
     FREE,
     NEW_CPU,
     RESHAPED,
+    Kernel,
     Op,
     TracedProgram,
-    flops_of,
 )
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep
@@ -151,6 +146,7 @@ def _wire(kind: str, group: int, payload: int) -> int:
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+MARGIN = 1.2  # a plan fits if its estimate times this does: estimates are +-20 %
 _LARGEST = 40  # of the buffers at the peak, as many are told
 
 
@@ -180,7 +176,7 @@ class Footprint:
       temporaries: bytes of the largest sum of temporaries that are live together.
       peak: bytes of the two together and of the results that take over no argument's memory.
       largest: the arrays that are live at the peak next to the arguments, largest first.
-      flops: FLOPs of matrix products and convolutions, by dtype (`program.flops_of`).
+      flops: FLOPs of matrix products and convolutions, by dtype (`cost_model.flops_of`).
       traffic: bytes that kernels read from the device's memory and write to it, for a roofline.
       collectives: those written in the step. What XLA adds to an update in the global view, such as
         for an optimizer's matrix products, is not among them.
@@ -194,16 +190,16 @@ class Footprint:
     traffic: int
     collectives: tuple[Exchange, ...]
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that the device sends in the collectives, without scalars such as the loss."""
+        return sum(row.wire_bytes for row in self.collectives if not row.scalar)
+
 
 def trace_step(step: TrainStep, state: Any, batch: Any) -> jax.stages.Traced:
     """Traces a step for a state and a batch, concrete or abstract.
 
     No device is needed: a plan of an `AbstractMesh` will do, with an abstract batch.
-
-    Args:
-      step: the result of `make_train_step`.
-      state: a train state, or for NNX the pair `(model, optimizer)`.
-      batch: global arrays, or their `ShapeDtypeStruct`s.
     """
     return step.trace(*step.arguments(state, batch))
 
@@ -214,8 +210,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
     Args:
       traced: the result of `trace_step`.
       plan: the plan of the step.
-      platform: `cpu`, `gpu` or `tpu`: whose compiler is modelled. A TPU is taken for a GPU without
-        split matrix products and hidden latency, which was not compared with its compiler.
+      platform: `cpu`, `gpu` or `tpu`, whose compiler is modelled; a TPU is taken for a GPU.
 
     Raises:
       GShardError: for another platform.
@@ -235,21 +230,6 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
         traffic_of(program, platform),
         exchanges_of(program, plan.mesh.shape, wide=platform == "cpu"),
     )
-
-
-def compiled_peak(compiled: Any, platform: str) -> int:
-    """Returns the bytes that a compiled step needs on one device at its peak, as XLA reports them.
-
-    On GPU and TPU `peak_memory_in_bytes`: the largest sum of live buffers, arguments included. On
-    CPU that leaves temporaries out (JAX 0.10 and 0.12: the peak of an MLP with 61 MB of them was
-    530 bytes above its arguments), so here it is arguments + results - aliased + temporaries: what
-    is allocated.
-    """
-    memory = compiled.memory_analysis()
-    if platform != "cpu":
-        return memory.peak_memory_in_bytes
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
 
 def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> TracedProgram:

@@ -8,24 +8,14 @@ made from so much that it is read faster than computed again (GPU).
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
-
-from gshard.analysis.memory.combine import Kernel, combined, siblings_joined
-from gshard.analysis.memory.cpu import (
-    is_rounded,
-    with_canonical_products,
-    with_repeated,
-    with_widened,
-)
-from gshard.analysis.memory.program import FREE, NEW_CPU, RESHAPED, Op, TracedProgram, Value, views
+from gshard.analysis.memory.combine import combined
+from gshard.analysis.memory.products import with_canonical_products
+from gshard.analysis.memory.program import FREE, RESHAPED, Kernel, Op, TracedProgram, views
 
 # Computed once, if several kernels read them: `InstructionFusion::IsExpensive` of XLA.
 _DEAR = {
@@ -38,9 +28,8 @@ _CHEAP = {
     "integer_pow", "is_finite", "le", "le_to", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
     "nextafter", "not", "one_minus_square", "or", "pad", "real", "reorder", "rev", "round",
     "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "slice",
-    "split", "square", "stack", "sub", "sum_parts", "transpose", "xor", "population_count", "clz",
+    "split", "square", "stack", "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
-_LAUNCH = 3.35e6  # bytes that an H100 moves while it starts a kernel
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
 _NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
 IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
@@ -59,10 +48,6 @@ def absorbs(name: str) -> bool:
 def fusible(name: str) -> bool:
     """Whether the operation can be computed where its result is read."""
     return name in _CHEAP or name in _DEAR
-
-
-def _is_cheap(op: Op, program: TracedProgram) -> bool:
-    return op.name in _CHEAP and not is_rounded(op, program.values[op.outs[0]])
 
 
 @dataclass
@@ -88,15 +73,8 @@ def fused(program: TracedProgram, platform: str) -> Fused:
 
 
 def _fused(program: TracedProgram, platform: str) -> Fused:
-    if platform == "gpu":
-        program = with_split_products(program)
     if platform == "cpu":
         program = with_canonical_products(program)
-        if NEW_CPU:
-            cheap = partial(_is_cheap, program=program)
-            program = with_repeated(program, cheap, absorbs)
-        else:
-            program = with_widened(program, absorbs)
     return _Fusion(program, platform).result()
 
 
@@ -109,7 +87,6 @@ class _Fusion:
         self.made = {out: op for op in program.ops for out in op.outs if out not in self.view}
         self.results = {self.root(i) for i in program.outputs if i != FREE}
         self.users: dict[int, list[tuple[Op, int]]] = defaultdict(list)  # of a root, and where
-        self.folded: set[int] = set()  # products that are written the other way round
         self.barred: dict[int, list[int]] = {}  # what waits behind a barrier: all that is held
         for k, op in enumerate(program.ops):
             if op.name == "optimization_barrier":
@@ -118,12 +95,8 @@ class _Fusion:
                 for i in op.ins:
                     if i != FREE:
                         self.users[self.root(i)].append((op, k))
-            elif op.name == "transpose":
-                self.folded.add(op.ins[0])
         self.stored: set[int] = set()
         self.nothing: set[int] = set()  # computed from constants wherever it is read
-        self.kept: set[int] = set()  # stored, as it looked at first
-        self._sources: dict[int, frozenset[int]] = {}
         self._reads: dict[int, frozenset[int]] = {}
         self._after: dict[int, frozenset[int]] = {}
 
@@ -138,33 +111,23 @@ class _Fusion:
 
     def result(self) -> Fused:
         self._decide()
-        if self.platform == "gpu":  # again: what is stored need not be computed from more
-            self.kept, self.stored, self.nothing = self.stored, set(), set()
-            self._decide()
         kernels = []
-        for k, op in enumerate(self.program.ops):
+        for op in self.program.ops:
             own = [i for i in op.ins if i != FREE]
             # Of every operation in order, so that the recursion stays flat.
             reads = dict.fromkeys(j for i in own for j in sorted(self.reads(self.root(i))))
             after = frozenset().union(*map(self.after, own)) - set(reads)
             if not self.is_view(op) and self.stored.intersection(op.outs):
-                late = op.outs[0] in self.folded
                 kernels.append(
-                    Kernel(op, list(reads), list(op.outs), k, absorbs(op.name), sorted(after), late)
+                    Kernel(op, list(reads), list(op.outs), absorbs(op.name), sorted(after))
                 )
-        if self.platform == "gpu":
-            alone = [fusible(kernel.op.name) for kernel in kernels]
-            kernels = siblings_joined(kernels, self.program.values, alone)
-        kernels = combined(kernels, self.program.values, self.platform)
+        if self.platform != "cpu":
+            kernels = combined(kernels, self.program.values)
         buffer = {i: i for i in (*self.program.inputs, *self.stored)}
         buffer |= {i: self.root(i) for i in self.program.outputs if i != FREE}
         return Fused(self.program, kernels, buffer)
 
     def _decide(self) -> None:
-        self._sources = {}
-        for op in self.program.ops:  # in order, so that the recursion stays flat
-            if not self.is_view(op):
-                self.sources(op.outs[0])
         ops, constant = self.program.ops, _constants(self.program, self.root)
         kernels_of: dict[int, set[int]] = {}  # by operation, the kernels that it is computed in
         for k in range(len(ops) - 1, -1, -1):
@@ -187,36 +150,15 @@ class _Fusion:
     def _computed_where_read(
         self, op: Op, users: Sequence[tuple[Op, int]], kernels: Sequence[Op]
     ) -> bool:
-        if op.held or not fusible(op.name) or self.results.intersection(op.outs):
+        if not fusible(op.name) or self.results.intersection(op.outs):
             return False
         if not all(absorbs(user.name) for user, _ in users):
             return False
         if self.platform != "cpu":  # XLA:GPU computes even what is dear again, to read less
-            if op.name == "sum_parts":  # and what is written in place is computed before
-                return len(kernels) == 1 and kernels[0].name not in IN_PLACE
-            return self.platform != "gpu" or not self._read_too_often(op, len(kernels))
-        if len(kernels) > 1 and not _is_cheap(op, self.program):
+            return True
+        if len(kernels) > 1 and op.name not in _CHEAP:
             return False
         return _into_reductions(op, users, kernels)
-
-    def _read_too_often(self, op: Op, kernels: int) -> bool:
-        """Whether it takes longer to compute a value in every kernel than to store it once."""
-        size = self.program.values[op.outs[0]].bytes
-        sources = frozenset().union(*(self.sources(self.root(j)) for j in op.ins if j != FREE))
-        read = sum(each for i in sources if (each := self.program.values[i].bytes) >= size)
-        return (kernels - 1) * read - (kernels + 1) * size > _LAUNCH
-
-    def sources(self, i: int) -> frozenset[int]:
-        """Returns the sources of a value if all fusible operations are computed where read."""
-        if i not in self._sources:
-            op = self.made.get(i)
-            found = frozenset([i])
-            if op is not None and fusible(op.name) and i not in self.kept:
-                found = frozenset().union(
-                    *(self.sources(self.root(j)) for j in op.ins if j != FREE)
-                )
-            self._sources[i] = found
-        return self._sources[i]
 
     def reads(self, i: int) -> frozenset[int]:
         """Returns the buffers that a value is computed from."""
@@ -271,68 +213,3 @@ def _constants(program: TracedProgram, root: Any) -> set[int]:
         ):
             found.update(op.outs)
     return found
-
-
-# Of an H100: `SplitkRewriter` of XLA, with its weights for Hopper, in units of its own.
-_CORES, _TILE = 132, 128
-
-_COMPUTE, _MEMORY, _SUM_MEMORY, _SUM_LAUNCH = 100.0, 0.194136, 193.1384, 4.36e7
-
-_PARTS = tuple(1 << n for n in range(12))
-
-
-def with_split_products(program: TracedProgram) -> TracedProgram:
-    """Returns the program with each split product as partial sums and a `sum_parts` of them.
-
-    The partial sums are a buffer, in float32 where the product has 16 bits. Their sum is computed
-    where it is read, so that those of products that are added up are live together.
-    """
-    found = dataclasses.replace(program, ops=[], values=list(program.values))
-    for op in program.ops:
-        parts = split_k(op, program)
-        if parts == 1:
-            found.ops.append(op)
-            continue
-        value = program.values[op.outs[0]]
-        dtype = jnp.promote_types(value.dtype, jnp.float32)
-        partial = found.new(Value((parts, *value.shape), dtype, (1, *value.factors)))
-        params = {**op.params, "parts": parts}
-        found.ops.append(dataclasses.replace(op, outs=[partial], params=params))
-        found.ops.append(Op("sum_parts", [partial], op.outs, {}, op.where))
-    return found
-
-
-def split_k(op: Op, program: TracedProgram) -> int:
-    """Returns the number of partial sums with the lowest cost when XLA:GPU splits a matrix product.
-
-    A product of few tiles leaves cores idle, and the sum of its parts must be written and read.
-    """
-    if op.name != "dot_general" or FREE in op.ins:
-        return 1
-    (contracted, _), (batch, _) = op.params["dimension_numbers"]
-    left, right = (program.values[i] for i in op.ins[:2])
-    if len(left.shape) <= max((*contracted, *batch), default=0):
-        return 1
-    out = program.values[op.outs[0]]
-    b = math.prod(left.shape[d] for d in batch)
-    k = math.prod(left.shape[d] for d in contracted)
-    if not b * k * out.size:
-        return 1
-    m, n = left.size // (b * k), right.size // (b * k)
-    widths = [max(1, value.dtype.itemsize) for value in (left, right, out)]
-    return min(_PARTS, key=lambda parts: _cost(b, m, n, k, widths, parts))
-
-
-def _cost(b: int, m: int, n: int, k: int, widths: Sequence[int], parts: int) -> float:
-    """Returns XLA's `EstimateGemmCostAfterSplitK` for `b` products of (m, k) and (k, n)."""
-    tile = min(m, _TILE) * min(n, _TILE)
-    tiles = b * parts * -(-m // _TILE) * -(-n // _TILE)
-    waves = max(1.0, tiles * tile / (_CORES * _TILE * _TILE))
-    compute = 2.0 * tile * -(-k // parts) * waves * _COMPUTE
-    results = b * m * n
-    written = results * parts * (max(4, widths[2]) if parts > 1 else widths[2])
-    memory = (b * k * (m * widths[0] + n * widths[1]) + written) * _MEMORY
-    product = max(compute, memory)
-    if parts == 1:
-        return product
-    return product + _SUM_LAUNCH + (written + results * widths[2]) * _SUM_MEMORY

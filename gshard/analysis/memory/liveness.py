@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gshard.analysis.memory.combine import Kernel, waits_for
-from gshard.analysis.memory.cpu import written_wide
+import jax.numpy as jnp
+
+from gshard.analysis.memory.combine import graph_of
 from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
-from gshard.analysis.memory.gpu import latency_hidden
-from gshard.analysis.memory.program import COLLECTIVES, FREE, Op, TracedProgram, Value
+from gshard.analysis.memory.program import FREE, NEW_CPU, Kernel, Op, TracedProgram
 
 
 @dataclass(frozen=True)
@@ -28,18 +27,38 @@ class Peak:
     live: tuple[tuple[int, int, Kernel, TracedProgram], ...] = ()
 
 
+Order = Callable[[Fused], list[Kernel]]
+# The compilers of GPUs and TPUs overlap collectives with kernels, which lengthens the lives of
+# buffers. Chosen with the compiler's figures for the models of benchmarks/footprint_unseen.py in
+# view (docs/development/planner-accuracy.md).
+_OVERLAP = 1.15
+
+
 def peak_of(program: TracedProgram, platform: str) -> Peak:
-    """Returns the peak of a program's buffers; results in the memory of an input need none."""
+    """Returns the peak of a program's buffers; results in the memory of an input need none.
+
+    XLA:CPU runs kernels breadth-first. Other compilers run them in an order between that of the
+    trace, in which a layer's weight gradient is computed with the layer's other gradients, and
+    depth-first, in which all weight gradients come last and keep their operands until then. The
+    estimate is the mean of the two.
+    """
+    if platform == "cpu":
+        return _peak_in(program, platform, breadth_first)
+    found = [_peak_in(program, platform, order) for order in (_as_traced, depth_first)]
+    largest = max(found, key=lambda peak: peak.bytes)
+    return Peak(round(_OVERLAP * sum(peak.bytes for peak in found) / 2), largest.live)
+
+
+def _peak_in(program: TracedProgram, platform: str, order: Order) -> Peak:
     whole = fused(program, platform)
-    order = breadth_first(whole) if platform == "cpu" else depth_first(whole)
-    if platform == "gpu":
-        order = latency_hidden(whole, order)
     bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
-    inner = {key: peak_of(body, platform) for key, body in bodies.items()}
-    return _simulated(whole, order, platform, inner)
+    inner = {key: _peak_in(body, platform, order) for key, body in bodies.items()}
+    wide = platform == "cpu" and not NEW_CPU
+    return _simulated(whole, order(whole), inner, wide)
 
 
-def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int, Peak]) -> Peak:
+def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wide: bool) -> Peak:
+    """Follows which buffers are live; with `wide`, kernels write 16-bit floats as float32."""
     program = whole.program
     sizes = program.values
     last: dict[int, int] = {}
@@ -61,30 +80,24 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
     total, peak, at_peak = 0, 0, {}
     writer: dict[int, Kernel] = {}
     taken: set[int] = set()
-    copies = _overwritten(order, donor) if platform == "cpu" and not program.is_body else {}
-    for i, kernel in copies.items():
-        live[i], writer[i] = sizes[i].bytes, kernel
-        total += sizes[i].bytes
-    written = {i: k for k, kernel in enumerate(order) for i in kernel.writes}
-    # What lay in copied inputs, until results do: (bytes, taken until, free before).
-    gaps = [[sizes[donor[i]].bytes, -1, written[i]] for i in written if donor.get(i) in copies]
     for k, kernel in enumerate(order):
         extra, inner = 0, None
+        handed_on = {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
         for body in kernel.op.bodies:
             found = peaks[id(body)]
             if found.bytes > extra:
                 extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
         for place, i in enumerate(kernel.writes):
-            size = _written(kernel, sizes[i], platform)
-            writer[i] = kernel
-            # What is gathered in another dtype than it is kept in lies beside it.
-            moved = kernel.op.name in COLLECTIVES and size != sizes[i].bytes
-            own = None if moved else donor.get(i)
+            # A slice is written into its stack, which the loop's operation has.
+            size = 0 if kernel.op.name == "stack_slice" else sizes[i].bytes
+            if wide and sizes[i].dtype in (jnp.bfloat16, jnp.float16) and not kernel.op.bodies:
+                size = 4 * sizes[i].size
+            writer[i], own = kernel, donor.get(i)
             if own is not None and own not in taken:
                 free = last.get(own, -1)
-                in_place = kernel.elementwise or (own, i) in _handed_on(kernel)
-                if own in copies or free < k or (free == k and in_place):
+                in_place = kernel.elementwise or (own, i) in handed_on
+                if free < k or (free == k and in_place):
                     taken.add(own)
                     live[i] = 0
                     continue
@@ -92,9 +105,6 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
             if shared is not None:
                 dying.remove(shared)
                 total -= live.pop(shared)
-            gap = next((g for g in gaps if g[0] == size and g[1] < k and last[i] < g[2]), None)
-            if shared is None and gap is not None:
-                gap[1], size = last[i], 0
             live[i] = size
             total += size
         if total + extra > peak:
@@ -108,41 +118,6 @@ def _simulated(whole: Fused, order: list[Kernel], platform: str, peaks: dict[int
     held, inner = at_peak
     rows = [(size, i, writer[i], program) for i, size in held.items() if size]
     return Peak(peak, (*rows, *(inner.live if inner else ())))
-
-
-def _overwritten(order: Sequence[Kernel], donor: Mapping[int, int]) -> dict[int, Kernel]:
-    """Returns the inputs that XLA:CPU copies first, and the kernels that take over their memory.
-
-    An input is copied if a kernel reads it that does not have to run before the kernel that
-    overwrites it: copies are inserted before there is an order (`CopyInsertion`).
-    """
-    before: list[int] = []  # all that a kernel waits for, as bits
-    for waits in waits_for(order):
-        before.append(functools.reduce(lambda bits, b: bits | before[b] | 1 << b, waits, 0))
-    readers: dict[int, list[int]] = defaultdict(list)
-    for k, kernel in enumerate(order):
-        for i in kernel.reads:
-            readers[i].append(k)
-    found: dict[int, Kernel] = {}
-    for k, kernel in enumerate(order):
-        for i in kernel.writes:
-            if any(r != k and not before[k] >> r & 1 for r in readers[donor.get(i, FREE)]):
-                found[donor[i]] = kernel
-    return found
-
-
-def _written(kernel: Kernel, value: Value, platform: str) -> int:
-    """Returns the bytes that a kernel writes for a value in addition to existing buffers."""
-    if kernel.op.name == "stack_slice":  # a part of the stack, which lies outside
-        return 0
-    if platform == "cpu" and written_wide(kernel.op, value):
-        return 4 * value.size
-    return value.bytes
-
-
-def _handed_on(kernel: Kernel) -> set[tuple[int, int]]:
-    """Returns the pairs of a loop's operand and result that share memory."""
-    return {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
 
 
 def _shared(
@@ -162,26 +137,20 @@ def _shared(
     return None
 
 
-def _graph(whole: Fused) -> tuple[list[set[int]], list[list[int]]]:
-    """Returns, for each kernel, the kernels it waits for and the kernels that wait for it."""
-    before = waits_for(whole.kernels)
-    after: list[list[int]] = [[] for _ in whole.kernels]
-    for k, waits in enumerate(before):
-        for b in waits:
-            after[b].append(k)
-    return before, after
+def _as_traced(whole: Fused) -> list[Kernel]:
+    return whole.kernels
 
 
 def breadth_first(whole: Fused) -> list[Kernel]:
     """Orders kernels as XLA:CPU does: what is ready first runs first (`BFScheduler`)."""
-    before, after = _graph(whole)
+    before, after = graph_of(whole.kernels)
     waits = [len(b) for b in before]
     ready = deque(k for k, n in enumerate(waits) if not n)
     found = []
     while ready:
         k = ready.popleft()
         found.append(whole.kernels[k])
-        for r in sorted(after[k], key=lambda r: (whole.kernels[r].late, r)):
+        for r in sorted(after[k]):
             waits[r] -= 1
             if not waits[r]:
                 ready.append(r)
@@ -191,10 +160,9 @@ def breadth_first(whole: Fused) -> list[Kernel]:
 def depth_first(whole: Fused) -> list[Kernel]:
     """Orders kernels depth-first from the results: operands first, those with most users first.
 
-    This is one of the three orders among which XLA:GPU chooses by memory (`DFSMemoryScheduler`),
-    before it hides the latency of collectives.
+    It is one of three among which XLA:GPU chooses (`DFSMemoryScheduler`).
     """
-    before, after = _graph(whole)
+    before, after = graph_of(whole.kernels)
     sizes = whole.program.values
     most = 1 << 62
     extra, total = [0] * len(before), [0] * len(before)
@@ -229,8 +197,7 @@ def with_own_zeros(program: TracedProgram) -> TracedProgram:
     """Returns a program whose broadcasts return one value for each operation that overwrites them.
 
     Equal broadcasts are one for XLA, such as the zeros that gradients of tables start as. What is
-    written into is copied for all but one of the writers, right where it is made; XLA:GPU makes all
-    of them in one kernel.
+    written into is copied for all but one of the writers, right where it is made.
     """
     made = {op.outs[0] for op in program.ops if _of_a_constant(op)}
     written = Counter(op.ins[0] for op in program.ops if op.name in IN_PLACE and op.ins[0] in made)

@@ -1,8 +1,4 @@
-"""Turns a jaxpr into the program of one device.
-
-Inside a `shard_map`, shapes are already those of one device. Outside, in the global view, shapes
-are sharded as the values are.
-"""
+"""Turns a jaxpr into the program of one device, whose shapes a `shard_map` has already."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import numpy as np
 from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, called, opened, scan_sizes
-from gshard.analysis.memory.gpu import padded_kernel
 from gshard.analysis.memory.liveness import with_own_zeros
 from gshard.analysis.memory.program import (
     FREE,
@@ -50,8 +45,7 @@ def program_of(
       closed: a closed jaxpr in the global view.
       shardings: the shardings of its inputs; None for a replicated input.
       barriers: whether the compiler honours optimization barriers.
-      platform: `gpu` with cuDNN, which wants the output features of a convolution's kernel first,
-        in a copy. There and on `cpu` a collective wants its dimension first.
+      platform: `cpu`, `gpu` or `tpu`. On the first two, a collective wants its dimension first.
     """
     jaxpr, consts = opened(closed)
     program = TracedProgram()
@@ -167,8 +161,6 @@ class _Builder:
             )
             for v in eqn.outvars
         ]
-        if eqn.primitive.name == "conv_general_dilated" and self.platform == "gpu":
-            ins = [ins[0], self._kernel(ins[1], eqn)]
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
         if self.platform in ("cpu", "gpu") and eqn.primitive.name in _MAJOR:
@@ -203,26 +195,6 @@ class _Builder:
         if key is not None:
             self.known[key] = outs
         return outs
-
-    def _kernel(self, i: int, eqn: Any) -> int:
-        """Returns the copy of a convolution's kernel that cuDNN reads."""
-        shape = padded_kernel(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params)
-        if i == FREE or shape is None:
-            return self._copied(i, eqn)
-        value = dataclasses.replace(self.program.values[i], shape=shape)
-        return self._add("layout", [i], [value], eqn)[0]
-
-    def _copied(self, i: int, eqn: Any) -> int:
-        """Returns a copy in the order of dimensions that an operation needs; readers share it."""
-        made = {out: op for op in self.program.ops for out in op.outs}
-        while i in made and made[i].name in ("rev", "transpose", "reshape"):
-            i = made[i].ins[0]
-        key = ("layout", i)
-        if key not in self.known and i != FREE:
-            self.known[key] = [self.program.new(self.program.values[i])]
-            where = str(eqn.source_info.name_stack)
-            self.program.ops.append(Op("layout", [i], self.known[key], {}, where))
-        return self.known[key][0] if i != FREE else FREE
 
     def _wide(self, v: Any, i: int, out: Value, eqn: Any) -> int:
         """Returns an operand with its size-1 dimensions broadcast, as the compiler sees it."""
@@ -277,9 +249,7 @@ class _Builder:
 
     def _once(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
         """Inlines a scan of one iteration, which is not a loop."""
-        fixed, carried, _ = scan_sizes(eqn)
-        jaxpr, consts = opened(eqn.params["jaxpr"])
-        return self._inline(jaxpr, consts, ins, inside)
+        return self._inline(*opened(eqn.params["jaxpr"]), ins, inside)
 
     def _while(self, eqn: Any, ins: list[int]) -> list[int]:
         tested, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -67,7 +67,6 @@ class Op:
       bodies: programs that it runs, such as those of a loop or a condition.
       trips: how often it runs them; 1 if unknown.
       carried: for a loop, (place of the operand, place of the result) of each carry.
-      held: whether its result is a buffer, whatever reads it.
     """
 
     name: str
@@ -78,7 +77,6 @@ class Op:
     bodies: list[TracedProgram] = field(default_factory=list)
     trips: int = 1
     carried: list[tuple[int, int]] = field(default_factory=list)
-    held: bool = False
 
 
 @dataclass
@@ -123,6 +121,25 @@ class TracedProgram:
         return dataclasses.replace(self, ops=ops[::-1])
 
 
+@dataclass
+class Kernel:
+    """One kernel: an operation and everything that is computed inside it.
+
+    Attributes:
+      op: the operation whose results are written.
+      reads: numbers of the buffers that it reads.
+      writes: numbers of the buffers that it writes.
+      elementwise: whether it may write into the memory of an operand of the same size.
+      after: numbers of buffers that are written before it, by an optimization barrier.
+    """
+
+    op: Op
+    reads: list[int]
+    writes: list[int]
+    elementwise: bool
+    after: list[int]
+
+
 def _trimmed(op: Op, needed: set[int]) -> Op:
     """Returns a scan with only the operands and results that it needs (`WhileLoopSimplifier`)."""
     (body,), carries = op.bodies, len(op.carried)
@@ -145,15 +162,9 @@ def _trimmed(op: Op, needed: set[int]) -> Op:
     )
 
 
-# It honours optimization barriers, which still are there when it fuses, keeps bfloat16 (collectives
-# aside), and copies what a convolution outside of loops gives into another order. Up to then
-# barriers vanish before equal operations are merged, and whatever is bfloat16 is computed, and
-# kept, in float32. What it computes again for each reader is modelled for it alone: the older one
-# has the pass, too, but its rematerialised loops came out up to 1.24 times too large that way.
+# XLA:CPU from then on keeps optimization barriers and 16-bit floats. Until then barriers vanish
+# before equal operations are merged, and kernels write 16-bit floats as float32.
 NEW_CPU = jax.__version_info__ >= (0, 12)
-
-
-_PRODUCT = ("dot_general", "sum_parts")
 
 
 def views(program: TracedProgram, platform: str) -> dict[int, int]:
@@ -166,15 +177,15 @@ def views(program: TracedProgram, platform: str) -> dict[int, int]:
             users[i].append(op)
     for op in program.ops:
         if op.name in (*RESHAPED, "optimization_barrier") or (
-            op.name == "rev" and _read_in_reverse(op, users, program, platform)
+            op.name == "rev" and platform != "cpu"  # a convolution reads its kernel so
         ):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
-        elif op.name == "reorder" and _as_it_lies(op, made, users, program, platform):
+        elif op.name == "reorder" and _as_it_lies(op, made, users, program):
             view[op.outs[0]] = op.ins[0]
         elif op.name == "transpose" and op.ins[0] != FREE:
             source = made.get(op.ins[0])
             # A product is written the other way round for it.
-            if source is not None and source.name in _PRODUCT and len(users[op.ins[0]]) == 1:
+            if source is not None and source.name == "dot_general" and len(users[op.ins[0]]) == 1:
                 view[op.outs[0]] = op.ins[0]
         elif op.name == "reshard" and op.ins[0] != FREE:
             a, b = program.values[op.ins[0]], program.values[op.outs[0]]
@@ -183,43 +194,14 @@ def views(program: TracedProgram, platform: str) -> dict[int, int]:
     return view
 
 
-def _read_in_reverse(
-    op: Op, users: Mapping[int, list[Op]], program: TracedProgram, platform: str
-) -> bool:
-    """Whether convolutions reverse a kernel as they read it, as cuDNN's do.
-
-    Those of XLA:CPU only where the kernel has more positions than what it goes over, for which it
-    then is taken (`SwapConvOperands`).
-    """
-
-    def positions(conv: Op, side: int) -> int:
-        numbers = conv.params["dimension_numbers"]
-        shape = program.values[conv.ins[side]].shape
-        return math.prod(shape[d] for d in (numbers.lhs_spec, numbers.rhs_spec)[side][2:])
-
-    return platform != "cpu" or all(
-        conv.name == "conv_general_dilated" and positions(conv, 0) < positions(conv, 1)
-        for conv in users[op.outs[0]]
-    )
-
-
 def _as_it_lies(
-    op: Op,
-    made: Mapping[int, Op],
-    users: Mapping[int, list[Op]],
-    program: TracedProgram,
-    platform: str,
+    op: Op, made: Mapping[int, Op], users: Mapping[int, list[Op]], program: TracedProgram
 ) -> bool:
-    """Whether a matrix product can read or write a matrix in either order of its dimensions.
-
-    On CPU, a convolution writes its result in any order.
-    """
+    """Whether a matrix product can read or write a matrix in either order of its dimensions."""
     source = made.get(op.ins[0])
-    if source is not None and source.name == "conv_general_dilated" and platform == "cpu":
-        return len(users[op.ins[0]]) == 1
     if len(program.values[op.ins[0]].shape) != 2 or op.outs[0] in program.outputs:
         return False
-    if source is not None and source.name in _PRODUCT:
+    if source is not None and source.name == "dot_general":
         return len(users[op.ins[0]]) == 1
     return bool(users[op.outs[0]]) and all(u.name == "dot_general" for u in users[op.outs[0]])
 
@@ -306,36 +288,3 @@ def _reshaped(old: Sequence[int], new: Sequence[int]) -> list[int | None]:
         found[first] = to
         i, j = i + 1, j + 1
     return found
-
-
-def flops_of(program: TracedProgram) -> dict[str, float]:
-    """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
-
-    A loop counts as often as it runs, or once if its length is unknown; a condition counts its most
-    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
-
-    Returns:
-      FLOPs by name of the dtype that is multiplied.
-    """
-    found: dict[str, float] = defaultdict(float)
-    for op in program.ops:
-        if op.bodies:
-            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
-            for dtype, count in dearest.items():
-                found[dtype] += op.trips * count
-        elif count := flops_of_op(op, program):
-            found[str(program.values[op.ins[0]].dtype)] += count
-    return dict(found)
-
-
-def flops_of_op(op: Op, program: TracedProgram) -> float:
-    """Returns the FLOPs of one operation, or of all parts of a split product; 0 for any other."""
-    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
-        return 0
-    left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
-    if op.name == "dot_general":
-        (dims, _), _ = op.params["dimension_numbers"]
-        each = math.prod(left.shape[d] for d in dims)
-    else:  # the kernel may lie here as it was before a reshape
-        each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
-    return 2.0 * out.size * each / op.params.get("parts", 1)

@@ -83,10 +83,8 @@ class GlobalEvaluator:
         self.axes, self.micro_batches = tuple(axes), micro_batches
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index)
-        self.transfers: list[Transfer] = []
-        self.gathers = 0
-        self.known: list[jax.Array] = []
-        self.collects = False
+        self.transfers, self.gathers = list[Transfer](), 0
+        self.known, self.collects = list[jax.Array](), False
         self.limit: int | None = None
         self.statistics = self._takes_statistics = False
         self.returned: list[bool] = []

@@ -19,6 +19,12 @@ CPU = {"model": "tests.compiled_models:stack", "target": "cpu:4", "level": "os"}
 STATE = 3 * 4 * 256 * 256 * 4  # float32 parameters and two moments of 4 layers
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What was compiled before does not answer, and nothing is left in the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def asked(model, **more):
     return CPU | {"model": f"tests.compiled_models:{model}"} | more
 
@@ -61,6 +67,18 @@ def test_a_step_end_to_end():
     assert found["asynchronous_bytes"]["all-gather"] == 0  # XLA on CPU overlaps nothing
     purposes = {row["purpose"]: row["wire_bytes"] for row in found["collectives"]}
     assert purposes["gather"] == found["wire_bytes"]["all-gather"]
+
+
+def test_an_answer_is_kept_by_program(tmp_path):
+    stages = []
+    first = compile_for(CPU)
+    (kept,) = (tmp_path / "cache" / "gshard" / "compiled").iterdir()
+    again = compile_for(CPU, report=lambda stage, seconds: stages.append(stage))
+    assert again == first | {"cached": True} and "compiling" not in stages
+    assert not compile_for(CPU | {"micro_batch_size": 2}).get("cached")  # another program
+    kept.write_text("{")  # damaged: compiled again
+    assert not compile_for(CPU).get("cached")
+    assert json.loads(kept.read_text())["memory"] == first["memory"]
 
 
 def test_copies_and_further_choices():

@@ -125,7 +125,7 @@ def test_numbers_are_those_of_the_forecast():
         row = [level.params, level.optimizer, level.gradients, level.batch, level.gathered]
         rows += [*row, level.needs, level.host]
     assert not any(level.non_trainable for level in found.levels.values())  # no column of nothing
-    wire = [x for of in found.levels.values() for x in (of.wire, *of.wire_by_flavour.values())]
+    wire = [of.wire for of in found.levels.values()]
     assert values[: 1 + len(rows) + len(wire)] == [found.parameters, *rows, *wire]
 
 
