@@ -56,6 +56,7 @@ class Case:
             return found
         named = [tuple(given) for given, _ in self.expected()]
         alone = [row for row in found if sum(p != REPLICATED for p in row) == 1]
+        alone.sort(key=lambda row: PARTIAL not in row)
         order = np.random.default_rng(len(found)).permutation(len(found))
         wanted = [*named, *alone, *(found[i] for i in order)]
         return list(dict.fromkeys(wanted))[: max(most, len(named))]
