@@ -270,9 +270,11 @@ class TrainStep:
         check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
-    def _run(self, *args: Any) -> tuple[list[Any], dict[str, Any], Guard]:
-        with _paused_collector():
-            return self._stages(*args)
+    def _run(
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
+    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        with _paused_collector():  # not a decorator, which would be a caller in warnings
+            return self._stages(leaves, structure, batch, rng)
 
     def _stages(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
