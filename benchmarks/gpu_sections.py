@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 import gshard
+from benchmarks.footprint import compiled_peak
 from benchmarks.groups import free_address
 from benchmarks.models import Problem, gpt, mlp
 from benchmarks.programs import Program, by_gshard, on_one_device
@@ -35,7 +36,6 @@ from gshard._util.version import versions
 from gshard.analysis.aot.target import Target
 from gshard.analysis.forecast import footprint_of, level_forecast
 from gshard.analysis.hlo import read_program
-from gshard.analysis.memory.footprint import compiled_peak
 from gshard.analysis.setup import Choices, TrainSetup, batch_bytes, sharded_setup
 from gshard.analysis.tune import step_cost
 from gshard.cli.doctor.devices import probe_two_processes, run_probe, sum_over_processes, unused
