@@ -230,7 +230,7 @@ def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping
         parts += [_memory_table(target, forecast, known), _wire_table(known)]
     for name, of in found.items():
         if "error" in of:
-            parts.append(f"{name}: not compiled, so the estimate stands: {of['error']}")
+            parts.append(f"{name}: not compiled, only estimated: {of['error']}")
         elif of["fits"] is False:
             parts.append(_too_large(name, of))
     return text_of(parts)
