@@ -44,8 +44,8 @@ from gshard.sharding.level import LEVELS
 
 Found = dict[str, Any]
 JIT = "jit"
-# AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero. On
-# CPU they reach 1e-4 of what training changes in the parameters of a GPT.
+# AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero.
+# On CPU they reach 1e-4 of what training changes in the parameters of a GPT.
 LOSS_TOLERANCE, PARAMS_TOLERANCE = 1e-5, 1e-2
 _TRACED = 3  # steps
 _LARGE = 60 * 10**9  # bytes of a device that has room for the examples of the large models
@@ -133,7 +133,7 @@ def correctness(small: bool) -> Found:
         if not (row["loss_off"] <= LOSS_TOLERANCE and row["params_off"] <= PARAMS_TOLERANCE)
     ]
     said = f"not those of plain jit: {', '.join(wrong)}" if wrong else None
-    note = "largest relative difference of a loss; distance of the parameters over what training moved"
+    note = "largest relative difference of a loss; distance of parameters over what training moved"
     return {"rows": rows, "note": note, "wrong": said}
 
 

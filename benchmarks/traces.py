@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _KERNEL = re.compile(r"[nr]ccl", re.IGNORECASE)  # of NCCL and RCCL
-_AROUND = re.compile(r"(while|call|conditional)([.\-_]|$)")  # contain operations that are listed on their own
+# These contain operations that are listed on their own.
+_AROUND = re.compile(r"(while|call|conditional)([.\-_]|$)")
 Spans = list[tuple[float, float]]
 
 
