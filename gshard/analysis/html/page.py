@@ -143,7 +143,7 @@ def _memory(found: Forecast) -> Markup:
     if limit is not None and limit > _FAR * max(sum(of.values()) for of in rows.values()):
         limit = None
     title = f"Memory of one device, {total}"
-    title += "; the double lines are the peak" if known else ""
+    title += "; the double lines are the estimated peak" if known else ""
     title += f"; the dashed line is the usable {bytes_of(limit)}" if limit else ""
     more = {"peak": peaks, "on the host": {name: x.host for name, x in found.levels.items()}}
     more = {heading: of for heading, of in more.items() if any(of.values())}
