@@ -79,9 +79,7 @@ def _plan(given: argparse.Namespace, config: Config | None) -> common.Answer:
     return common.Answer(data, f"{found}{report}", exit_code(found, programs, given.compile))
 
 
-def exit_code(
-    found: Forecast, programs: dict[str, dict[str, Any]], insists: bool = False
-) -> int:
+def exit_code(found: Forecast, programs: dict[str, dict[str, Any]], insists: bool = False) -> int:
     """Returns the exit code: whether a level fits, as compiled, or else by its estimate.
 
     With `insists`, no estimate stands in for a level that was not compiled.
