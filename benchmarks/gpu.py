@@ -1,10 +1,10 @@
-"""Half an hour on a GPU: what works there, what it costs, and how planned figures compare.
+"""What works on GPUs, what it costs, and how planned figures compare.
 
     make gpu-check                       # or: python -m benchmarks.gpu [--output gpu-check]
 
 Every section runs in a process of its own with a limit of seconds; one that fails is recorded with
-its error, and the others go on. All of them together end within 25 minutes. `report.md` and
-`report.json` are written after each section. Without an accelerator it takes small models and
+its error, and the others go on. All sections end within 25 minutes. `report.md` and
+`report.json` are written after each section. Without an accelerator it uses small models and
 eight virtual devices, which shows that everything runs; the figures then say nothing about GPUs.
 Exits with 1 if a section fails.
 """
@@ -22,7 +22,7 @@ from typing import Any
 from gshard._util.text import seconds_of
 from gshard.cli.doctor.devices import run_probe
 
-SCHEMA = 1  # of the JSON; a change of its keys is another number
+SCHEMA = 1  # of the JSON; to be increased when its keys change
 TOTAL = 1500.0  # seconds of all sections
 SECTIONS = {  # name: title, limit in seconds
     "machine": ("machine", 90),
@@ -53,7 +53,7 @@ def main() -> None:
     deadline = time.monotonic() + TOTAL
     names = [name for name in SECTIONS if name in ("machine", *args.sections)]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as cache:
-        # Programs that two sections share are compiled once.
+        # A program that two sections have is compiled once.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
         for i, name in enumerate(names, 1):
@@ -79,7 +79,7 @@ def main() -> None:
 def section(name: str, limit: float, small: bool, devices: int) -> dict[str, Any]:
     """The result of a section, or why there is none."""
     began = time.monotonic()
-    found, trouble = None, "left out: the sections before it took all the time"
+    found, trouble = None, "left out: earlier sections took all the time"
     if limit > 0:
         probe = "benchmarks.gpu_sections:run"
         found, trouble, _ = run_probe(probe, limit, section=name, small=small, devices=devices)

@@ -1,7 +1,7 @@
 """What `benchmarks.gpu` measures: each section is a function that runs in a process of its own.
 
 A section returns a dict of `rows` (dicts with the same keys), a `note` that says what they are, and
-`wrong`, what is not as it must be.
+`wrong`: what should not be so, or None.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 import gshard
+from benchmarks.footprint import compiled_peak
 from benchmarks.groups import free_address
 from benchmarks.models import Problem, gpt, mlp
 from benchmarks.programs import Program, by_gshard, on_one_device
@@ -35,7 +36,6 @@ from gshard._util.version import versions
 from gshard.analysis.aot.target import Target
 from gshard.analysis.forecast import footprint_of, level_forecast
 from gshard.analysis.hlo import read_program
-from gshard.analysis.memory.footprint import compiled_peak
 from gshard.analysis.setup import Choices, TrainSetup, batch_bytes, sharded_setup
 from gshard.analysis.tune import step_cost
 from gshard.cli.doctor.devices import probe_two_processes, run_probe, sum_over_processes, unused
@@ -44,11 +44,11 @@ from gshard.sharding.level import LEVELS
 
 Found = dict[str, Any]
 JIT = "jit"
-# AdamW divides by the size of a gradient, and so enlarges the rounding of one that is almost zero:
-# that of a GPT's parameters is 1e-4 of what training changes on CPU.
+# AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero.
+# On CPU they reach 1e-4 of what training changes in the parameters of a GPT.
 LOSS_TOLERANCE, PARAMS_TOLERANCE = 1e-5, 1e-2
 _TRACED = 3  # steps
-_LARGE = 60 * 10**9  # bytes of a device that takes the examples of the large models
+_LARGE = 60 * 10**9  # bytes of a device that has room for the examples of the large models
 
 
 def run(section: str, small: bool, devices: int) -> Found:
@@ -133,7 +133,7 @@ def correctness(small: bool) -> Found:
         if not (row["loss_off"] <= LOSS_TOLERANCE and row["params_off"] <= PARAMS_TOLERANCE)
     ]
     said = f"not those of plain jit: {', '.join(wrong)}" if wrong else None
-    note = "largest relative difference of a loss, and distance of the parameters over that trained"
+    note = "largest relative difference of a loss; distance of parameters over what training moved"
     return {"rows": rows, "note": note, "wrong": said}
 
 
@@ -152,14 +152,14 @@ def step_time(small: bool) -> Found:
 
 
 def planned(small: bool) -> Found:
-    """Planned peak and time of every level on all devices, each in a process that has no other."""
+    """Planned peak and time of every level on all devices, each level in its own process."""
     rows, troubles = [], []
     for level in ("p_g_os",) if small else LEVELS:
         probe = f"{__name__}:planned_level"
         found, trouble, _ = run_probe(probe, 120, level=level, small=small, devices=8)
         rows += [found] if found else []
         troubles += [] if found else [f"{level}: {trouble}"]
-    note = "bytes and seconds; device_peak is the allocator's, with what the compiler tried out"
+    note = "bytes and seconds; device_peak is the allocator's, autotuning included"
     return {"rows": rows, "note": note, "wrong": "; ".join(troubles) or None}
 
 
@@ -256,7 +256,7 @@ def _alone() -> list[float]:
 
 
 def overlap(small: bool) -> Found:
-    """A trace of three steps, and the share of the time of collectives under computation."""
+    """A trace of three steps: how much of the collectives' time computation overlaps."""
     mesh = gshard.make_mesh()
     problem, examples = _sized("gpt-scan", small)
     rows = []
@@ -288,12 +288,12 @@ def overlap(small: bool) -> Found:
     wrong = f"the trace has no computation: {', '.join(silent)}" if silent else None
     wrong = wrong or (f"the trace has no collectives: {', '.join(lost)}" if lost else None)
     alone = "one device: there are no collectives"
-    note = "seconds of a step, mean over devices; share of collective time under computation"
+    note = "seconds of a step, mean over devices; share: collective time that computation overlaps"
     return {"rows": rows, "note": note if mesh.size > 1 else alone, "wrong": wrong}
 
 
 def dtypes(small: bool) -> Found:
-    """bfloat16 and float8, each next to float32; what fails is a row with its error."""
+    """bfloat16 and float8, each next to float32; one that fails is a row with its error."""
     mesh, rows = gshard.make_mesh(), []
     for name, dtype in (("mlp", "bfloat16"), ("gpt-scan", "bfloat16"), ("mlp", "float8")):
         row = {"model": name, "dtype": dtype, "seconds": None, "to_float32": None}

@@ -18,7 +18,7 @@ from benchmarks.models import Problem
 class Program(NamedTuple):
     """One train step: runs one and gives its loss.
 
-    `compiled` is its program, and `state` the full parameters and the optimizer state as they are.
+    `compiled()` is its program, `state()` the full parameters and the optimizer state as stored.
     """
 
     run: Callable[[], float]

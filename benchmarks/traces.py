@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _KERNEL = re.compile(r"[nr]ccl", re.IGNORECASE)  # of NCCL and RCCL
-_AROUND = re.compile(r"(while|call|conditional)([.\-_]|$)")  # contain the operations that count
+# These contain operations that are listed on their own.
+_AROUND = re.compile(r"(while|call|conditional)([.\-_]|$)")
 Spans = list[tuple[float, float]]
 
 
 class Overlap(NamedTuple):
-    """Seconds of a device in collectives, in these while it computed as well, and in computation.
+    """Seconds of a device in collectives, of these while it also computed, and in computation.
 
     Attributes:
       devices: over which the seconds are averaged.

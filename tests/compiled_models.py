@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -16,13 +17,14 @@ from flax.training.train_state import TrainState
 import gshard
 
 
-def stack(width: int = 256, layers: int = 4) -> gshard.TrainSetup:
+def stack(width: int = 256, layers: int = 4, scope: str = "") -> gshard.TrainSetup:
     def init() -> TrainState:
         params = {"w": jnp.zeros((layers, width, width))}
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
 
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0].mean()
+        with jax.named_scope(scope) if scope else nullcontext():
+            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0].mean()
 
     print('{"stage": "what a model prints is no message"}')
     row = jax.ShapeDtypeStruct((1, width), jnp.float32)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from benchmarks import gpu_sections
 from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
 from benchmarks.peers import torch_version
@@ -149,6 +150,10 @@ def test_overlap_in_a_real_trace(tmp_path):
     assert found.overlapped <= found.collective
     with pytest.raises(FileNotFoundError, match="has written no"):
         read_trace(tmp_path / "none")
+
+
+def test_every_section_is_a_function():
+    assert all(callable(getattr(gpu_sections, name)) for name in SECTIONS)
 
 
 def test_a_section_that_fails_or_hangs_is_recorded(tmp_path):

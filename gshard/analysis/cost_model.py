@@ -7,7 +7,8 @@ Sources: the roofline of the scaling book, chapters 1 and 5; the lower bounds of
 
 Parameters of a layer are all-gathered, and its gradients are reduced, while other layers compute.
 The all-gather of the updated parameters and the transfers to and from the host wait for the update.
-Every collective starts with a wait for all devices, which nothing is assumed to overlap with.
+Every collective first waits for all devices of its group; computation is assumed not to overlap
+this wait.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from gshard.sharding.mesh import Group
 # Shares of a chip's peak that programs reach: products of large matrices 60 to 70 % on GPUs and
 # TPUs (scaling book, chapters 1 and 12), streams through memory about 80 %.
 COMPUTE_SHARE, MEMORY_SHARE = 0.6, 0.8
-# Seconds that a collective takes however little it sends: a kernel's launch and a round of messages
-# on one host (nccl-tests: 10 to 40 us for 8 bytes on 8 GPUs), and once more for the network.
+# Seconds that a collective takes however little it sends: the launch of a kernel and a round of
+# messages on one host (nccl-tests: 10 to 40 us for 8 bytes on 8 GPUs); with several hosts, as much
+# again for the network.
 START, START_OF_HOSTS = 20e-6, 20e-6
 
 
@@ -41,7 +43,7 @@ class Cost:
       update: reading and writing the optimizer state.
       all_gather_params: all-gather of the updated parameters.
       host: fetching offloaded state from the host, and sending it back.
-      starts: of collectives, whatever they send.
+      starts: what collectives take however little they send.
     """
 
     compute: float
@@ -103,14 +105,14 @@ def cost(
     wire: Mapping[str, int],
     update: int,
     host: int,
-    count: int = 0,
+    collectives: int = 0,
 ) -> Cost:
     """The cost of a step on a mesh with these data axes, from FLOPs by dtype and bytes.
 
     A device sends `wire` bytes: `shard` within its shard group, `replicas` between replicas, and
     `update` for the updated parameters. The loss and its gradient read and write `traffic` bytes of
-    memory, the optimizer `update` bytes; `host` bytes are stored on the host. It
-    executes `count` collectives.
+    memory, the optimizer `update` bytes; `host` bytes are stored on the host. `collectives` are
+    executed in a step.
     """
     chip = target.chip
     shard, replicas = bandwidths(target, group)
@@ -128,14 +130,14 @@ def cost(
         update=update / stream,
         all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,
-        starts=count * (START + START_OF_HOSTS * (target.hosts > 1)),
+        starts=collectives * (START + START_OF_HOSTS * (target.hosts > 1)),
     )
 
 
 def flops_of(program: TracedProgram) -> dict[str, float]:
     """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
 
-    A loop counts as often as it runs, or once if its length is unknown; a condition counts its most
+    A loop body counts as often as it runs, or once if that is unknown; a condition counts its most
     expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
 
     Returns:
@@ -160,6 +162,6 @@ def flops_of_op(op: Op, program: TracedProgram) -> float:
     if op.name == "dot_general":
         (dims, _), _ = op.params["dimension_numbers"]
         each = math.prod(left.shape[d] for d in dims)
-    else:  # the kernel may lie here as it was before a reshape
+    else:  # the kernel may still have its shape from before a reshape
         each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
     return 2.0 * out.size * each

@@ -53,10 +53,11 @@ class LevelForecast:
       host: how much of these is in the host's memory.
       batch: the examples of one step.
       gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
-      wire: sent in one step as chosen: by the traced program, or at most if it was not traced.
-      wire_by_flavour: sent at most in one step for every way to accumulate gradients (`local`,
-        `scatter`, `sync`), and with gathered parameters kept for the backward pass (`kept`).
-      peak: about the peak of device memory during a step, +-20 %, from its trace; None if it was
+      wire: sent in one step by the traced program; an upper bound if it was not traced.
+      wire_by_flavour: upper bounds of what is sent in one step, for every way to accumulate
+        gradients (`local`, `scatter`, `sync`), and with gathered parameters kept for the backward
+        pass (`kept`).
+      peak: estimated peak of device memory during a step, +-20 %, from its trace; None if it was
         not traced.
       largest: the largest arrays at the peak, largest first.
 
@@ -134,8 +135,8 @@ class Forecast:
     def fits(self, level: str) -> bool | None:
         """Whether a level fits a device's memory; None if that is not known.
 
-        The peak is an estimate, +-20 %: a level fits if 1.2 times its estimate does.
-        It is not if the device is unknown, or if it fits without activations, which were left out.
+        The peak is an estimate, +-20 %: a level fits if 1.2 times its estimate does. None if the
+        device is unknown, or if the step was not traced and fits without activations.
         """
         of = self.levels[level]
         if self.usable is None or (of.peak is None and of.needs <= self.usable):
@@ -176,7 +177,7 @@ def forecast_text(found: Forecast) -> str:
 
 
 def about(peak: float) -> str:
-    """An estimated peak in words, such as `about 5.10 GB, +-20 %`."""
+    """Formats an estimated peak, such as `about 5.10 GB, +-20 %`."""
     return f"about {bytes_of(peak)}, +-{MARGIN - 1:.0%}".replace("%", " %")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +75,7 @@ def advise(config: Config, report: Callable[[int, int, str], None] | None = None
     """Compares the options for a config on its target: those that fit come first, fastest first.
 
     All options take the config's number of examples in a step. `cost_model` estimates the time.
-    `report` is called with the number of options that are done, of all options, and the best yet.
+    `report` is called with the number of options that are done, that of all, and the best so far.
     """
     target = config.target
     if target is None:
@@ -131,15 +132,15 @@ def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
     return [x for x in found if x is first[x.option.kind]]
 
 
-_TIE = 1.05  # the model of time does not tell options apart that are nearer than this
+_TIE = 1.05  # the cost model cannot tell options apart that are closer than this
 
 
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
     """Options that fit by time, then the others by memory.
 
-    Options within 5 % of the fastest that is left are ties: of these the simplest is first, which
-    is that with less rematerialization (fewer FLOPs), of the simpler level, with fewer replicas and
-    micro-batches.
+    The fastest option and those within 5 % of it are ties, and so on for the rest. Of ties the
+    simplest comes first: without offload, then by the level (`dp` to `p_g_os`), then with less
+    rematerialization (fewer FLOPs), fewer micro-batches, fewer replicas, and less memory.
     """
 
     def simplest(x: Verdict) -> tuple[Any, ...]:
@@ -301,14 +302,15 @@ def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -
     if others:
         rows = []
         for x in others[:3]:
-            over = x.needs - x.has if x.needs > x.has else int(MARGIN * x.needs) - x.has
-            missing = bytes_of(over) if over > 0 else "the host's memory"
+            on_host = x.needs <= x.has and config.target and x.host > config.target.chip.host_memory
+            over = x.needs if x.needs > x.has else math.ceil(MARGIN * x.needs)
+            missing = "the host's memory" if on_host else bytes_of(over - x.has)
             rows.append((*_names(x).values(), bytes_of(x.needs), missing))
         title = f"Does not fit: {len(others)}; the nearest"
         parts.append(text_table(title, _names(others[0]), ("needs", "too much by"), rows))
     parts.append(
-        "Times are relative to the first option: estimates, meant for ranking, which no run on the "
-        f"machine was compared with. Options within {_TIE - 1:.0%} are ties, and the simpler comes "
+        "Times are relative to the first option. They are estimates, meant for ranking, and were "
+        f"not compared with any run. Options within {_TIE - 1:.0%} are ties, and the simpler comes "
         f"first. An option fits if {MARGIN} times its estimated peak does. balance: examples of a "
         "micro-batch below which communication is the bottleneck."
     )

@@ -20,9 +20,9 @@ _EXAMPLES = """examples:
 
 Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
-["none", "full"]. Memory is that of the traced step, +-20 %; time is a model, not a measurement, and
-relative to the first option. Options within 5 % are ties, and the simpler comes first. Exits with 1
-when nothing fits, and with 2 when that cannot be said."""
+["none", "full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, not
+from measurements, and are relative to the first option; options within 5 % are ties, and the
+simpler comes first. Exits with 1 when nothing fits, and with 2 when that is not known."""
 
 
 def main(words: list[str]) -> int:

@@ -29,9 +29,9 @@ _EXAMPLES = """examples:
   gshard plan --paper
 
 GB are 1e9 bytes. Nothing is initialized, and no device is needed. Peaks are estimates, +-20 %: a
-level fits if 1.2 times its estimate does. With --target, where the compiler for that machine is
-installed, the real step is compiled here, which is exact and takes 2 to 50 s a level; answers are
-kept in ~/.cache/gshard. Exits with 1 when no level fits, and with 2 when that cannot be said."""
+level fits if 1.2 times its estimate does. With --target, the real step is compiled here if the
+compiler for that machine is installed. That is exact and takes 2 to 50 s a level; results are kept
+in ~/.cache/gshard. Exits with 1 when no level fits, and with 2 when that is not known."""
 
 
 def main(words: list[str]) -> int:
@@ -42,7 +42,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--shapes", action="store_true", help="no trace, so no activations")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--compile", action="store_true",
-                     help="compile the step of each level for the target, or fail")  # fmt: skip
+                     help="compile for the target, or exit with 2")  # fmt: skip
     how.add_argument("--estimate", action="store_true", help="the quick answer: compile nothing")
     parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
     defaults = vars(parser.parse_args([]))
@@ -76,18 +76,24 @@ def _plan(given: argparse.Namespace, config: Config | None) -> common.Answer:
             print(f"wrote {given.html}", file=sys.stderr)
     report = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
     data = found.as_dict() | {"compiled": programs}
-    return common.Answer(data, f"{found}{report}", exit_code(found, programs))
+    return common.Answer(data, f"{found}{report}", exit_code(found, programs, given.compile))
 
 
-def exit_code(found: Forecast, programs: dict[str, dict[str, Any]]) -> int:
-    """Returns the exit code: whether a level fits, as compiled if a program was compiled."""
-    answers = [x["fits"] for x in programs.values() if "error" not in x]
-    fits = answers or [found.fits(name) for name in found.levels]
-    if all(x is False for x in fits):
+def exit_code(found: Forecast, programs: dict[str, dict[str, Any]], insists: bool = False) -> int:
+    """Returns the exit code: whether a level fits, as compiled, or else by its estimate.
+
+    With `insists`, no estimate stands in for a level that was not compiled.
+    """
+    compiled = {name: x["fits"] for name, x in programs.items() if "error" not in x}
+    if insists and not compiled:
+        return common.NO_ANSWER
+    fits = [compiled.get(name, None if insists else found.fits(name)) for name in found.levels]
+    if any(fits):
+        return common.YES
+    if None not in fits:
         return common.NO
-    # With a machine, sizes without activations are no answer.
-    unknown = not answers and found.usable is not None and not any(fits)
-    return common.NO_ANSWER if unknown else common.YES
+    # Without a limit there is nothing to fit; with one, sizes without activations are no answer.
+    return common.YES if found.usable is None and False not in fits else common.NO_ANSWER
 
 
 def _compiled_target(given: argparse.Namespace, config: Config) -> Target | None:

@@ -316,14 +316,17 @@ def test_the_exit_code_of_a_plan():
     small = dataclasses.replace(found, usable=1)
     error, fits, does_not = {"error": "no compiler"}, {"fits": True}, {"fits": False}
     assert (exit_code(found, {}), exit_code(small, {})) == (0, 1)
-    assert (
-        exit_code(small, {"os": {"fits": None}, "os_g": error})
-        == exit_code(small, {"os": fits})
-        == 0
-    )
-    assert exit_code(found, {"os": does_not, "os_g": error}) == 1
+    assert exit_code(found, {"os": {"fits": None}, "os_g": error}) == 0  # a CPU has no limit
+    assert exit_code(small, {"os": fits}) == 0
+    every = dict.fromkeys(small.levels, does_not)
+    assert exit_code(found, every) == 1
     assert exit_code(found, {"os": error}) == 0  # the estimate answers
     assert exit_code(small, {"os": error}) == 1
+    large = dataclasses.replace(gshard.forecast(setups.mlp(), 8), usable=10**15)
+    assert exit_code(large, every) == 1
+    assert exit_code(large, every | {"os_g": error}) == 0  # by its estimate
+    assert exit_code(large, every | {"os_g": error}, insists=True) == 2
+    assert exit_code(large, {"os": error}, insists=True) == 2
 
 
 def test_a_level_fits_with_the_margin_of_the_estimate():
@@ -368,8 +371,9 @@ def test_a_compiler_that_fails_leaves_the_estimate(capsys, monkeypatch):
     words = ["plan", "tests.setups:mlp", "--target", "cpu:4", "--levels", "os"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "os: not compiled, so the estimate stands: " in text and "xla_no_such_flag" in text
+    assert "os: not compiled, only estimated: " in text and "xla_no_such_flag" in text
     assert "+-20 %" in text
+    assert main([*words, "--compile"]) == 2
 
 
 def test_a_forecast_for_a_target_says_what_fits(capsys):

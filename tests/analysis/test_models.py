@@ -237,7 +237,8 @@ def test_no_token_depends_on_a_later_one():
     assert (np.abs(y_BxTxD).max(-1) == 0).any()  # experts were full
 
 
-def test_the_smallest_config_is_compiled_and_forecast(capsys):
+def test_the_smallest_config_is_compiled_and_forecast(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing that was compiled before
     words = ["plan", str(CONFIGS / "gpt2-smallest.toml"), "--levels", "os_g"]
     assert main([*words, "--compile", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

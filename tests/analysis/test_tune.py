@@ -146,6 +146,19 @@ def test_the_simpler_of_ties_comes_first():
     )
 
 
+def test_what_is_too_large_is_told_apart():
+    """88 GB with the margin, 90 GB without it, and a host that is too small."""
+    option = Option("os", 1, Choices(offload=True))
+    verdicts = [
+        Verdict(option, 8, needs * 10**9, 80 * 10**9, host, None)
+        for needs, host in ((73, 1), (90, 10**15), (70, 10**15))
+    ]
+    lines = advice_text(config_of(), verdicts).splitlines()
+    rows = [x for x in lines if x.split()[:1] == ["os"]]
+    assert ["7.60 GB" in rows[0], "10.0 GB" in rows[1]] == [True, True]
+    assert rows[2].endswith("the host's memory")
+
+
 def test_a_small_model_is_bound_by_the_starts_of_its_collectives():
     """A million parameters on 8 GPUs: p_g_os has the most collectives."""
     found = advise(read_config("configs/gpt2-smallest.toml", {"target": "h100:1x8"}))

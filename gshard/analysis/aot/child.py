@@ -54,6 +54,7 @@ _VALUE = re.compile(
 _ALIVE = re.compile(r"    (\S+?)\{([\d,]*)\}: (\d+) bytes")
 _COLOR = re.compile(r"color (\d+)")
 _LAYOUT = re.compile(r"\{[^}]*\}")
+_NAMED = re.compile(r'loc\("([^"]+)"\(')  # the name of an operation, not its file
 _CALL = re.compile(r"jit\(\w+\)/(shard_map/)?")
 # A TPU's main memory has color 0, its memories on the chip have others. All colors of a GPU are
 # its main memory. The host's memory is 5 on both.
@@ -195,9 +196,8 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     lowered = step.lower(*step.arguments(state, batch_of(setup, plan, choices)))
     lowering = time.perf_counter() - start
     paths = {f"leaves[{i}]": path for i, path in enumerate(flatten(plan.layouts)[0])}
-    known = _cached(lowered.as_text(), target, paths)
-    with contextlib.suppress(OSError, ValueError):  # none, unreadable, or no JSON
-        kept = json.loads(known.read_text())
+    known = _cached(lowered, target, paths)
+    if kept := read_kept(known, target):
         return {**kept, "level": request["level"], "cached": True}
     say("compiling")
     start = time.perf_counter()
@@ -219,18 +219,38 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         **(wire_traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
         **_memory(target, compiled, buffers, said),
     }
-    with contextlib.suppress(OSError, GShardError):  # a cache that cannot be written is none
-        make_folder(known.parent)
-        write_file(known, json.dumps(found).encode())
+    if known is not None:
+        with contextlib.suppress(OSError, GShardError):  # a cache that cannot be written is none
+            make_folder(known.parent)
+            write_file(known, json.dumps(found).encode())
     return found
 
 
-def _cached(text: str, target: Target, paths: Mapping[str, str]) -> Path:
-    """Returns the file that keeps the answer for a lowered program, a target and a compiler."""
-    of = (text, target.text, target.chip.usable, paths, versions(), os.environ.get("XLA_FLAGS"))
+def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str]) -> Path | None:
+    """Returns the file for the result of a program, a target and a compiler; None without a home.
+
+    The names of operations are part of the result: they say what the largest buffers are.
+    """
+    names = _NAMED.findall(lowered.as_text(debug_info=True))
+    of = (lowered.as_text(), names, target.text, target.chip.usable, paths, versions(),
+          os.environ.get("XLA_FLAGS"))  # fmt: skip
+    try:
+        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without an entry in the password database
+        return None
     name = hashlib.sha256(repr(of).encode()).hexdigest()
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "gshard" / "compiled" / f"{name}.json"
+
+
+def read_kept(known: Path | None, target: Target) -> dict[str, Any] | None:
+    """Returns the result that a file keeps; None if there is none, or the file is damaged."""
+    if known is None:
+        return None
+    try:
+        kept = json.loads(known.read_text())
+    except (OSError, ValueError):
+        return None
+    return kept if isinstance(kept, dict) and kept.get("target") == target.text else None
 
 
 def _compile(lowered: jax.stages.Lowered, folder: str) -> tuple[jax.stages.Compiled | None, str]:

@@ -53,6 +53,7 @@ def compile_for(
       `fits` (None for a CPU); `needs` and `has`, bytes of one device; `largest`, the buffers that
       are alive at the peak; `memory` and `collectives` as in `gshard.audit`; `wire_bytes` and
       `asynchronous_bytes` by kind; and more. A step that is too large is a result, not an error.
+      `cached` if the result is that of an earlier call for the same program.
 
     Raises:
       GShardError: the step does not compile; one line says why.
@@ -71,7 +72,7 @@ def check_json(arguments: Mapping[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             raise GShardError(
                 f"arguments.{name}={value!s} cannot be passed to the process that compiles: "
-                f"{error}. Give it as a text, or compile without --target."
+                f"{error}. Give it as a text, or plan with --estimate."
             ) from error
 
 
@@ -230,7 +231,7 @@ def compiled_report(target: str, forecast: Forecast, found: Mapping[str, Mapping
         parts += [_memory_table(target, forecast, known), _wire_table(known)]
     for name, of in found.items():
         if "error" in of:
-            parts.append(f"{name}: not compiled, so the estimate stands: {of['error']}")
+            parts.append(f"{name}: not compiled, only estimated: {of['error']}")
         elif of["fits"] is False:
             parts.append(_too_large(name, of))
     return text_of(parts)
@@ -252,7 +253,7 @@ def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[s
             {True: "fits", False: "does not fit", None: "-"}[of["fits"]],
             *("-" if count is None else bytes_of(count) for count in amounts),
             f"{expected / needs:.3f}" if expected and needs else "-",
-            "before" if of.get("cached") else f"{of['compile_seconds']:.0f} s",
+            "earlier" if of.get("cached") else f"{of['compile_seconds']:.0f} s",
         )
     return made
 

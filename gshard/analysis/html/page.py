@@ -92,14 +92,19 @@ def page(
 
 
 def _verdict(found: Forecast, compiled: Compiled) -> Markup:
-    """Returns whether each level fits, by the compiler if it was asked, and what was planned."""
+    """Returns whether each level fits, as compiled or else estimated, and what was planned."""
     verdicts = {}
     for name, level in found.levels.items():
-        of = compiled.get(name, {"fits": found.fits(name)})
-        needs = of.get("needs") or level.needs
-        needs = bytes_of(needs) if of.get("needs") or not level.peak else about(level.peak)
-        without = "" if of.get("needs") or level.peak else " without activations"
-        verdicts[name] = joined([_fits(of), f", needs {needs}{without}"])
+        of = compiled.get(name, {})
+        failed = "; it was not compiled" if "error" in of else ""
+        of = of if of and not failed else {"fits": found.fits(name)}
+        if of.get("needs"):
+            needs = bytes_of(of["needs"])
+        elif level.peak is not None:
+            needs = about(level.peak)
+        else:
+            needs = f"{bytes_of(level.needs)} without activations"
+        verdicts[name] = joined([_fits(of), f", needs {needs}{failed}"])
     choices = found.choices
     replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
     named = {
@@ -138,7 +143,7 @@ def _memory(found: Forecast) -> Markup:
     if limit is not None and limit > _FAR * max(sum(of.values()) for of in rows.values()):
         limit = None
     title = f"Memory of one device, {total}"
-    title += "; the double lines are the peak" if known else ""
+    title += "; the double lines are the estimated peak" if known else ""
     title += f"; the dashed line is the usable {bytes_of(limit)}" if limit else ""
     more = {"peak": peaks, "on the host": {name: x.host for name, x in found.levels.items()}}
     more = {heading: of for heading, of in more.items() if any(of.values())}
@@ -154,11 +159,13 @@ def _memory(found: Forecast) -> Markup:
 
 
 def _wire(found: Forecast) -> Markup:
-    rows = {name: {"sent": level.wire} for name, level in found.levels.items()}
+    traced = all(level.peak is not None for level in found.levels.values())
+    sent = "sent" if traced else "sent at most"
+    rows = {name: {sent: level.wire} for name, level in found.levels.items()}
     lines = [[name, amount(x.wire)] for name, x in found.levels.items()]
     return joined([
-        el("figure", bars(rows, {}, None, {"sent": "#999999"})),
-        html_table("The same in numbers", ["level", "sent"], lines),
+        el("figure", bars(rows, {}, None, {sent: "#999999"})),
+        html_table("The same in numbers", ["level", sent], lines),
     ])  # fmt: skip
 
 

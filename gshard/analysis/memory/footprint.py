@@ -146,8 +146,8 @@ def _wire(kind: str, group: int, payload: int) -> int:
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-MARGIN = 1.2  # a plan fits if its estimate times this does: estimates are +-20 %
-_LARGEST = 40  # of the buffers at the peak, as many are told
+MARGIN = 1.2  # estimates are +-20 %: a plan fits if this times its estimate does
+_LARGEST = 40  # buffers at the peak that are listed
 
 
 @dataclass(frozen=True)

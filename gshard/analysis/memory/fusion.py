@@ -2,8 +2,8 @@
 
 An element-wise operation and one that only moves elements is computed where its result is read, as
 often as it is read. Its result becomes a buffer where something reads it that computes from memory
-(a matrix product, a collective, a loop), and where several kernels read it and it is dear (CPU) or
-made from so much that it is read faster than computed again (GPU).
+(a matrix product, a collective, a loop). On CPU it also becomes one where several kernels read it
+and it is expensive to compute; XLA:GPU computes it again in each of them.
 """
 
 from __future__ import annotations

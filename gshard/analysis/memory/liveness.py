@@ -29,8 +29,8 @@ class Peak:
 
 Order = Callable[[Fused], list[Kernel]]
 # The compilers of GPUs and TPUs overlap collectives with kernels, which lengthens the lives of
-# buffers. Chosen with the compiler's figures for the models of benchmarks/footprint_unseen.py in
-# view (docs/development/planner-accuracy.md).
+# buffers. Chosen to suit the compiler's figures for the models of benchmarks/footprint_unseen.py
+# (docs/development/planner-accuracy.md).
 _OVERLAP = 1.15
 
 

@@ -23,7 +23,7 @@ from gshard.analysis.memory.program import (
     out_factors,
 )
 
-# What returns its operand: the same numbers, or other words for them.
+# Operations that return their operand as it is, perhaps with another sharding or a name.
 _SAME = (
     "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
     "device_put", "reduce_precision", "optimization_barrier", "layout_constraint",
@@ -212,7 +212,7 @@ class _Builder:
 
     def _body(self, body: Any, ins: Sequence[Value | None]) -> TracedProgram:
         jaxpr, consts = opened(body)
-        program = TracedProgram(is_body=True)
+        program = TracedProgram()
         builder = _Builder(program, self.barriers, self.platform)
         for v, value in zip(jaxpr.invars, ins, strict=True):
             builder.env[v] = program.new(local_value(v.aval) if value is None else value)

@@ -10,8 +10,9 @@ from gshard.analysis.memory.program import FREE, Op, TracedProgram
 def with_canonical_products(program: TracedProgram) -> TracedProgram:
     """Returns the program with a copy of each operand whose dimensions must be reordered.
 
-    `DotDecomposer` has those of a batch first, then those that stay and those that are summed over,
-    of the right operand these first. One that stays and one that is summed over may change places.
+    `DotDecomposer` puts the batch dimensions first. In the left operand, those that stay and then
+    those that are summed over follow; in the right operand, the other way round. One dimension that
+    stays and one that is summed over need no copy in either order.
     """
     found = dataclasses.replace(program, ops=[], values=list(program.values))
     copies: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -33,7 +34,7 @@ def with_canonical_products(program: TracedProgram) -> TracedProgram:
 
 
 def _order(op: Op, side: int, program: TracedProgram) -> tuple[int, ...]:
-    """The order that an operand is copied into, but for dimensions of size 1; empty for none."""
+    """The order in which an operand is copied, without dimensions of size 1; () for no copy."""
     if op.ins[side] == FREE:
         return ()
     shape = program.values[op.ins[side]].shape

@@ -26,7 +26,7 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
 }
-FREE = -1  # number of what takes no memory: a constant
+FREE = -1  # the number of a value that takes no memory: a constant
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class TracedProgram:
       inputs: numbers of the inputs.
       outputs: numbers of the results, `FREE` for constants.
       kept: (place of the result, place of the input) of results that take over an input's memory.
-      is_body: whether an operation of another program runs it.
     """
 
     # Of this object alone: a copy with other operations has other kernels.
@@ -100,7 +99,6 @@ class TracedProgram:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     kept: list[tuple[int, int]] = field(default_factory=list)
-    is_body: bool = False
 
     def new(self, value: Value) -> int:
         """Adds a value and returns its number."""
@@ -177,7 +175,7 @@ def views(program: TracedProgram, platform: str) -> dict[int, int]:
             users[i].append(op)
     for op in program.ops:
         if op.name in (*RESHAPED, "optimization_barrier") or (
-            op.name == "rev" and platform != "cpu"  # a convolution reads its kernel so
+            op.name == "rev" and platform != "cpu"  # a convolution reads its kernel reversed
         ):
             view.update({o: i for i, o in zip(op.ins, op.outs, strict=False) if i != FREE})
         elif op.name == "reorder" and _as_it_lies(op, made, users, program):

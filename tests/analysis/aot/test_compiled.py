@@ -12,7 +12,9 @@ import time
 import pytest
 
 from gshard._util.errors import GShardError
+from gshard.analysis.aot.child import read_kept
 from gshard.analysis.aot.compiled import compile_for, reason
+from gshard.analysis.aot.target import parse_target
 from tests.ahead_of_time import ROOT, python_for
 
 CPU = {"model": "tests.compiled_models:stack", "target": "cpu:4", "level": "os"}
@@ -76,9 +78,22 @@ def test_an_answer_is_kept_by_program(tmp_path):
     again = compile_for(CPU, report=lambda stage, seconds: stages.append(stage))
     assert again == first | {"cached": True} and "compiling" not in stages
     assert not compile_for(CPU | {"micro_batch_size": 2}).get("cached")  # another program
+    renamed = compile_for(CPU | {"arguments": {"scope": "tower"}})
+    assert not renamed.get("cached") and renamed["needs"] == first["needs"]
+    assert any("tower" in x["what"] for x in renamed["largest"])
     kept.write_text("{")  # damaged: compiled again
     assert not compile_for(CPU).get("cached")
     assert json.loads(kept.read_text())["memory"] == first["memory"]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"target": "cpu:8"}'])
+def test_a_damaged_answer_is_none(tmp_path, text):
+    file = tmp_path / "answer.json"
+    file.write_text('{"target": "cpu:4", "needs": 1}')
+    assert read_kept(file, parse_target("cpu:4")) == {"target": "cpu:4", "needs": 1}
+    file.write_text(text)
+    assert read_kept(file, parse_target("cpu:4")) is None
+    assert read_kept(tmp_path / "none", parse_target("cpu:4")) is None
 
 
 def test_copies_and_further_choices():

@@ -187,7 +187,9 @@ def test_the_verdict_is_at_the_top():
     assert "not known whether it fits" in page(found, "m")
     compiled = {"dp": {"fits": True, "needs": 12_000}, "os": {"error": "no compiler"}}
     text = "".join(Page(page(found, "m", compiled)).text)
-    assert "dpfits, needs 12.0 kB" in text and "osdoes not compile" in text
+    assert "dpfits, needs 12.0 kB" in text
+    assert re.search(r"osnot known whether it fits, needs [^;]+ activations; it was not", text)
+    assert "sent at most" in text and "os: does not compile" in text
 
 
 def test_bars_are_in_proportion_to_the_bytes():

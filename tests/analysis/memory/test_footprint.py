@@ -27,7 +27,7 @@ from tests.tiers import quick
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 MODELS = CASES | HELD_OUT
-MARGIN = 1.25  # of the cases below and of what most models are within; the page has every figure
+MARGIN = 1.25  # for all cases below, at small sizes on CPU
 
 
 def within(row: dict, margin: float = MARGIN) -> bool:
