@@ -270,9 +270,13 @@ class TrainStep:
         check_examples(batch, self.plan.group.devices, self.options.micro_batches)
         return batch
 
-    def _run(self, *args: Any) -> tuple[list[Any], dict[str, Any], Guard]:
+    def _run(
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
+    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        # XLA names the arguments of the program after these parameters: the report of a compiled
+        # step finds the path of `leaves[2]`.
         with _paused_collector():
-            return self._stages(*args)
+            return self._stages(leaves, structure, batch, rng)
 
     def _stages(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
