@@ -95,7 +95,7 @@ def _verdict(found: Forecast, compiled: Compiled) -> Markup:
     """Returns whether each level fits, as compiled or else estimated, and what was planned."""
     verdicts = {}
     for name, level in found.levels.items():
-        of = compiled.get(name, {})
+        of: Mapping[str, Any] = compiled.get(name, {})
         failed = "; it was not compiled" if "error" in of else ""
         of = of if of and not failed else {"fits": found.fits(name)}
         if of.get("needs"):
