@@ -274,7 +274,7 @@ class TrainStep:
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any
     ) -> tuple[list[Any], dict[str, Any], Guard]:
         # XLA names the arguments of the program after these parameters: the report of a compiled
-        # step finds the path of `leaves[2]`. As a decorator, the pause would be a caller in warnings.
+        # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
         with _paused_collector():
             return self._stages(leaves, structure, batch, rng)
 
