@@ -177,7 +177,7 @@ def forecast_text(found: Forecast) -> str:
 
 
 def about(peak: float) -> str:
-    """Formats an estimated peak, such as `about 5.10 GB, +-20 %`."""
+    """Formats an estimated peak, such as `about 5.67 GB, +-20 %`."""
     return f"about {bytes_of(peak)}, +-{MARGIN - 1:.0%}".replace("%", " %")
 
 
