@@ -70,7 +70,7 @@ def rebuilt(eqn: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
 
     def changed(fun: Callable[..., Any], *avals: Any) -> Callable[..., list[Any]]:
         with eqn.ctx.manager:
-            closed = jax.make_jaxpr(fun)(*map(abstract, avals))
+            closed = jax.make_jaxpr(fun)(*map(inputs_like, avals))
         if fun is forward:
             residual_avals[:] = [v.aval for v in closed.jaxpr.outvars[n:]]
         body = change(closed.jaxpr)
@@ -127,12 +127,12 @@ def chosen(values: Sequence[Any], at: Sequence[int]) -> list[Any]:
     return [values[i] for i in at]
 
 
-def abstract(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+def inputs_like(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Returns shapes and dtypes, and the axes of a `shard_map` over which arrays vary."""
-    return [_abstract(x) for x in avals]
+    return [_input_like(x) for x in avals]
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def _input_like(x: Any) -> jax.ShapeDtypeStruct:
     varies = x.manual_axis_type
     if varies is None or varies.empty:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)

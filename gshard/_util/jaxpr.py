@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
@@ -46,6 +47,11 @@ def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, jax.P(*[None] * len(shape)))
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+
+
+def abstract_like(x: Any) -> jax.ShapeDtypeStruct:
+    """An array to trace with, of the shape and dtype of `x`, in the mesh of this context."""
+    return abstract(np.shape(x), x.dtype)
 
 
 def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from gshard._util.custom_calls import CUSTOM, abstract, rebuilt
+from gshard._util.custom_calls import CUSTOM, inputs_like, rebuilt
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line, with_inner
 from gshard.sharding.mesh import entry_axes
@@ -225,7 +225,7 @@ def _in_context(old: Any, new: Any, change: Change) -> Any:
     """Returns a changed equation for the context of this mesh."""
     with old.ctx.manager, jax.sharding.use_abstract_mesh(change.mesh):
         if old.primitive.name in CUSTOM:  # its derivative is traced when it is needed
-            avals = abstract([x.aval for x in new.invars])
+            avals = inputs_like([x.aval for x in new.invars])
             found = jax.make_jaxpr(rebuilt(old, change))(*avals).jaxpr.eqns
         else:
             found = jax.make_jaxpr(lax.neg)(0.0).jaxpr.eqns

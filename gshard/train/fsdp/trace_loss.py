@@ -16,11 +16,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import abstract, is_library
+from gshard._util.jaxpr import abstract_like, is_library
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
 _ABOUT_MESHES = re.compile(
@@ -50,7 +49,9 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
         make = jax.make_jaxpr(fun, axis_env=list(unbound.items()), return_shape=True)
         try:
             with context:
-                closed, shapes = make(*(args if mesh is None else jax.tree.map(_abstract, args)))
+                closed, shapes = make(
+                    *(args if mesh is None else jax.tree.map(abstract_like, args))
+                )
             break
         except NameError as error:
             name = _UNBOUND.search(str(error))
@@ -81,11 +82,6 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
         _warn_of_ignored(refused[0], ignored)
     change = Change(tuple(axes), here, frozenset(unbound), mesh is not None)
     return (change(closed.jaxpr), closed.consts), shapes
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """Its shape and dtype, in the mesh of this context instead of that in which it was made."""
-    return abstract(jnp.shape(x), x.dtype)
 
 
 def _mesh_of_user(here: AbstractMesh, missing: Sequence[str] | dict[str, Any]) -> AbstractMesh:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.custom_calls import CUSTOM, CustomCall, abstract, chosen, no_tangents, replaced
+from gshard._util.custom_calls import CUSTOM, CustomCall, chosen, inputs_like, no_tangents, replaced
 from gshard._util.jaxpr import bind, evaluate, opened
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement
@@ -37,7 +37,7 @@ def custom_jvp(given: Given) -> Decision:
 
         @function.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
-            avals = abstract(call.operands)
+            avals = inputs_like(call.operands)
             closed = jax.make_jaxpr(call.jvp)(avals, chosen(avals, call.of_operands))
             given_at = [*places, *chosen(places, call.of_operands)]
             found_at = [*outs, *chosen(outs, call.of_results)]
@@ -70,10 +70,10 @@ def custom_vjp(given: Given) -> Decision:
         trees[:] = [tree]
         return [*out, *residuals]
 
-    fwd = jax.make_jaxpr(forward)(*abstract(call.operands))
+    fwd = jax.make_jaxpr(forward)(*inputs_like(call.operands))
     # Nothing differentiates the forward pass again, and it may call the function itself.
     fwd = jax.make_jaxpr(partial(_without_derivatives, fwd.jaxpr, fwd.consts))(
-        *abstract(call.operands)
+        *inputs_like(call.operands)
     )
     found_at, _ = placements_of(evaluator, fwd.jaxpr, places)
     outs, kept = found_at[:count], found_at[count:]
@@ -97,7 +97,7 @@ def custom_vjp(given: Given) -> Decision:
         def transposed(saved: Any, cotangents: Any) -> Any:
             index, saved = saved
             back = jax.make_jaxpr(backward)(
-                abstract(residuals), abstract(chosen(call.results, call.of_results))
+                inputs_like(residuals), inputs_like(chosen(call.results, call.of_results))
             )
             given_at = [*kept, *map(_of_cotangent, chosen(outs, call.of_results))]
             arrays = [*saved, *chosen(cotangents, call.of_results)]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.jaxpr import abstract
+from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.mesh import Group
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
@@ -73,9 +73,9 @@ class GlobalBatch:
         (jaxpr, consts), shapes = trace_loss(
             fun,
             self.group.axes,
-            jax.tree.map(_abstract, params),
+            jax.tree.map(abstract_like, params),
             jax.tree.map(full, batch),
-            jax.tree.map(_abstract, rng),
+            jax.tree.map(abstract_like, rng),
         )
         leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
         leaves += [(x, self._of_batch(x), False) for x in jax.tree.leaves(batch)]
@@ -156,10 +156,6 @@ class GlobalBatch:
     def _examples(self, batch: Any) -> int:
         sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)]
         return sizes[0] * self.parts if sizes else 1
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return abstract(jnp.shape(x), x.dtype)
 
 
 def _is_leaf(x: Any) -> bool:
