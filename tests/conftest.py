@@ -50,6 +50,16 @@ def pytest_addoption(parser):
     parser.addoption("--shard", type=parse_shard, help=shard)
 
 
+def pytest_configure(config):
+    """Makes the quick tier compile in two thirds of the time, by fusing fewer operations.
+
+    Collectives stay the same, and temporaries within 2 %. A full run fuses as users' programs do.
+    JAX reads the flags at its first use of a device, which comes later.
+    """
+    if config.option.markexpr == "not slow" and jax.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
     return workers()
