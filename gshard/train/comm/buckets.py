@@ -40,7 +40,7 @@ def assign_buckets(sizes: Sequence[int], kinds: Sequence[Any], bucket_size: int)
     `GLOO_BUCKET_SIZE` elements. With 0 every leaf is alone. Returns the indices of each bucket.
     """
     alone = min(LARGE_LEAF, bucket_size // 4)
-    if _uses_gloo():
+    if uses_gloo():
         alone = bucket_size = min(GLOO_BUCKET_SIZE, bucket_size)
     found: list[list[int]] = []
     latest: dict[Any, list[int]] = {}  # the bucket that is being filled, by kind
@@ -65,7 +65,7 @@ def ordered_buckets(
     A larger leaf is alone in its bucket. All leaves share one bucket if `bucket_size` is 0, and
     between several processes on CPU, where collectives do not overlap with computation.
     """
-    if not bucket_size or _uses_gloo():
+    if not bucket_size or uses_gloo():
         return [list(range(len(sizes)))]
     first, rest = _filled(sizes, range(len(sizes)), min(end_bucket_size, bucket_size))
     last, middle = _filled(sizes, rest[::-1], min(end_bucket_size, bucket_size))
@@ -90,7 +90,7 @@ def layer_size(layout: Layout) -> int:
     return math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
 
 
-def _uses_gloo() -> bool:
+def uses_gloo() -> bool:
     """Whether collectives run between processes on CPU."""
     return jax.process_count() > 1 and jax.default_backend() == "cpu"
 

@@ -271,8 +271,10 @@ def _raise_optimizer_error(error: Exception) -> None:
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
     """Returns the new values where a step updates, else the old ones."""
 
-    def chosen(x: jax.Array, y: jax.Array) -> jax.Array:
-        if x.shape == y.shape and x.dtype == y.dtype:  # a third of the time to trace `jnp.where`
+    def chosen(x: Any, y: Any) -> jax.Array:
+        # A new value may be a constant, which is a Python number.
+        if jnp.shape(x) == y.shape and getattr(x, "dtype", None) == y.dtype:
+            # A third of the time to trace `jnp.where`.
             return lax.select_n(updates, y, x)
         return jnp.where(updates, x, y)
 
