@@ -91,7 +91,7 @@ def whole(model):
     return {".".join(map(str, p)): np.asarray(x[...]) for p, x in nnx.to_flat_state(state)}
 
 
-def assert_same(found, wanted, rtol=2e-5, atol=2e-6):
+def assert_same(found, wanted, rtol=2e-5, atol=4e-6):
     assert found.keys() == wanted.keys()
     for name in wanted:
         np.testing.assert_allclose(found[name], wanted[name], rtol=rtol, atol=atol, err_msg=name)

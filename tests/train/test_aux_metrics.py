@@ -89,8 +89,8 @@ def assert_whole(found, everything, devices, slices):
 @pytest.mark.parametrize(("level", "replica", "k"), [("p_g_os", None, 4), ("os", 2, 1)])
 def test_over_devices_and_micro_batches(level, replica, k):
     state, plan = divided(level, replica)
-    step = gshard.make_train_step(loss_fn, plan, has_aux=True, micro_batches=k)
-    _, metrics = step(state, rows())
+    options = {"has_aux": True, "micro_batches": k, "loss_semantics": "per_device"}
+    _, metrics = gshard.make_train_step(loss_fn, plan, **options)(state, rows())
     assert_whole(metrics["aux"], rows(), plan.group.devices, k)
 
 
