@@ -8,7 +8,7 @@ from argparse import Namespace
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from gshard.analysis.html.page import open_page, page
+from gshard.analysis.html.page import page
 from gshard.analysis.setup import Config
 from gshard.analysis.tune import advice_rows, advice_text, advise, best_of_each
 from gshard.cli import common
@@ -36,7 +36,7 @@ def main(words: list[str]) -> int:
 
 
 def _advise(given: Namespace, config: Config) -> common.Answer:
-    with open_page(given.html) as file:
+    with common.open_page(given.html) as file:
         with common.progress_bar(
             TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.description}"),
