@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.text import seconds_of
+from gshard.analysis.calibration import SCHEMA
 from gshard.cli.doctor.devices import run_probe
 
-SCHEMA = 1  # of the JSON; to be increased when its keys change
 TOTAL = 1500.0  # seconds of all sections
 SECTIONS = {  # name: title, limit in seconds
     "machine": ("machine", 90),
@@ -50,6 +50,7 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     report = {"schema": SCHEMA, "machine": None, "small": args.small, "calibration": None}
     sections: list[dict[str, Any]] = []
+    flags, on_cpu = os.environ.get("XLA_FLAGS", ""), False
     deadline = time.monotonic() + TOTAL
     names = [name for name in SECTIONS if name in ("machine", *args.sections)]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as cache:
@@ -57,14 +58,13 @@ def main() -> None:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
         for i, name in enumerate(names, 1):
+            if on_cpu and name != "calibration":  # nearly all of the time goes to the compiler
+                os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
             seconds = min(SECTIONS[name][1], deadline - time.monotonic())
             found = section(name, seconds, report["small"], args.devices)
             report |= {key: found.pop(key) for key in ("machine", "calibration") if key in found}
             if name == "machine" and (report["machine"] or {}).get("platform") in (None, "cpu"):
-                report["small"] = True
-                # Nearly all of the time goes to the compiler.
-                flags = os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"
-                os.environ["XLA_FLAGS"] = " ".join(flags).strip()
+                report["small"] = on_cpu = True
             sections.append(found)
             write(args.output, report | {"sections": sections})
             said = f"{found['error'] or 'ok'}, {seconds_of(found['seconds'])}"

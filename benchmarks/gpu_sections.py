@@ -13,17 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import gshard
+from benchmarks.calibration import calibration  # noqa: F401 (a section, found by its name)
 from benchmarks.footprint import compiled_peak
 from benchmarks.groups import free_address
 from benchmarks.models import Problem, gpt, mlp
@@ -75,28 +74,6 @@ def machine(small: bool) -> Found:
         found = unused("nvidia", 0, here, os.environ)
         wrong = f"{found.found}: {found.fix}"
     return {"rows": rows, "machine": row | versions(), "wrong": wrong}
-
-
-def calibration(small: bool) -> Found:
-    """The rates of products in bfloat16 and float32, and of the device's memory."""
-    n, count = (512, 2**22) if small else (8192, 2**29)
-    x = jnp.ones(count, jnp.float32)
-    matrices = {
-        dtype: jax.random.normal(jax.random.key(0), (n, n), dtype)
-        for dtype in ("bfloat16", "float32")
-    }
-    product, add = jax.jit(jnp.matmul), jax.jit(lambda x: x + 1)
-    programs = {
-        dtype: partial(lambda a: jax.block_until_ready(product(a, a)), a)
-        for dtype, a in matrices.items()
-    }
-    seconds = in_turn(programs | {"memory": lambda: jax.block_until_ready(add(x))}, 20)
-    rates = {f"{dtype}_flops": 2 * n**3 / median(seconds[dtype]) for dtype in matrices}
-    rates["memory_bandwidth"] = 2 * x.nbytes / median(seconds["memory"])
-    rows = [{"rate": name, "per_second": rate} for name, rate in rates.items()]
-    note = "FLOP/s of a product of two square matrices, at JAX's default precision, and bytes/s"
-    about = {"device_kind": jax.devices()[0].device_kind, "jax": jax.__version__, "small": small}
-    return {"rows": rows, "note": note, "calibration": about | rates}
 
 
 def correctness(small: bool) -> Found:

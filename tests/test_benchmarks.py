@@ -19,12 +19,15 @@ import pytest
 from jax.sharding import AxisType
 
 from benchmarks import gpu_sections
+from benchmarks.advice import spearman
 from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
 from benchmarks.peers import torch_version
 from benchmarks.step import cell, table
 from benchmarks.timing import ratio
 from benchmarks.traces import overlap_of, read_trace
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.calibration import read_calibration
 from gshard.analysis.hlo import read_program
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +55,13 @@ def test_bounds_of_a_ratio_hold_its_median_as_often_as_they_say():
         0.94 * 400 <= held
     )  # bounds from order statistics hold at least 95 %, less what 400 allow
     assert held < 400
+
+
+def test_ranks_are_correlated():
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 1e9]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    # Ties have the mean of their ranks, 1.5 here: the covariance is 4.5, the variances 4.5 and 5.
+    assert spearman([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
 def test_a_cell_compares_every_level_with_gspmd_and_one_device():
@@ -179,9 +189,12 @@ def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
     assert "small models: the figures say nothing about GPUs" in said
     found = json.loads((tmp_path / "report.json").read_text())
     assert found["schema"] == SCHEMA and found["small"] and found["machine"]["devices"] == 8
-    rates = {"bfloat16_flops", "float32_flops", "memory_bandwidth"}
-    assert set(found["calibration"]) == rates | {"device_kind", "jax", "small"}
-    assert all(found["calibration"][name] > 0 for name in rates)
+    rates = {"bfloat16_flops", "float32_flops", "memory_bandwidth", "collective_start", "link"}
+    about = {"device_kind", "jax", "small", "devices"}
+    assert set(found["calibration"]) == rates | about
+    assert found["calibration"]["devices"] == 8
+    read = read_calibration(str(tmp_path / "report.json"), parse_target("cpu:8"))
+    assert all(getattr(read, name) == found["calibration"][name] > 0 for name in rates)
     rows = {one["name"]: one["rows"] for one in found["sections"]}
     assert list(rows) == list(SECTIONS)
     assert all(list(row) == list(of[0]) for of in rows.values() for row in of)  # one table each

@@ -125,7 +125,12 @@ _BY_KIND = {chip.title: chip for chip in CHIPS.values()} | {
 
 def chip_of(device: Any) -> Chip | None:
     """The chip of a JAX device; None for one that is not in the table."""
-    return CHIPS["cpu"] if device.platform == "cpu" else _BY_KIND.get(device.device_kind)
+    return chip_of_kind("cpu" if device.platform == "cpu" else device.device_kind)
+
+
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """The chip with this `device_kind` in JAX; None if it is not in the table."""
+    return CHIPS["cpu"] if device_kind == "cpu" else _BY_KIND.get(device_kind)
 
 
 def memory_of(device: Any) -> int | None:
@@ -137,8 +142,12 @@ def memory_of(device: Any) -> int | None:
     if limit:
         return limit
     if device.platform == "cpu":
-        of_computer = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        of_group = memory_limit()
-        return int(min(of_computer, of_group or of_computer)) // len(device.client.local_devices())
+        return computer_memory() // len(device.client.local_devices())
     chip = chip_of(device)
     return None if chip is None else chip.usable
+
+
+def computer_memory() -> int:
+    """Bytes of memory that the processes of this computer, or of its container, can use."""
+    of_computer = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(of_computer, memory_limit() or of_computer)

@@ -8,7 +8,8 @@ Sources: the roofline of the scaling book, chapters 1 and 5; the lower bounds of
 Parameters of a layer are all-gathered, and its gradients are reduced, while other layers compute.
 The all-gather of the updated parameters and the transfers to and from the host wait for the update.
 Every collective first waits for all devices of its group; computation is assumed not to overlap
-this wait.
+this wait. A virtual CPU device computes and communicates in the same threads: nothing overlaps, and
+its step is the sum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gshard.analysis.aot.target import Target
+from gshard.analysis.calibration import Calibration
 from gshard.analysis.memory.program import FREE, Op, TracedProgram
 from gshard.sharding.mesh import Group
 
@@ -44,6 +46,7 @@ class Cost:
       all_gather_params: all-gather of the updated parameters.
       host: fetching offloaded state from the host, and sending it back.
       starts: what collectives take however little they send.
+      overlaps: whether computation, memory traffic and collectives overlap.
     """
 
     compute: float
@@ -53,11 +56,13 @@ class Cost:
     all_gather_params: float
     host: float
     starts: float = 0.0
+    overlaps: bool = True
 
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        overlapped = max(self.compute, self.memory, self.wire)
+        together = (self.compute, self.memory, self.wire)
+        overlapped = max(together) if self.overlaps else sum(together)
         return overlapped + self.starts + self.update + self.all_gather_params + self.host
 
     @property
@@ -76,16 +81,21 @@ class Cost:
     def as_dict(self, base: float = 1.0) -> dict[str, float | str]:
         """Seconds by resource and of the step, in units of `base`, and the bottleneck."""
         seconds = {**dataclasses.asdict(self), "step": self.step}
+        del seconds["overlaps"]
         return {**{name: x / base for name, x in seconds.items()}, "binding": self.binding}
 
 
-def bandwidths(target: Target, group: Group) -> tuple[float, float]:
+def bandwidths(
+    target: Target, group: Group, measured: Calibration | None = None
+) -> tuple[float, float]:
     """Bytes/s that a device sends within its shard group, and between replicas.
 
     Neighbouring devices are in one shard group. If a group spans several hosts, its devices on one
     host share the network of that host.
     """
     chip = target.chip
+    if measured is not None and measured.link is not None:
+        return measured.link, measured.link
     if target.platform == "tpu":
         return 2 * chip.link, 2 * chip.link  # both ways along an axis
     if target.hosts == 1:
@@ -105,32 +115,40 @@ def cost(
     wire: Mapping[str, int],
     update: int,
     host: int,
-    collectives: int = 0,
+    starts: int = 0,
+    starts_of_hosts: int = 0,
+    measured: Calibration | None = None,
 ) -> Cost:
     """The cost of a step on a mesh with these data axes, from FLOPs by dtype and bytes.
 
     A device sends `wire` bytes: `shard` within its shard group, `replicas` between replicas, and
     `update` for the updated parameters. The loss and its gradient read and write `traffic` bytes of
-    memory, the optimizer `update` bytes; `host` bytes are stored on the host. `collectives` are
-    executed in a step.
+    memory, the optimizer `update` bytes; `host` bytes are stored on the host. A step executes
+    `starts` collectives, of which `starts_of_hosts` span several hosts. Rates are `measured`, or
+    those of the target's chip.
     """
     chip = target.chip
-    shard, replicas = bandwidths(target, group)
+    shard, replicas = bandwidths(target, group, measured)
     if group.replicas > 1 and group.size == 1:
         shard = replicas
-    seconds = sum(
-        count / (COMPUTE_SHARE * (chip.bfloat16 if dtype.endswith("float16") else chip.float32))
-        for dtype, count in flops.items()
-    )
-    stream = MEMORY_SHARE * chip.memory_bandwidth
+    if measured is None:
+        half, single = COMPUTE_SHARE * chip.bfloat16, COMPUTE_SHARE * chip.float32
+        stream, start = MEMORY_SHARE * chip.memory_bandwidth, START
+    else:
+        half, single = measured.bfloat16_flops, measured.float32_flops
+        stream, start = measured.memory_bandwidth, measured.collective_start or START
     return Cost(
-        compute=seconds,
+        compute=sum(
+            count / (half if dtype.endswith("float16") else single)
+            for dtype, count in flops.items()
+        ),
         memory=traffic / stream,
         wire=wire.get("shard", 0) / shard + wire.get("replicas", 0) / replicas,
         update=update / stream,
         all_gather_params=wire.get("update", 0) / shard,
         host=2 * host / chip.host_link,
-        starts=collectives * (START + START_OF_HOSTS * (target.hosts > 1)),
+        starts=starts * start + starts_of_hosts * START_OF_HOSTS,
+        overlaps=target.platform != "cpu",
     )
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from gshard._util.errors import GShardError
-from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.aot.target import Target
+from gshard.analysis.calibration import Calibration
 from gshard.analysis.cost_model import Cost, cost
 from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
@@ -52,6 +49,17 @@ class Verdict:
         return self.cost is not None
 
     @property
+    def names(self) -> dict[str, str]:
+        """What identifies the option, by the heading of its column."""
+        option = self.option
+        return {
+            "level": option.level,
+            "replica x shard": f"{option.replica} x {self.devices // option.replica}",
+            "micro-batches": f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
+            "with": option.extras_text,
+        }
+
+    @property
     def balance(self) -> float | None:
         """Examples of a micro-batch for which computation takes as long as communication."""
         if self.cost is None or not self.cost.wire:
@@ -71,25 +79,31 @@ class Verdict:
         }
 
 
-def advise(config: Config, report: Callable[[int, int, str], None] | None = None) -> list[Verdict]:
+def advise(
+    config: Config,
+    report: Callable[[int, int, str], None] | None = None,
+    measured: Calibration | None = None,
+) -> list[Verdict]:
     """Compares the options for a config on its target: those that fit come first, fastest first.
 
-    All options take the config's number of examples in a step. `cost_model` estimates the time.
-    `report` is called with the number of options that are done, that of all, and the best so far.
+    All options take the config's number of examples in a step. `cost_model` estimates the time,
+    with `measured` rates if they are given. `report` is called with the number of options that are
+    done, that of all, and the best so far.
     """
     target = config.target
     if target is None:
         raise GShardError("for which machine? Give --target, such as h100:1x8.")
-    if target.chip.usable is None:
+    if config.choices.offload and target.platform == "cpu":
         raise GShardError(
-            f"{target.text} shares this computer's memory. Name an accelerator, such as h100:1x8."
+            f"offload=true moves nothing on {target.text}, whose devices have the host's memory. "
+            "Leave it out."
         )
     found: list[Verdict] = []
 
     def say(done: int, of: int) -> None:
         if report is not None:
             best = ranked(found)[0] if found else None
-            words = ", ".join(filter(None, _names(best).values())) if best and best.fits else ""
+            words = ", ".join(filter(None, best.names.values())) if best and best.fits else ""
             report(done, of, f"best so far: {words}" if words else "")
 
     options = list(options_to_try(config))
@@ -106,14 +120,14 @@ def advise(config: Config, report: Callable[[int, int, str], None] | None = None
         say(done, len(options))
         setup = setup_of(option)
         if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
-            found += _judged(setup, target, option)
+            found += _judged(setup, target, option, measured)
     # Replicas change neither activations nor arithmetic: only the best options are tried with them.
     best = best_of_each([x for x in ranked(found) if x.fits])
     replicated = [more for x in best for more in with_replicas(x.option, target)]
     total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
         say(done, total)
-        found += _judged(setup_of(option), target, option)
+        found += _judged(setup_of(option), target, option, measured)
     say(total, total)
     return ranked(found)
 
@@ -132,7 +146,7 @@ def best_of_each(found: Sequence[Verdict]) -> list[Verdict]:
     return [x for x in found if x is first[x.option.kind]]
 
 
-_TIE = 1.05  # the cost model cannot tell options apart that are closer than this
+TIE = 1.05  # the cost model cannot tell options apart that are closer than this
 
 
 def ranked(found: Sequence[Verdict]) -> list[Verdict]:
@@ -158,25 +172,29 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
     left = sorted((x for x in found if x.cost), key=lambda x: x.cost.step if x.cost else 0.0)
     made: list[Verdict] = []
     while left:
-        most = _TIE * (left[0].cost.step if left[0].cost else 0.0)
+        most = TIE * (left[0].cost.step if left[0].cost else 0.0)
         ties = [x for x in left if x.cost and x.cost.step <= most]
         made += sorted(ties, key=simplest)
         left = left[len(ties) :]
     return made + sorted((x for x in found if not x.cost), key=lambda x: x.needs)
 
 
-def _judged(setup: TrainSetup, target: Target, option: Option) -> list[Verdict]:
+def _judged(
+    setup: TrainSetup, target: Target, option: Option, measured: Calibration | None
+) -> list[Verdict]:
     """The verdict on an option; if it does not fit, also with the optimizer state on the host."""
-    first = _verdict(setup, target, option)
-    if first.fits or option.choices.offload:
+    first = _verdict(setup, target, option, measured)
+    if first.fits or option.choices.offload or target.platform == "cpu":
         return [first]
     offloaded = dataclasses.replace(option.choices, offload=True)
-    second = _verdict(setup, target, dataclasses.replace(option, choices=offloaded))
+    second = _verdict(setup, target, dataclasses.replace(option, choices=offloaded), measured)
     return [first, second] if second.host else [first]
 
 
-def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
-    choices, has = option.choices, target.chip.usable or 0
+def _verdict(
+    setup: TrainSetup, target: Target, option: Option, measured: Calibration | None
+) -> Verdict:
+    choices, has = option.choices, target.memory
     mesh = abstract_mesh(target.devices, option.replica)
     state, plan = sharded_setup(setup, mesh, option.level, choices)
     level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
@@ -186,26 +204,37 @@ def _verdict(setup: TrainSetup, target: Target, option: Option) -> Verdict:
         seen = footprint_of(setup, state, plan, choices, target.platform)
         needs = seen.peak
         if MARGIN * seen.peak <= has:
-            seconds = step_cost(target, plan, level, seen)
+            seconds = step_cost(target, plan, level, seen, measured)
     return Verdict(option, target.devices, needs, has, level.host, seconds)
 
 
-def step_cost(target: Target, plan: Plan, level: LevelForecast, seen: Footprint) -> Cost:
+def step_cost(
+    target: Target,
+    plan: Plan,
+    level: LevelForecast,
+    seen: Footprint,
+    measured: Calibration | None = None,
+) -> Cost:
     """The cost of a traced step: its collectives by destination, its memory traffic and FLOPs."""
     wire: dict[str, int] = dict.fromkeys(("shard", "replicas", "update"), 0)
+    starts = starts_of_hosts = 0
     for row in seen.collectives:
+        to_replicas = row.kind == "all-reduce" and plan.group.replicas > 1
         if row.kind == "all-gather" and not plan.gathers:  # the updated parameters
             wire["update"] += row.wire_bytes
-        elif row.kind == "all-reduce" and plan.group.replicas > 1:
-            wire["replicas"] += row.wire_bytes
         else:
-            wire["shard"] += row.wire_bytes
+            wire["replicas" if to_replicas else "shard"] += row.wire_bytes
+        starts += row.count
+        if target.hosts > 1 and (to_replicas or row.group_size > target.devices_per_host):
+            starts_of_hosts += row.count
     # The update reads and writes moments and master copies, writes parameters and reads gradients:
     # a part of the traffic of the step that no computation overlaps with.
     update = 2 * level.optimizer + level.params + level.gradients
     rest = max(0, seen.traffic - update)
-    count = sum(row.count for row in seen.collectives)
-    return cost(target, plan.group, seen.flops, rest, wire, update, level.host, count)
+    return cost(
+        target, plan.group, seen.flops, rest, wire, update, level.host, starts, starts_of_hosts,
+        measured,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -277,93 +306,3 @@ def replicas_of(target: Target) -> tuple[int, ...]:
     if target.platform != "gpu":
         return (1,)
     return tuple(n for n in range(1, target.hosts + 1) if target.hosts % n == 0)
-
-
-def advice_text(config: Config, found: Sequence[Verdict], every: bool = False) -> str:
-    """A report: options that fit, fastest first, and of the others the nearest to fitting.
-
-    Of options that differ only in replicas and micro-batches it has the fastest, or all with
-    `every`.
-    """
-    fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
-    examples = config.choices.micro_batch_size * config.choices.micro_batches
-    machine = "" if config.target is None else f" on {config.target.text}"
-    parts: list[Table | str] = [
-        f"{config.model}{machine}: {examples} examples on each device in a step, "
-        f"{bytes_of(found[0].has)} for programs"
-    ]
-    if fit:
-        shown = fit if every else best_of_each(fit)
-        parts.append(_ranked(shown))
-        if len(fit) > len(shown):
-            parts.append(f"Each with its best micro-batches and replicas; --all shows {len(fit)}.")
-    else:
-        parts.append("Nothing fits.")
-    if others:
-        rows = []
-        for x in others[:3]:
-            on_host = x.needs <= x.has and config.target and x.host > config.target.chip.host_memory
-            over = x.needs if x.needs > x.has else math.ceil(MARGIN * x.needs)
-            missing = "the host's memory" if on_host else bytes_of(over - x.has)
-            rows.append((*_names(x).values(), bytes_of(x.needs), missing))
-        title = f"Does not fit: {len(others)}; the nearest"
-        parts.append(text_table(title, _names(others[0]), ("needs", "too much by"), rows))
-    parts.append(
-        "Times are relative to the first option. They are estimates, meant for ranking, and were "
-        f"not compared with any run. Options within {_TIE - 1:.0%} are ties, and the simpler comes "
-        f"first. An option fits if {MARGIN} times its estimated peak does. balance: examples of a "
-        "micro-batch below which communication is the bottleneck."
-    )
-    return text_of(parts)
-
-
-def _ranked(fit: Sequence[Verdict]) -> Table:
-    made = text_table(
-        "Fits, fastest first",
-        ("", *_names(fit[0]), "bound by"),
-        ("step", "compute", "memory", "wire", "starts", "update", "peak", "of it", "balance"),
-    )
-    base = fit[0].cost.step if fit[0].cost else 1.0
-    for rank, x in enumerate(fit, 1):
-        if x.cost is None:
-            continue
-        seconds = (x.cost.step, x.cost.compute, x.cost.memory,
-                   x.cost.wire + x.cost.all_gather_params, x.cost.starts,
-                   x.cost.update + x.cost.host)  # fmt: skip
-        made.add_row(
-            str(rank),
-            *_names(x).values(),
-            x.cost.binding,
-            *(f"{amount / base:.2f}x" for amount in seconds),
-            bytes_of(x.needs),
-            f"{x.needs / x.has:.0%}",
-            "-" if x.balance is None else f"{x.balance:.3g}",
-        )
-    return made
-
-
-def _names(x: Verdict) -> dict[str, str]:
-    """What identifies an option, by the heading of its column."""
-    option = x.option
-    return {
-        "level": option.level,
-        "replica x shard": f"{option.replica} x {x.devices // option.replica}",
-        "micro-batches": f"{option.choices.micro_batches} x {option.choices.micro_batch_size}",
-        "with": option.extras_text,
-    }
-
-
-def advice_rows(found: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """One flat dict for each option, for a page."""
-    base = next((x.cost.step for x in found if x.cost), 1.0)
-    return [
-        {
-            **_names(x),
-            "fits": "yes" if x.fits else "no",
-            "step": "" if x.cost is None else f"{x.cost.step / base:.2f}x",
-            "bound by": "" if x.cost is None else x.cost.binding,
-            "needs bytes": x.needs,
-            "usable bytes": x.has,
-        }
-        for x in found
-    ]

@@ -8,21 +8,25 @@ from argparse import Namespace
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-from gshard.analysis.html.page import open_page, page
+from gshard.analysis.calibration import read_calibration
+from gshard.analysis.html.page import page
 from gshard.analysis.setup import Config
-from gshard.analysis.tune import advice_rows, advice_text, advise, best_of_each
+from gshard.analysis.tune import advise, best_of_each
+from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
 
 _EXAMPLES = """examples:
   gshard advise configs/llama-7b.toml --target h100:32x8
   gshard advise configs/llama-7b.toml --target a100:4x8 --micro_batch_size 8 --all
   gshard advise my_project.model:setup --target tpu-v5e:4x4 --json
+  gshard advise configs/gpt2-124m.toml --target h100:1x8 --calibration gpu-check/report.json
 
 Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
-["none", "full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, not
-from measurements, and are relative to the first option; options within 5 % are ties, and the
-simpler comes first. Exits with 1 when nothing fits, and with 2 when that is not known."""
+["none", "full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, and are
+relative to the first option; with --calibration, of what `make gpu-check` measured on the target,
+they are seconds. Options within 5 % are ties, and the simpler comes first. Exits with 1 when
+nothing fits, and with 2 when that is not known."""
 
 
 def main(words: list[str]) -> int:
@@ -30,31 +34,37 @@ def main(words: list[str]) -> int:
     about = "Which level, mesh and micro-batches fit a machine, the fastest first."
     parser = common.config_parser("gshard advise", about, _EXAMPLES)
     parser.add_argument("--all", action="store_true", help="every mesh and micro-batch of each")
+    parser.add_argument("--calibration", metavar="FILE",
+                        help="report.json of `make gpu-check` on the target")  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
     jax.config.update("jax_platforms", "cpu")  # another job may be using the accelerators
     return common.respond(lambda: common.named_config(parser, words), _advise)
 
 
 def _advise(given: Namespace, config: Config) -> common.Answer:
-    with open_page(given.html) as file:
+    measured = None
+    if given.calibration is not None and config.target is not None:
+        measured = read_calibration(given.calibration, config.target)
+    with common.open_page(given.html) as file:
         with common.progress_bar(
             TextColumn("tracing"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             TextColumn("{task.description}"),
         ) as bar:  # fmt: skip
-            task = bar.add_task("", total=None)
+            task = bar.add_task("importing the model", total=None)
 
             def show(done: int, of: int, best: str) -> None:
-                bar.update(task, completed=done, total=of, description=best)
+                bar.update(task, completed=done, total=of, description=best if done else None)
 
-            found = advise(config, show)
+            found = advise(config, show, measured)
         if file is not None:
-            rows = advice_rows(found if given.all else best_of_each(found))
+            rows = advice_rows(found if given.all else best_of_each(found), measured)
             forecast = common.forecast_with_progress(config)
             file.write(page(forecast, config.model, advice=rows).encode())
             file.commit()
             print(f"wrote {given.html}", file=sys.stderr)
     target = None if config.target is None else config.target.text
-    base = next((x.cost.step for x in found if x.cost), 1.0)
-    data = {"target": target, "options": [x.as_dict(base) for x in found]}
+    base = base_of(found) if measured is None else 1.0
+    unit = "step of the first option" if measured is None else "second"
+    data = {"target": target, "unit": unit, "options": [x.as_dict(base) for x in found]}
     code = common.YES if any(x.fits for x in found) else common.NO
-    return common.Answer(data, advice_text(config, found, given.all), code)
+    return common.Answer(data, advice_text(config, found, given.all, measured), code)

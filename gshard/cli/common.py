@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
+from gshard._util.durable import NewFile, file_path
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
 from gshard.analysis.forecast import Forecast, forecast_config
 from gshard.analysis.setup import Config, TrainSetup, load_setup, read_config
@@ -187,6 +188,13 @@ def progress_bar(*columns: ProgressColumn) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
+def open_page(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
+    """Opens the file of `--html` before the work, so that an unwritable path is refused at once."""
+    return (
+        contextlib.nullcontext() if file is None else NewFile(file_path(file, "--html"), "--html")
+    )
+
+
 # ---- options, and configs ------------------------------------------------------------------------
 
 _MEANINGS = {
@@ -227,8 +235,9 @@ def parsed(
     """
     given, rest = parser.parse_known_args(words)
     if rest and rest[0].startswith("-"):
-        known = re.findall(r"--[\w.]+", parser.format_usage())
-        parser.error(f"unknown option {rest[0]!r}.{did_you_mean(rest[0].partition('=')[0], known)}")
+        known = re.findall(r"--([\w.]+)", parser.format_usage())  # the dashes alone are similar
+        near = did_you_mean(rest[0].partition("=")[0].lstrip("-"), known).replace(" '", " '--")
+        parser.error(f"unknown option {rest[0]!r}.{near}")
     if rest:
         parser.error(too_many.format(first=rest[0], rest=" ".join(rest)))
     return given

@@ -16,7 +16,7 @@ from gshard._util.text import text_of, text_table
 from gshard.analysis.aot.compiled import check_json, compile_for, compiled_report
 from gshard.analysis.aot.target import Target
 from gshard.analysis.forecast import Forecast, forecast
-from gshard.analysis.html.page import open_page, page
+from gshard.analysis.html.page import page
 from gshard.analysis.setup import Config, TrainSetup
 from gshard.cli import common
 
@@ -67,7 +67,7 @@ def _plan(given: argparse.Namespace, config: Config | None) -> common.Answer:
         table = table_1()
         return common.Answer(table, _paper(table))
     target = _compiled_target(given, config)
-    with open_page(given.html) as file:
+    with common.open_page(given.html) as file:
         found = common.forecast_with_progress(config, activations=not given.shapes)
         programs = {} if target is None else _compiled(config, target)
         if file is not None:

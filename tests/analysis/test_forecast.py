@@ -406,6 +406,7 @@ def test_sizes_without_activations_never_fit():
         (["explain", "tests.setups:mlp", "--mots", "3"], "Did you mean '--most'?"),
         (["explain", "tests.setups:mlp", "--html", "x"], "unknown option '--html'."),
         (["advise", "tests.setups:mlp", "--targett", "x"], "Did you mean '--target'?"),
+        (["plan", "--model", "x"], "unknown option '--model'.\n"),
         (["doctor", "--tmeout", "3"], "Did you mean '--timeout'?"),
         (["verify", ".", "--stp", "3"], "Did you mean '--step'?"),
     ],

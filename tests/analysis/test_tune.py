@@ -6,23 +6,32 @@ import dataclasses
 import json
 import math
 
+import jax
 import pytest
 
 import gshard
+from gshard._util.chips import memory_of
+from gshard.analysis import cost_model
 from gshard.analysis.aot.target import parse_target
-from gshard.analysis.cost_model import COMPUTE_SHARE, Cost, bandwidths, cost
+from gshard.analysis.calibration import SCHEMA, Calibration, read_calibration
+from gshard.analysis.cost_model import (
+    COMPUTE_SHARE,
+    Cost,
+    bandwidths,
+    cost,
+)
 from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.setup import Choices, Config, read_config
 from gshard.analysis.tune import (
     Option,
     Verdict,
-    advice_text,
     advise,
     options_to_try,
     ranked,
     replicas_of,
     with_replicas,
 )
+from gshard.analysis.tune_report import advice_text
 from gshard.cli.main import main
 from gshard.sharding.mesh import data_group
 
@@ -80,6 +89,17 @@ def test_a_group_within_a_host_has_its_links():
     assert one == chip.network
     tpu = parse_target("tpu-v5e:4x4")
     assert bandwidths(tpu, group_of(16))[0] == 2 * tpu.chip.link
+
+
+def test_only_groups_of_several_hosts_wait_for_the_network(monkeypatch):
+    """2 x 8: with replicas, arrays are gathered within a host and reduced over both."""
+    monkeypatch.setattr(cost_model, "START", 1)
+    monkeypatch.setattr(cost_model, "START_OF_HOSTS", 1000)
+    found = {x.option.replica: x.cost.starts for x in advise(config_of(levels=("p_g_os",)))}
+    of_hosts, every = divmod(found[1], 1000)
+    assert 0 < of_hosts == every
+    of_hosts, every = divmod(found[2], 1000)
+    assert 0 < of_hosts < every
 
 
 def test_a_step_is_the_slowest_of_what_runs_together():
@@ -237,7 +257,10 @@ def test_nothing_fits_is_a_failure(capsys):
     ("words", "said"),
     [
         (["tests.setups:mlp"], "for which machine?"),
-        (["tests.setups:mlp", "--target", "cpu:8"], "shares this computer's memory"),
+        (
+            ["tests.setups:mlp", "--target", "cpu:8", "--offload", "true"],
+            "offload=true moves nothing on cpu:8",
+        ),
         (["tests.setups:mlp", "--target", "h100"], "needs sizes"),
         (["tests.setups:fails_in_loss", "--target", "h100:8"], "the loss cannot be traced"),
     ],
@@ -245,6 +268,105 @@ def test_nothing_fits_is_a_failure(capsys):
 def test_the_command_says_what_is_wrong(words, said, capsys):
     assert main(["advise", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_virtual_devices_share_the_memory_of_this_computer(capsys):
+    """What does not fit is not tried with offload, whose host has the same memory."""
+    has = memory_of(jax.devices("cpu")[0])
+    assert has == parse_target("cpu:8").memory
+    fits = ["advise", "tests.setups:mlp", "--target", "cpu:8", "--levels", "dp"]
+    assert main([*fits, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["options"]
+    assert [(x["has"], x["choices"]["offload"]) for x in found] == [(has, False)]
+    width = str(int((has / 16) ** 0.5) + 1)  # 16 bytes for each parameter, of two layers
+    assert main([*fits, "--arguments.layers", "2", "--arguments.width", width]) == 1
+    text = capsys.readouterr().out
+    assert "Does not fit: 1" in text and "offload" not in text
+
+
+# ---- measured rates -----------------------------------------------------------------------------
+
+MEASURED = Calibration("NVIDIA H100 80GB HBM3", "0.10.2", False, 8, 6e14, 3e14, 2e12, 5e-5, 3e11)
+
+
+def written(path, **changes):
+    path.write_text(
+        json.dumps({"schema": SCHEMA, "calibration": dataclasses.asdict(MEASURED) | changes})
+    )
+    return str(path)
+
+
+def test_measured_rates_replace_the_chip_s():
+    args = (group_of(8), {"bfloat16": 6e14, "float32": 3e14}, 2 * 10**12)
+    wire = {"shard": 3 * 10**11, "update": 6 * 10**11}
+    made = cost(parse_target("h100:1x8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
+    assert made == Cost(2.0, 1.0, 1.0, 0.5, 2.0, 0.0, 2e-4)
+    on_cpu = cost(parse_target("cpu:8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
+    assert made.step == pytest.approx(2 + 2e-4 + 0.5 + 2)  # the slowest of what overlaps
+    assert on_cpu.step == pytest.approx(2 + 1 + 1 + 2e-4 + 0.5 + 2)  # one thread does it all
+
+
+def test_a_calibration_makes_times_seconds(tmp_path, capsys):
+    target = parse_target("h100:1x8")
+    file = written(tmp_path / "report.json")
+    assert read_calibration(file, target) == MEASURED
+    alone = tmp_path / "alone.json"
+    alone.write_text(json.dumps(dataclasses.asdict(MEASURED)))
+    assert read_calibration(str(alone), target) == MEASURED
+    words = ["advise", "tests.setups:mlp", "--target", "h100:1x8", "--levels", "dp"]
+    assert main([*words, "--calibration", file]) == 0
+    text = capsys.readouterr().out
+    assert " us " in text and "1.00x" not in text and "measured on such a machine" in text
+    assert main([*words, "--calibration", file, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    step = found["options"][0]["cost"]["step"]
+    assert found["unit"] == "second" and 5e-5 < step < 1e-2
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "1.00x" in text and " us " not in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device_kind": "NVIDIA H200"}, "8 x NVIDIA H200, and h100:1x8 has 8 x NVIDIA H100"),
+        ({"devices": 4}, "4 x NVIDIA H100 80GB HBM3, and h100:1x8 has 8 x NVIDIA H100"),
+        ({"small": True}, "was measured with --small"),
+        ({"link": None}, "link=None"),
+        ({"devices": 8.0}, "devices=8.0"),
+        ({"float32_flops": "fast"}, "float32_flops='fast'"),
+        ({"memory_bandwidth": 0}, "memory_bandwidth=0"),
+        ({"bfloat16_flops": math.nan}, "bfloat16_flops=nan"),
+        ({"collective_start": True}, "collective_start=True"),
+        ({"device_kind": None}, "device_kind=None"),
+    ],
+)
+def test_a_calibration_that_does_not_hold_is_refused(changes, said, tmp_path):
+    file = written(tmp_path / "report.json", **changes)
+    with pytest.raises(gshard.GShardError, match="make gpu-check") as raised:
+        read_calibration(file, parse_target("h100:1x8"))
+    assert said in str(raised.value) and str(raised.value).startswith(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "is not JSON"),
+        ("[1]", "has no calibration"),
+        ('{"schema": 2, "calibration": null}', "has no calibration"),
+        ('{"schema": 1, "calibration": {}}', "has schema 1, and gshard reads 2"),
+        ("{}", "device_kind=None"),
+    ],
+)
+def test_a_file_without_a_calibration_is_refused(text, said, tmp_path, capsys):
+    file = tmp_path / "report.json"
+    if text is not None:
+        file.write_text(text)
+    words = ["advise", "tests.setups:mlp", "--target", "h100:1x8", "--calibration", str(file)]
+    assert main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and said in lines[0] and "make gpu-check" in lines[0]
 
 
 def test_it_is_the_config_s_machine():

@@ -238,7 +238,7 @@ def test_gpus_and_who_holds_their_memory(tmp_path, monkeypatch):
     assert here == Hardware(nvidia=2, driver="550.54")
     found = by_name(checks)
     assert found["NVIDIA GPUs"].found == "2 (NVIDIA H100), driver 550.54"
-    assert found["GPU memory"].found == "other programs hold GPU 1: 39.1 GiB of 79.6 GiB"
+    assert found["GPU memory"].found == "other programs hold GPU 1: 41.9 GB of 85.5 GB"
 
 
 def test_a_driver_that_is_broken(tmp_path, monkeypatch):
@@ -365,7 +365,7 @@ def test_a_full_disk(small_disk):
     check = written("here", small_disk)
     assert check.ok == "fail" and check.found == f"{small_disk}: No space left on device"
     assert not list(small_disk.iterdir())
-    assert written("here", small_disk, 2**20).ok == "warn"  # less than 1 GiB
+    assert written("here", small_disk, 2**20).ok == "warn"  # less than 1 GB
 
 
 def test_folders_that_cannot_be_written(tmp_path, monkeypatch):

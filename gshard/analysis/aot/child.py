@@ -223,6 +223,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         with contextlib.suppress(OSError, GShardError):  # a cache that cannot be written is none
             make_folder(known.parent)
             write_file(known, json.dumps(found).encode())
+            remove_oldest(known.parent)
     return found
 
 
@@ -240,6 +241,12 @@ def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str
         return None
     name = hashlib.sha256(repr(of).encode()).hexdigest()
     return Path(home) / "gshard" / "compiled" / f"{name}.json"
+
+
+def remove_oldest(folder: Path, keep: int = 1000) -> None:
+    """Removes the oldest results in a folder beyond so many."""
+    for old in sorted(folder.glob("*.json"), key=lambda x: x.stat().st_mtime)[:-keep]:
+        old.unlink(missing_ok=True)
 
 
 def read_kept(known: Path | None, target: Target) -> dict[str, Any] | None:

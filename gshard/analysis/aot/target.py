@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from gshard._util.chips import CHIPS, Chip
+from gshard._util.chips import CHIPS, Chip, computer_memory
 from gshard._util.errors import GShardError, did_you_mean
 
 # A larger slice of v5e or v6e has a description, and its compilation aborts the process.
@@ -55,6 +55,15 @@ class Target:
     def devices(self) -> int:
         """How many devices JAX sees."""
         return math.prod(self.sizes) * self.chip.per_chip
+
+    @property
+    def memory(self) -> int:
+        """Bytes that arrays and programs of one device can use.
+
+        Virtual CPU devices have equal shares of this computer's memory.
+        """
+        usable = self.chip.usable
+        return computer_memory() // self.devices if usable is None else usable
 
     @property
     def devices_per_host(self) -> int:

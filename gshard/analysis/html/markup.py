@@ -102,16 +102,13 @@ def bars(
     return joined([el("ul", legend, class_="legend"), drawn])
 
 
-def html_table(
-    caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], class_: str | None = None
-) -> Markup:
+def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
     """Returns a table whose first column names the rows. It scrolls by itself if it is too wide.
 
     Args:
       caption: what the table contains.
       columns: the headings.
       rows: texts and elements; amounts are aligned on the right.
-      class_: the class of the table.
     """
     rows = list(rows)
     sides = ["number" if any(str(row[i]).startswith("<data") for row in rows) else None
@@ -122,7 +119,7 @@ def html_table(
         cells = [el("td", x, class_=side) for x, side in zip(row[1:], sides[1:], strict=True)]
         body.append(el("tr", el("th", row[0], scope="row"), cells))
     parts = el("caption", caption), el("thead", el("tr", head)), el("tbody", body)
-    table = el("table", parts, class_=class_)
+    table = el("table", parts)
     # The keyboard can scroll it, too.
     return el("div", table, class_="scroll", role="region", aria_label=caption, tabindex=0)
 
@@ -163,9 +160,7 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; max-width: 68rem; padding: 1rem 1.25rem 3rem;
   font: 15px/1.45 system-ui, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.5rem; }
 h2 { font-size: 1.2rem; margin-top: 2rem; border-bottom: 2px solid gray; }
-h3 { font-size: 1rem; }
 h1, dd, p { overflow-wrap: anywhere; }
 summary { cursor: pointer; padding: .4rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; }
@@ -173,7 +168,6 @@ dd { margin: 0; }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.1rem; list-style: none; padding: 0; }
 .square { display: inline-block; width: .9rem; height: .9rem; margin-right: .35rem; }
 figure { margin: 0 0 1rem; }
-figure p { margin: .5rem 0 .2rem; }
 .bar { position: relative; display: flex; height: 1.7rem; margin-bottom: .8rem; }
 .bar i { position: absolute; top: -.25rem; bottom: -.25rem; border-left: 3px double CanvasText; }
 .bar .limit { border-left: 2px dashed CanvasText; }
@@ -184,15 +178,12 @@ th, td { text-align: left; padding: .2rem .7rem .2rem 0; vertical-align: top;
   border-bottom: 1px solid gray; }
 .number { text-align: right; }
 td.number { white-space: nowrap; }
-.leaves { font-size: 13px; }
-.leaves tbody th { font-weight: 400; min-width: 11rem; overflow-wrap: anywhere; }
-.leaves td { min-width: 5rem; }
+tbody th { font-weight: 400; min-width: 7rem; overflow-wrap: anywhere; }
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt; }
   details::details-content { content-visibility: visible; display: block; }
   .bar, tr { break-inside: avoid; }
   .scroll { overflow: visible; }
-  .leaves { font-size: 8pt; }
   span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """

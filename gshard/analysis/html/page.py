@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard._util.durable import NewFile, file_path
 from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
@@ -40,11 +38,9 @@ _FAR = 20  # a limit so many times the longest bar would leave nothing of it to 
 _LISTED = 40  # leaves; the rest is one row
 _COLLECTIVES = ("kind", "axes", "dtype", "purpose", "count", "asynchronous", "times",
                 "payload_bytes", "wire_bytes")  # fmt: skip
+_RANKED = "Ways to train, the best first (estimates, meant for ranking)"
 
 Compiled = Mapping[str, Mapping[str, Any]]  # results of `compile_for`, or of `audit`, by level
-
-
-_RANKED = "Ways to train, the best first (estimates, meant for ranking)"
 
 
 def page(
@@ -208,14 +204,7 @@ def _leaves(level: str, plan: Plan) -> Markup:
         others = f"{len(rest):,} other{'s' * (len(rest) > 1)}"
         rows.append((others, "", "", "", amount(sum(x.bytes for x in rest)), ""))
     columns = ("path", "shape", "dtype", "layout", "bytes on one device", "reason")
-    table = html_table(f"Arrays at level {level}, the largest first", columns, rows, "leaves")
+    table = html_table(f"Arrays at level {level}, the largest first", columns, rows)
     total = amount(sum(x.bytes for x in leaves))
     line = el("summary", el("strong", level), f": {len(leaves):,} arrays, ", total)
     return el("details", line, table, open=True)
-
-
-def open_page(file: str | None) -> contextlib.AbstractContextManager[NewFile | None]:
-    """Opens the file of a page before the work, so that an unwritable path is refused at once."""
-    if file is None:
-        return contextlib.nullcontext()
-    return NewFile(file_path(file, "--html"), "--html")

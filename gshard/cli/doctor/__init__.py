@@ -10,16 +10,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from gshard.cli.common import (
-    NO,
-    NO_ANSWER,
-    YES,
-    command_parser,
-    guarded,
-    parsed,
-    print_text,
-    status,
-)
+from gshard.cli import common
+from gshard.cli.common import NO, NO_ANSWER, YES, print_text
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.machine import Check, cluster, disks, hardware, own_name
 from gshard.cli.doctor.versions import check_versions, variables
@@ -38,15 +30,15 @@ _NOT_TRIED = [Check("train step, processes", "warn", "not tried, since JAX does 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "Looks for what keeps a training from starting, or makes it slow or wrong."
-    parser = command_parser("gshard doctor", about, _EXAMPLES)
+    parser = common.command_parser("gshard doctor", about, _EXAMPLES)
     quick = "skip the checks that start JAX; takes about two seconds"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
                         help="for each check that starts JAX (default: 120)")  # fmt: skip
-    given = parsed(parser, words)
+    given = common.parsed(parser, words)
     if not 0 < given.timeout < float("inf"):
         parser.error("--timeout must be a positive number of seconds")
-    return guarded(lambda: _run(given))
+    return common.guarded(lambda: _run(given))
 
 
 def _run(given: Namespace) -> int:
@@ -92,7 +84,7 @@ def _groups(quick: bool, seconds: float, held: ExitStack) -> dict[str, Callable[
 def _tried(title: str, check: Callable[[], list[Check]]) -> list[Check]:
     """Runs a group of checks; an unexpected error in one group does not stop the others."""
     try:
-        with status(f"{title} ..."):
+        with common.status(f"{title} ..."):
             return check()
     except Exception as error:
         fix = "this is a bug in gshard doctor: report it with this line"

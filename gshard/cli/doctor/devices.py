@@ -23,7 +23,8 @@ import numpy as np
 import optax
 
 from gshard._util.errors import GShardError, GShardWarning
-from gshard.cli.doctor.machine import Check, Hardware, one_line, size
+from gshard._util.text import bytes_of
+from gshard.cli.doctor.machine import Check, Hardware, one_line
 from gshard.distributed import env_vars
 from gshard.distributed.initialize import initialize, process_index
 from gshard.distributed.launch.exit_status import Readable, in_words
@@ -119,7 +120,7 @@ def started(here: Hardware, seconds: float) -> tuple[bool, list[Check]]:
     if found is None:
         return False, [Check("devices", "fail", trouble, _fix_start(trouble, here))]
     platform, kind, memory = found["platform"], found["kind"], found["memory"]
-    about = [kind] * (kind != platform) + ([f"{size(memory)} each"] if memory else [])
+    about = [kind] * (kind != platform) + ([f"{bytes_of(memory)} each"] if memory else [])
     said = f"{found['count']} {platform}" + (f" ({', '.join(about)})" if about else "")
     checks = [Check("devices", "ok", said)]
     for name, (wanted, _) in _KINDS.items():
@@ -245,9 +246,6 @@ def probe_train_step() -> dict[str, Any]:
 def _loss(params: Any, batch: Any) -> jax.Array:
     hidden = jnp.tanh(batch["x"] @ params["in"] + params["bias"])
     return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
-
-
-# ---- two processes -------------------------------------------------------------------------------
 
 
 def two_processes(seconds: float) -> list[Check]:

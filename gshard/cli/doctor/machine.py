@@ -17,12 +17,13 @@ from typing import Literal
 
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
+from gshard._util.text import bytes_of
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.initialize import resolve_position
 from gshard.distributed.rendezvous import Address, address, is_loopback, listen, resolved
 
-_GIB = 2**30
+_GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,12 @@ class Check:
     fix: str = ""
 
 
-def size(count: float) -> str:
-    """Formats bytes: `1.5 GiB`, `64 MiB`."""
-    return f"{count / _GIB:,.1f} GiB" if count >= _GIB else f"{count / 2**20:,.0f} MiB"
-
-
 def one_line(text: str) -> str:
     """Shortens a text and removes its line ends and terminal codes."""
     text = " ".join(re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split())
     text = "".join(c for c in text if c.isprintable())
     return text if len(text) <= 240 else f"{text[:237]}..."
 
-
-# ---- accelerators, without JAX -------------------------------------------------------------------
 
 _TAKEN = 0.1  # of a GPU's memory; a desktop takes less
 _QUERY = "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"
@@ -110,7 +104,7 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
     models, driver = sorted({row[0] for row in rows}), rows[0][1]
     found = [Check(name, "ok", f"{len(rows)} ({', '.join(models)}), driver {driver}")]
     taken = [
-        f"GPU {i}: {size(int(used) * 2**20)} of {size(int(total) * 2**20)}"
+        f"GPU {i}: {bytes_of(int(used) * 2**20)} of {bytes_of(int(total) * 2**20)}"
         for i, (_, _, total, used) in enumerate(rows)
         if total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total)
     ]
@@ -124,9 +118,6 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
 def _numbered(folder: Path, prefix: str) -> int:
     """Counts the names in a folder that are a prefix and a number."""
     return sum(p.name.removeprefix(prefix).isdigit() for p in folder.glob(f"{prefix}*"))
-
-
-# ---- disks ---------------------------------------------------------------------------------------
 
 
 def disks(accelerators: int) -> list[Check]:
@@ -146,9 +137,9 @@ def disks(accelerators: int) -> list[Check]:
         found.append(Check("TMPDIR", "warn", said, "name a folder that can be written"))
     if accelerators > 1 and os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free  # Docker gives 64 MiB
-        if free < _GIB:
+        if free < _GB:
             fix = "NCCL needs space there: docker run --shm-size=8g, or mount an emptyDir of Memory"
-            found.append(Check("/dev/shm", "warn", f"{size(free)} free", fix))
+            found.append(Check("/dev/shm", "warn", f"{bytes_of(free)} free", fix))
     return found
 
 
@@ -171,13 +162,10 @@ def written(name: str, folder: Path, count: int = 16 * 2**20) -> Check:
     if not same:
         said = f"{folder}: the data read back differs from the data written"
         return Check(name, "fail", said, "use another disk")
-    said = f"{folder}: {count / 1e6 / seconds:,.0f} MB/s written, {size(free)} free"
-    if free < _GIB:
-        return Check(name, "warn", said, "less than 1 GiB: a checkpoint may not fit")
+    said = f"{folder}: {count / 1e6 / seconds:,.0f} MB/s written, {bytes_of(free)} free"
+    if free < _GB:
+        return Check(name, "warn", said, "less than 1 GB: a checkpoint may not fit")
     return Check(name, "ok", said)
-
-
-# ---- addresses, and the job of this process ------------------------------------------------------
 
 
 def own_name() -> list[Check]:

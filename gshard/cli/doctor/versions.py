@@ -113,8 +113,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.sub(r"[^\d.].*", "", version))))
 
 
-# ---- environment variables -----------------------------------------------------------------------
-
 _ON, _OFF = r"1|true|on|yes|y|t", r"0|false|off|no|n|f|none"
 _VIRTUAL = "makes virtual CPU devices in addition to the accelerators"
 # names, doubtful values, whether only with accelerators, what they do

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gshard._util.errors import GShardError
-from gshard.analysis.aot.child import read_kept
+from gshard.analysis.aot.child import read_kept, remove_oldest
 from gshard.analysis.aot.compiled import compile_for, reason
 from gshard.analysis.aot.target import parse_target
 from tests.ahead_of_time import ROOT, python_for
@@ -84,6 +84,16 @@ def test_an_answer_is_kept_by_program(tmp_path):
     kept.write_text("{")  # damaged: compiled again
     assert not compile_for(CPU).get("cached")
     assert json.loads(kept.read_text())["memory"] == first["memory"]
+
+
+def test_the_oldest_answers_are_removed(tmp_path):
+    for age, name in enumerate("abcd"):
+        (tmp_path / f"{name}.json").write_text("{}")
+        os.utime(tmp_path / f"{name}.json", (100 - age, 100 - age))
+    remove_oldest(tmp_path, keep=3)
+    assert sorted(x.stem for x in tmp_path.iterdir()) == ["a", "b", "c"]
+    remove_oldest(tmp_path, keep=3)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"target": "cpu:8"}'])
