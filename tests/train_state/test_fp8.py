@@ -193,7 +193,7 @@ def test_what_moves_is_what_is_promised(level, k):
     # The largest of each, and whether it is a number on every device.
     assert agreed == 2 * sum(x.size for x in jax.tree.leaves(VARIABLES[KEY]))
     # The audit counts scalars apart, such as the loss's own maxima.
-    scalars = sum(x.elements * x.times for x in step.loss_transfers)
+    scalars = sum(row.elements for row in step.budget.communicated if row.purpose == "loss")
     assert found.elements("all-reduce") == step.budget.elements("all-reduce") - scalars + agreed
     assert found.elements("reduce-scatter") == step.budget.elements("reduce-scatter")
     assert found.elements("all-gather") <= step.budget.elements("all-gather")
