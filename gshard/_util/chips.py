@@ -115,6 +115,7 @@ for _name, (_title, _memory, _tera, (_hbm, _link, *_others), _devices) in _FIGUR
 
 # By `device_kind` in JAX: that of a GPU is its title, that of a TPU has several spellings.
 _BY_KIND = {chip.title: chip for chip in CHIPS.values()} | {
+    "NVIDIA H200": CHIPS["h200"],
     "TPU v5 lite": CHIPS["tpu-v5e"],
     "TPU v5": CHIPS["tpu-v5p"],
     "TPU v6 lite": CHIPS["tpu-v6e"],

@@ -49,15 +49,15 @@ def read_calibration(path: str, target: Target) -> Calibration:
     Raises:
       GShardError: one sentence: it cannot be read, is damaged, or is that of another machine.
     """
-    on_cpu = f"python -m benchmarks.gpu --devices {target.devices}"
-    run = on_cpu if target.platform == "cpu" else "make gpu-check"
-    again = f"run `{run}` on that machine, or leave --calibration out."
+    on_cpu = f"python -m benchmarks.gpu --sections calibration --devices {target.devices}"
+    run = on_cpu if target.platform == "cpu" else "make gpu-check ARGS='--sections calibration'"
+    again = f"run `{run}` in a checkout of gshard on {target.text}, or leave --calibration out."
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except OSError as error:
         raise GShardError(f"{path} cannot be read ({error.strerror}): {again}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GShardError(f"{path} is not JSON ({error}): {again}") from None
     if isinstance(found, dict) and "calibration" in found:
         if found.get("schema") != SCHEMA:
@@ -79,9 +79,15 @@ def read_calibration(path: str, target: Target) -> Calibration:
             f"{path} was measured on {made.devices} x {made.device_kind}, and {target.text} has "
             f"{target.devices} x {target.chip.title}: {again}"
         )
+    if target.hosts > 1:
+        raise GShardError(
+            f"{path} was measured on one host, and {target.text} has {target.hosts}, whose network "
+            "it does not know: leave --calibration out."
+        )
     if made.small and target.platform != "cpu":
         raise GShardError(
-            f"{path} was measured with --small, with arrays too small for {target.text}: {again}"
+            f"{path} was measured with --small, whose arrays are too small for {target.text}: "
+            f"{again}"
         )
     return made
 

@@ -68,6 +68,14 @@ class Cost:
     @property
     def binding(self) -> str:
         """The bottleneck: the resource of which more makes the step faster."""
+        if not self.overlaps:  # everything is waited for, whatever it is part of
+            amounts = {
+                "compute": self.compute,
+                "memory": self.memory + self.update,
+                "wire": self.wire + self.all_gather_params,
+                "starts of collectives": self.starts,
+            }
+            return max(amounts, key=amounts.__getitem__)
         overlapped = max(("compute", "memory", "wire"), key=lambda name: getattr(self, name))
         amounts = {
             overlapped: getattr(self, overlapped),
@@ -83,6 +91,11 @@ class Cost:
         seconds = {**dataclasses.asdict(self), "step": self.step}
         del seconds["overlaps"]
         return {**{name: x / base for name, x in seconds.items()}, "binding": self.binding}
+
+
+def fits_hosts(target: Target, group_size: int) -> bool:
+    """Whether each group of so many neighbouring devices is within one host."""
+    return target.hosts == 1 or target.devices_per_host % group_size == 0
 
 
 def bandwidths(
@@ -101,8 +114,7 @@ def bandwidths(
     if target.hosts == 1:
         return chip.link, chip.link
     members = min(group.size, target.devices_per_host)
-    inside = group.size <= target.devices_per_host
-    shard = chip.link if inside else min(chip.link, members * chip.network)
+    shard = chip.link if fits_hosts(target, group.size) else min(chip.link, members * chip.network)
     groups = max(1, target.devices_per_host // group.size)
     return shard, min(chip.link, groups * chip.network)
 

@@ -11,7 +11,7 @@ from typing import Any
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
-from gshard.analysis.cost_model import Cost, cost
+from gshard.analysis.cost_model import Cost, cost, fits_hosts
 from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
 from gshard.analysis.setup import (
@@ -64,7 +64,8 @@ class Verdict:
         """Examples of a micro-batch for which computation takes as long as communication."""
         if self.cost is None or not self.cost.wire:
             return None
-        busy = max(self.cost.compute, self.cost.memory)
+        compute, memory = self.cost.compute, self.cost.memory
+        busy = max(compute, memory) if self.cost.overlaps else compute + memory
         return self.option.choices.micro_batch_size * self.cost.wire / busy if busy else None
 
     def as_dict(self, base: float = 1.0) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def step_cost(
         else:
             wire["replicas" if to_replicas else "shard"] += row.wire_bytes
         starts += row.count
-        if target.hosts > 1 and (to_replicas or row.group_size > target.devices_per_host):
+        if target.hosts > 1 and (to_replicas or not fits_hosts(target, row.group_size)):
             starts_of_hosts += row.count
     # The update reads and writes moments and master copies, writes parameters and reads gradients:
     # a part of the traffic of the step that no computation overlaps with.

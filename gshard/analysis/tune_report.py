@@ -16,7 +16,7 @@ from gshard.analysis.tune import TIE, Verdict, best_of_each
 
 
 def base_of(found: Sequence[Verdict]) -> float:
-    """Seconds of a step of the first option, in whose units times are that nobody measured."""
+    """Seconds per step of the first option, the unit of times without a calibration."""
     return next((x.cost.step for x in found if x.cost), 1.0)
 
 
@@ -63,7 +63,7 @@ def advice_text(
             "Times are relative to the first option. They are estimates, meant for ranking, and "
             "were not compared with any run."
             if measured is None
-            else "Times are estimates, from rates that were measured on such a machine."
+            else "Times are estimates, based on the rates in the calibration."
         )
         + f" Options within {TIE - 1:.0%} are ties, and the simpler comes "
         f"first. An option fits if {MARGIN} times its estimated peak does. balance: examples of a "

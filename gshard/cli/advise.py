@@ -24,9 +24,9 @@ _EXAMPLES = """examples:
 Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
 ["none", "full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, and are
-relative to the first option; with --calibration, of what `make gpu-check` measured on the target,
-they are seconds. Options within 5 % are ties, and the simpler comes first. Exits with 1 when
-nothing fits, and with 2 when that is not known."""
+relative to the first option; with --calibration, which takes the rates that `make gpu-check`
+measured, they are absolute. Options within 5 % are ties, and the simpler comes first. Exits with 1
+when nothing fits, and with 2 when that is not known."""
 
 
 def main(words: list[str]) -> int:

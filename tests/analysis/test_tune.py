@@ -296,7 +296,7 @@ def written(path, **changes):
     return str(path)
 
 
-def test_measured_rates_replace_the_chip_s():
+def test_measured_rates_replace_those_of_data_sheets():
     args = (group_of(8), {"bfloat16": 6e14, "float32": 3e14}, 2 * 10**12)
     wire = {"shard": 3 * 10**11, "update": 6 * 10**11}
     made = cost(parse_target("h100:1x8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
@@ -304,6 +304,12 @@ def test_measured_rates_replace_the_chip_s():
     on_cpu = cost(parse_target("cpu:8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
     assert made.step == pytest.approx(2 + 2e-4 + 0.5 + 2)  # the slowest of what overlaps
     assert on_cpu.step == pytest.approx(2 + 1 + 1 + 2e-4 + 0.5 + 2)  # one thread does it all
+
+
+def test_a_group_that_straddles_hosts_uses_their_network():
+    chip = parse_target("h100:3x8").chip
+    assert bandwidths(parse_target("h100:3x8"), group_of(6))[0] < chip.link
+    assert bandwidths(parse_target("h100:3x8"), group_of(4))[0] == chip.link
 
 
 def test_a_calibration_makes_times_seconds(tmp_path, capsys):
@@ -316,7 +322,7 @@ def test_a_calibration_makes_times_seconds(tmp_path, capsys):
     words = ["advise", "tests.setups:mlp", "--target", "h100:1x8", "--levels", "dp"]
     assert main([*words, "--calibration", file]) == 0
     text = capsys.readouterr().out
-    assert " us " in text and "1.00x" not in text and "measured on such a machine" in text
+    assert " us " in text and "1.00x" not in text and "rates in the calibration" in text
     assert main([*words, "--calibration", file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     step = found["options"][0]["cost"]["step"]
@@ -324,6 +330,12 @@ def test_a_calibration_makes_times_seconds(tmp_path, capsys):
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "1.00x" in text and " us " not in text
+
+
+def test_a_calibration_of_one_host_is_refused_for_several(tmp_path):
+    file = written(tmp_path / "report.json")
+    with pytest.raises(gshard.GShardError, match="on one host, and h100:2x4 has 2"):
+        read_calibration(file, parse_target("h100:2x4"))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +353,7 @@ def test_a_calibration_makes_times_seconds(tmp_path, capsys):
         ({"device_kind": None}, "device_kind=None"),
     ],
 )
-def test_a_calibration_that_does_not_hold_is_refused(changes, said, tmp_path):
+def test_a_calibration_of_another_machine_or_damaged_is_refused(changes, said, tmp_path):
     file = written(tmp_path / "report.json", **changes)
     with pytest.raises(gshard.GShardError, match="make gpu-check") as raised:
         read_calibration(file, parse_target("h100:1x8"))

@@ -126,7 +126,13 @@ def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 
 # Every model at every level on every number of devices; micro-batches and checks take turns.
 CASES = [
-    Case(model, level, devices, MICRO_BATCHES[(i + j + k) % 3], tuple(CHECKS)[(i + k // 3 + k) % 3])
+    Case(
+        model,
+        level,
+        devices,
+        MICRO_BATCHES[(i + j + k) % 3],
+        tuple(CHECKS)[(i + 2 * j + k + k // 3) % 3],
+    )
     for i, model in enumerate(ZOO)
     for j, level in enumerate(LEVELS)
     for k, devices in enumerate(DEVICES)

@@ -244,7 +244,7 @@ def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str
 
 
 def remove_oldest(folder: Path, keep: int = 1000) -> None:
-    """Removes the oldest results in a folder beyond so many."""
+    """Removes the oldest results in a folder; `keep` remain."""
     for old in sorted(folder.glob("*.json"), key=lambda x: x.stat().st_mtime)[:-keep]:
         old.unlink(missing_ok=True)
 

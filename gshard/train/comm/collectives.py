@@ -373,10 +373,10 @@ def _psum_scatter(x: jax.Array, group: Group, dim: int | None) -> jax.Array:
 
 
 def _sum_after_all_to_all(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    """A reduce-scatter of as many bytes, for which no collective adds.
+    """Reduce-scatters by an all-to-all and a local sum, which sends as many bytes.
 
-    The reduce-scatter of Gloo between 3 processes sometimes returns wrong sums: with JAX 0.10.2 in
-    more than half of the calls of a step with several of them. Its other collectives do not.
+    Gloo's reduce-scatter between 3 processes returned wrong sums with JAX 0.10.2, in most calls of
+    a step with several of them (`test_numbers_are_those_of_one_process`).
     """
     parts = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
-    return lax.all_to_all(parts, axis, dim, dim).sum(dim)
+    return lax.all_to_all(parts, axis, dim, dim).sum(dim, dtype=x.dtype)

@@ -211,7 +211,15 @@ class Own:
         return optax.adam(RATE).update(grads, state, params)
 
 
-@pytest.mark.parametrize("make", [lambda: optax.MultiSteps(optax.adam(RATE), 2), Own])
+def amsgrad():
+    """A part of its state is a Python number after an update."""
+    return optax.chain(optax.scale_by_amsgrad(), optax.scale(-RATE))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: optax.MultiSteps(optax.adam(RATE), 2), Own, amsgrad],
+)
 def test_whatever_has_init_and_update_is_an_optimizer(make):
     tx = make()
 
