@@ -92,8 +92,8 @@ _INTEGERS = {
     "nnodes": (1, 1, "", "N", "machines of the job (default 1)"),
     "max_restarts": (0, 0, "", "N", "start all processes again, so often, when one has failed "
                      "(default 0)"),
-    "grace": (30, 0, "", "SECONDS", "after SIGTERM the processes have so long to save and stop "
-              "(default 30)"),
+    "grace": (30, 0, "", "SECONDS", "after SIGTERM, or when one has failed, the processes have so "
+              "long to save (default 30)"),
     "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
                           f"counts as dead (default {HEARTBEAT_TIMEOUT})"),
     "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "all processes have so "
