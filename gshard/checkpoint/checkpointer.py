@@ -78,10 +78,14 @@ class Checkpointer:
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
+      writes: True locks the directory at once, so that a second job is refused before it trains;
+        False before the first save, so that others may write. None: True if a rule of what to keep
+        is given. Reading (`restore`, `verify`, `metadata`) needs no lock.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
         continue.
 
     Raises:
+      CallOrderError: another process writes into the directory.
       GShardError: an argument is invalid.
 
     Example:
@@ -108,6 +112,7 @@ class Checkpointer:
         metric: str = "loss",
         mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
+        writes: bool | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
     ):
         self.directory = as_directory(directory)
@@ -120,6 +125,8 @@ class Checkpointer:
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
+        if not self._retention.keeps_all if writes is None else flag("writes", writes):
+            self._writer.claim()
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending. A step that is being saved is not one of them yet."""

@@ -7,9 +7,7 @@ complete, and renamed before it is deleted, so a folder with a number is always 
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import platform
@@ -24,7 +22,7 @@ import jax
 import numpy as np
 
 from gshard._util.durable import remove_folder, rename, write_file
-from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
@@ -33,7 +31,6 @@ from gshard.sharding.plan import Plan
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
-_LOCK = ".gshard_lock"
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
 FORMAT = 2
@@ -246,40 +243,6 @@ def _json_values(name: str, value: Any) -> Any:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise GShardError(f"{name} is not JSON: {error}.") from error
-
-
-def lock(directory: Path) -> int:
-    """Makes this process the only writer, until it closes the returned descriptor or ends."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        who = os.read(descriptor, 200).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise CallOrderError(
-            f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
-            "directory, or end that one (in this process: checkpointer.close())."
-        ) from error
-    except OSError:  # a file system without locks
-        return descriptor
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
-    return descriptor
-
-
-def unlock(descriptor: int) -> None:
-    """Lets another process write, even if a forked child still has the descriptor."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def is_locked_by(descriptor: int, directory: Path) -> bool:
-    """Whether a descriptor of `lock` belongs to this directory, which may have been replaced."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

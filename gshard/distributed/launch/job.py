@@ -146,7 +146,7 @@ class Worker(Child):
     def __init__(
         self, rank: int, command: list[str], environment: dict[str, str], log: Log, tag: str
     ):
-        self._log, self._status = log, Path(environment[env_vars.STATUS_FILE])
+        self._log, self._status = log, Path(environment.get(env_vars.STATUS_FILE, os.devnull))
         self._process = subprocess.Popen(
             [sys.executable, str(_RUN), *command],
             env=environment,
