@@ -21,7 +21,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from gshard._util.durable import remove_folder, rename, write_file
+from gshard._util.durable import read_regular, remove_folder, rename, write_file
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
@@ -34,6 +34,11 @@ _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
 FORMAT = 2
+_MOST = 2**28  # bytes of a description or a data state
+
+
+class DamagedInfoError(GShardError):
+    """The description of a step is not what gshard writes."""
 
 
 def as_directory(path: Any) -> Path:
@@ -148,7 +153,7 @@ class StepInfo:
         """Reads the description of a step; refuses a missing or damaged one, or another format."""
         path = folder / DESCRIPTION
         try:
-            table = json.loads(path.read_bytes())
+            table = json.loads(read_regular(path, _MOST))
             if table["format"] > FORMAT:
                 raise GShardError(
                     f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
@@ -161,17 +166,28 @@ class StepInfo:
                     "and take the weights along with gshard.save_safetensors."
                 )
             arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
-            return cls(
+            info = cls(
                 table["step"], arrays, table["made_by"], table["metadata"], table["processes"]
             )
+            info._check_types()
+            return info
         except GShardError:
             raise
         except FileNotFoundError:
-            raise GShardError(f"{path} is missing.") from None
+            raise DamagedInfoError(f"{path} is missing.") from None
         except OSError as error:
-            raise GShardError(f"{path} cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GShardError(f"{path} is damaged.") from error
+            raise DamagedInfoError(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedInfoError(f"{path} is damaged.") from error
+
+    def _check_types(self) -> None:
+        """Raises a `TypeError` for values of other types than gshard writes."""
+        right = type(self.step) is type(self.processes) is int and self.processes > 0
+        right = right and isinstance(self.made_by, dict) and isinstance(self.metadata, dict)
+        for x in self.arrays.values():
+            right = right and isinstance(x.dtype, str) and all(type(n) is int for n in x.shape)
+        if not right:
+            raise TypeError
 
 
 def as_metadata(metadata: Any) -> dict[str, Any]:
@@ -198,7 +214,10 @@ def packed_data_state(data_state: Any) -> bytes:
 def read_data_state(folder: Path, processes: int) -> Any:
     """This process's data state; after a change of their number, the one that all processes had."""
     files = [folder / data_state_name(i) for i in range(processes)]
-    found = [path.read_bytes() if path.exists() else None for path in files]
+    try:
+        found = [read_regular(path, _MOST) if path.exists() else None for path in files]
+    except OSError as error:
+        raise GShardError(f"{folder / DATA} cannot be read: {error.strerror}.") from error
     now = jax.process_count()
     if processes != now and any(data != found[0] for data in found):
         warn(
