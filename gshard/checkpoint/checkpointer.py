@@ -26,6 +26,7 @@ from gshard.checkpoint.directory import (
     read_data_state,
     steps_in,
 )
+from gshard.checkpoint.optimizer_info import difference, optimizer_info
 from gshard.checkpoint.orbax import read
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
@@ -301,6 +302,11 @@ class Checkpointer:
             components = read_components(functools.partial(read, folder), info.arrays, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
+        if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
+            warn(
+                f"{folder} was saved with another optimizer than that of like=: {said}. Its state "
+                "is restored, and training goes on with yours."
+            )
         data, metadata = read_data_state(folder, info.processes), dict(info.metadata)
         return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 

@@ -26,6 +26,7 @@ from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
+from gshard.checkpoint.optimizer_info import optimizer_info
 from gshard.sharding.plan import Plan
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
@@ -120,6 +121,7 @@ class StepInfo:
     made_by: Mapping[str, Any]  # level, mesh and versions, for people only
     metadata: Mapping[str, Any]  # what the user passed to `save`
     processes: int  # how many wrote the step
+    optimizer: Mapping[str, Any] | None = None  # what is known of it
 
     @classmethod
     def of(
@@ -134,7 +136,8 @@ class StepInfo:
             "jax": jax.__version__,
             "python": platform.python_version(),
         }
-        return cls(step, arrays, made_by, metadata, jax.process_count())
+        processes = jax.process_count()
+        return cls(step, arrays, made_by, metadata, processes, optimizer_info(plan))
 
     def write(self, folder: Path) -> None:
         """Writes it into the folder of its step."""
@@ -144,6 +147,7 @@ class StepInfo:
             "processes": self.processes,
             "made_by": self.made_by,
             "metadata": self.metadata,
+            "optimizer": self.optimizer,
             "arrays": {path: [list(x.shape), x.dtype] for path, x in self.arrays.items()},
         }
         write_file(folder / DESCRIPTION, json.dumps(table, indent=1).encode())
@@ -167,7 +171,12 @@ class StepInfo:
                 )
             arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
             info = cls(
-                table["step"], arrays, table["made_by"], table["metadata"], table["processes"]
+                table["step"],
+                arrays,
+                table["made_by"],
+                table["metadata"],
+                table["processes"],
+                table.get("optimizer"),  # earlier steps have none
             )
             info._check_types()
             return info
@@ -184,6 +193,7 @@ class StepInfo:
         """Raises a `TypeError` for values of other types than gshard writes."""
         right = type(self.step) is type(self.processes) is int and self.processes > 0
         right = right and isinstance(self.made_by, dict) and isinstance(self.metadata, dict)
+        right = right and isinstance(self.optimizer, dict | None)
         for x in self.arrays.values():
             right = right and isinstance(x.dtype, str) and all(type(n) is int for n in x.shape)
         if not right:
