@@ -6,9 +6,13 @@ Each is written under a temporary name, synced to the disk, and renamed; then it
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +76,25 @@ def file_path(path: Any, call: str) -> Path:
         raise GShardError(f"{call}: path={shown(path)} leads nowhere: {error}.") from error
 
 
+def read_regular(path: Path, most: int) -> bytes:
+    """Reads a file; an `OSError` for what is no regular file, or has more than `most` bytes."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait
+    with os.fdopen(number, "rb") as file:
+        about = os.fstat(number)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if about.st_size > most:
+            raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and {most:,} are allowed")
+        return file.read(most)
+
+
 class NewFile:
     """A file that is written under a hidden name next to `path`; `commit` renames it to `path`.
 
     Leaving the context without `commit` removes the hidden file and keeps what is at `path`. Only a
     killed process leaves the hidden file, `.NAME.XXXXXXXX.new`. Errors of the file system become
-    `GShardError`s that name `call`, the user's call, if that is given.
+    `GShardError`s that name `call`, the user's call, if that is given; then what killed processes
+    left is removed first.
     """
 
     def __init__(self, path: Path, call: str | None = None):
@@ -92,8 +109,24 @@ class NewFile:
                 raise GShardError(
                     f"{self._call}: {self._path} is a {what}. Choose another name for the file."
                 )
+            if self._call:
+                self._remove_leftovers()
             self._file = self._new.open("xb")
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return self
+
+    def _remove_leftovers(self) -> None:
+        """Removes hidden files for this name that no living process has locked."""
+        name = re.compile(rf"\.{re.escape(self._path.name)}\.[0-9a-f]{{8}}\.new")
+        for path in [x for x in self._path.parent.iterdir() if name.fullmatch(x.name)]:
+            with contextlib.suppress(OSError):
+                number = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(number)
 
     def write(self, data: bytes | memoryview) -> None:
         """Appends bytes."""

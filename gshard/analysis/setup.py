@@ -10,7 +10,6 @@ import importlib
 import inspect
 import math
 import os
-import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, flag, shown
+from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.sharding.level import LEVELS, check_accumulate, parse_level, parse_levels
 from gshard.sharding.plan import Plan
@@ -177,9 +177,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         raise GShardError(
             f"arguments={shown(arguments)} must be values by name, such as {{'layers': 4}}."
         )
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    find_modules_here()
     try:
         module = importlib.import_module(where)
     except GShardError as error:
@@ -188,7 +186,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         said = f"{type(error).__name__}: {error}"
         raise GShardError(
             f"model={name!r} cannot be imported: {said}. Modules are looked for in the current "
-            f"folder ({here}), in PYTHONPATH and in installed packages."
+            f"folder ({os.getcwd()}), in PYTHONPATH and in installed packages."
             if isinstance(error, ImportError)
             else f"model={name!r}: its module fails on import: {said}"
         ) from error
@@ -199,6 +197,8 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
             f"model={name!r}: {where} has no function {attribute!r}."
             f"{did_you_mean(attribute, functions)}"
         )
+    if isinstance(name, ModelOfFile):
+        name.check(function)
     try:
         return as_setup(function(**(arguments or {})))
     except GShardError as error:
@@ -285,10 +285,14 @@ class Config:
         return self.devices
 
 
-def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config:
+def read_config(
+    source: str, options: Mapping[str, Any] | None = None, allow_import: Sequence[str] = ()
+) -> Config:
     """Reads a config from a TOML file, or from `module:function`.
 
     `options` are values by key, with `arguments.NAME` for the model's; they override the file's.
+    The model that a file names has to ship with gshard, to be in the current folder, or to be in a
+    module or package of `allow_import`.
     """
     values = _from_file(source)
     for key, value in (options or {}).items():
@@ -301,7 +305,10 @@ def read_config(source: str, options: Mapping[str, Any] | None = None) -> Config
         values.pop("target", None)  # the file's machine has another number of devices
     if options and "target" in options and "devices" not in options:
         values.pop("devices", None)
-    return _config_of(values, source)
+    config = _config_of(values, source)
+    if config.model == source:
+        return config
+    return dataclasses.replace(config, model=ModelOfFile(config.model, allow_import))
 
 
 def _from_file(source: str) -> dict[str, Any]:

@@ -24,11 +24,13 @@ from gshard.checkpoint.checksums import (
     write_process_manifest,
 )
 from gshard.checkpoint.directory import data_state_name
+from gshard.distributed import unfinished
 
 _POLL = 0.02  # seconds between looks for the manifests of other processes
 _EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
+_uncommitted: tuple[Path, int] | None = None  # what the first process may still have to commit
 
 
 @dataclass(eq=False)
@@ -77,10 +79,17 @@ class BackgroundSave:
         self._commit.exception()
 
     def _run(self) -> None:
+        with unfinished.finished_first(f"the save of step {self.step}"):
+            self._write_and_commit()
+
+    def _write_and_commit(self) -> None:
+        global _uncommitted
         try:
             self._write_files()
             self._files.set_result(None)
-            if self.process == 0 and self._all_files_written():
+            if self.process != 0:
+                _uncommitted = self.folder, self.step
+            elif self._all_files_written():
                 orbax.merge(self.folder)
                 write_combined_manifest(self.folder, self.processes)
                 rename(self.folder, self.folder.with_name(str(self.step)))
@@ -127,6 +136,13 @@ def _wait_at_exit() -> None:
     _program_over.set()
     for saving in list(_running):
         saving.join()
+    if unfinished.is_exiting() and _uncommitted is not None:
+        # The first process could no longer commit without this one: all end when one has.
+        folder, step = _uncommitted
+        end = time.monotonic() + _EXIT_TIMEOUT
+        with unfinished.finished_first(f"the save of step {step}"):
+            while folder.exists() and time.monotonic() < end:
+                time.sleep(_POLL)
 
 
 # A program that ends waits for its last save. Python waits for all threads, but stops executors

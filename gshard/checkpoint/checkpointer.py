@@ -26,6 +26,7 @@ from gshard.checkpoint.directory import (
     read_data_state,
     steps_in,
 )
+from gshard.checkpoint.optimizer_info import difference, optimizer_info
 from gshard.checkpoint.orbax import read
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
@@ -78,10 +79,14 @@ class Checkpointer:
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
+      writes: True locks the directory at once, so that a second job is refused before it trains;
+        False before the first save, so that others may write. None: True if a rule of what to keep
+        is given. Reading (`restore`, `verify`, `metadata`) needs no lock.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
         continue.
 
     Raises:
+      CallOrderError: another process writes into the directory.
       GShardError: an argument is invalid.
 
     Example:
@@ -108,6 +113,7 @@ class Checkpointer:
         metric: str = "loss",
         mode: Literal["min", "max"] = "min",
         asynchronous: bool = True,
+        writes: bool | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
     ):
         self.directory = as_directory(directory)
@@ -120,6 +126,8 @@ class Checkpointer:
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
+        if not self._retention.keeps_all if writes is None else flag("writes", writes):
+            self._writer.claim()
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending. A step that is being saved is not one of them yet."""
@@ -294,6 +302,11 @@ class Checkpointer:
             components = read_components(functools.partial(read, folder), info.arrays, plan, cast)
         except GShardError as error:
             raise GShardError(f"{folder}: {error}") from error
+        if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
+            warn(
+                f"{folder} was saved with another optimizer than that of like=: {said}. Its state "
+                "is restored, and training goes on with yours."
+            )
         data, metadata = read_data_state(folder, info.processes), dict(info.metadata)
         return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 

@@ -15,16 +15,25 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import jax
 
-from gshard._util.durable import fsync, write_file
+from gshard._util.durable import fsync, read_regular, write_file
 from gshard._util.errors import GShardError, some, warn
-from gshard.checkpoint.directory import DESCRIPTION, MANIFEST, StepInfo, steps_in
+from gshard.checkpoint.directory import (
+    DATA,
+    DESCRIPTION,
+    MANIFEST,
+    DamagedInfoError,
+    StepInfo,
+    steps_in,
+)
 from gshard.distributed.agree import all_gather_text
 
 PROCESS_MANIFESTS = "manifests"
+_LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
+_MOST = 2**28  # bytes of a manifest
 _BLOCK = 2**22  # bytes that are read at once
 _SHOWN = 5  # damages of a step that a message lists
 
@@ -122,7 +131,13 @@ def verify_step(
 ) -> list[Damage]:
     """The damages of a step, or a folder whose name is not the number of the step in it."""
     found = find_damages(step, share, progress)
-    if not found and (number := StepInfo.read(step).step) != int(step.name):
+    if found:
+        return found
+    try:
+        number = StepInfo.read(step).step
+    except DamagedInfoError:  # its checksum is right: somebody else has written it
+        return [Damage(DESCRIPTION, "is no description of a step")]
+    if number != int(step.name):
         return [Damage(DESCRIPTION, f"is of step {number}: the folder was renamed or copied")]
     return found
 
@@ -186,7 +201,8 @@ def find_damages(
     """The files of a step that differ from what was written.
 
     With the share `(i, n)` it reads every n-th file from the i-th on, but finds all missing and
-    additional files. `progress` is called for each block that was read.
+    additional files. It warns of additional ones that nothing reads. `progress` is called for each
+    block that was read.
     """
     try:
         listed = _read_manifest(step, MANIFEST, None)
@@ -200,8 +216,12 @@ def find_damages(
         return [error.args[0]]
     missing = sorted(listed.keys() - present)
     found = [Damage(name, "is missing", _arrays_in(listed[name])) for name in missing]
-    found += [Damage(name, "is not of this step") for name in sorted(present - listed.keys())]
+    extra = sorted(present - listed.keys())
+    harmless = [name for name in extra if _is_harmless(step, name)]
+    found += [Damage(name, "is not of this step") for name in extra if name not in harmless]
     number, count = share
+    if harmless and number == 0:
+        warn(f"{step} holds files that are not of this step, and are not read: {some(harmless)}.")
     for name in sorted(present & listed.keys())[number::count]:
         found += _damages_of_file(step, name, listed[name], progress)
     return found
@@ -211,6 +231,15 @@ def size_of(step: Path) -> int:
     """The bytes of all files of a step."""
     found = [path.lstat() for path in step.rglob("*")]
     return sum(x.st_size for x in found if stat.S_ISREG(x.st_mode))
+
+
+def _is_harmless(step: Path, name: str) -> bool:
+    """Whether an additional file is one that nothing reads, such as `.DS_Store`."""
+    path = PurePosixPath(name)
+    is_hidden = path.name.startswith(".") or path.name.endswith("~")
+    if not is_hidden and path.parts[:-1] and path.parts[-2] in _LISTED_FOLDERS:
+        return False
+    return stat.S_ISREG((step / name).lstat().st_mode)
 
 
 class _DamagedError(Exception):
@@ -224,10 +253,10 @@ def _read_manifest(
     if found := _damages_of_file(step, name, segments):
         raise _DamagedError(found[0])
     try:
-        return _unsealed((step / name).read_bytes())
+        return _unsealed(read_regular(step / name, _MOST))
     except OSError as error:
         raise _DamagedError(Damage(name, f"cannot be read ({error.strerror})")) from error
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise _DamagedError(Damage(name, "differs from what was written")) from None
 
 
@@ -246,7 +275,16 @@ def _unsealed(data: bytes) -> dict[str, list[Segment]]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name:
             raise ValueError("a name that leaves the step")
-    return {name: [tuple(x) for x in segments] for name, segments in listed.items()}
+    return {name: [_segment(*x) for x in segments] for name, segments in listed.items()}
+
+
+def _segment(length: Any, checksum: Any, array: Any) -> Segment:
+    """A segment as a manifest has it; a `TypeError` or `ValueError` for another form."""
+    if type(length) is not int or type(checksum) is not int or not isinstance(array, str | None):
+        raise TypeError("no segment")
+    if length < 0:
+        raise ValueError("a negative length")
+    return length, checksum, array
 
 
 def _files(step: Path) -> set[str]:

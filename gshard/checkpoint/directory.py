@@ -7,9 +7,7 @@ complete, and renamed before it is deleted, so a folder with a number is always 
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime
-import fcntl
 import json
 import os
 import platform
@@ -23,20 +21,25 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from gshard._util.durable import remove_folder, rename, write_file
-from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.durable import read_regular, remove_folder, rename, write_file
+from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
+from gshard.checkpoint.optimizer_info import optimizer_info
 from gshard.sharding.plan import Plan
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
-_LOCK = ".gshard_lock"
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
 FORMAT = 2
+_MOST = 2**28  # bytes of a description or a data state
+
+
+class DamagedInfoError(GShardError):
+    """The description of a step is not what gshard writes."""
 
 
 def as_directory(path: Any) -> Path:
@@ -118,6 +121,7 @@ class StepInfo:
     made_by: Mapping[str, Any]  # level, mesh and versions, for people only
     metadata: Mapping[str, Any]  # what the user passed to `save`
     processes: int  # how many wrote the step
+    optimizer: Mapping[str, Any] | None = None  # what is known of it
 
     @classmethod
     def of(
@@ -132,7 +136,8 @@ class StepInfo:
             "jax": jax.__version__,
             "python": platform.python_version(),
         }
-        return cls(step, arrays, made_by, metadata, jax.process_count())
+        processes = jax.process_count()
+        return cls(step, arrays, made_by, metadata, processes, optimizer_info(plan))
 
     def write(self, folder: Path) -> None:
         """Writes it into the folder of its step."""
@@ -142,6 +147,7 @@ class StepInfo:
             "processes": self.processes,
             "made_by": self.made_by,
             "metadata": self.metadata,
+            "optimizer": self.optimizer,
             "arrays": {path: [list(x.shape), x.dtype] for path, x in self.arrays.items()},
         }
         write_file(folder / DESCRIPTION, json.dumps(table, indent=1).encode())
@@ -151,7 +157,7 @@ class StepInfo:
         """Reads the description of a step; refuses a missing or damaged one, or another format."""
         path = folder / DESCRIPTION
         try:
-            table = json.loads(path.read_bytes())
+            table = json.loads(read_regular(path, _MOST))
             if table["format"] > FORMAT:
                 raise GShardError(
                     f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
@@ -164,17 +170,34 @@ class StepInfo:
                     "and take the weights along with gshard.save_safetensors."
                 )
             arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
-            return cls(
-                table["step"], arrays, table["made_by"], table["metadata"], table["processes"]
+            info = cls(
+                table["step"],
+                arrays,
+                table["made_by"],
+                table["metadata"],
+                table["processes"],
+                table.get("optimizer"),  # earlier steps have none
             )
+            info._check_types()
+            return info
         except GShardError:
             raise
         except FileNotFoundError:
-            raise GShardError(f"{path} is missing.") from None
+            raise DamagedInfoError(f"{path} is missing.") from None
         except OSError as error:
-            raise GShardError(f"{path} cannot be read: {error.strerror}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GShardError(f"{path} is damaged.") from error
+            raise DamagedInfoError(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedInfoError(f"{path} is damaged.") from error
+
+    def _check_types(self) -> None:
+        """Raises a `TypeError` for values of other types than gshard writes."""
+        right = type(self.step) is type(self.processes) is int and self.processes > 0
+        right = right and isinstance(self.made_by, dict) and isinstance(self.metadata, dict)
+        right = right and isinstance(self.optimizer, dict | None)
+        for x in self.arrays.values():
+            right = right and isinstance(x.dtype, str) and all(type(n) is int for n in x.shape)
+        if not right:
+            raise TypeError
 
 
 def as_metadata(metadata: Any) -> dict[str, Any]:
@@ -201,7 +224,10 @@ def packed_data_state(data_state: Any) -> bytes:
 def read_data_state(folder: Path, processes: int) -> Any:
     """This process's data state; after a change of their number, the one that all processes had."""
     files = [folder / data_state_name(i) for i in range(processes)]
-    found = [path.read_bytes() if path.exists() else None for path in files]
+    try:
+        found = [read_regular(path, _MOST) if path.exists() else None for path in files]
+    except OSError as error:
+        raise GShardError(f"{folder / DATA} cannot be read: {error.strerror}.") from error
     now = jax.process_count()
     if processes != now and any(data != found[0] for data in found):
         warn(
@@ -246,40 +272,6 @@ def _json_values(name: str, value: Any) -> Any:
         raise
     except (TypeError, ValueError, RecursionError) as error:
         raise GShardError(f"{name} is not JSON: {error}.") from error
-
-
-def lock(directory: Path) -> int:
-    """Makes this process the only writer, until it closes the returned descriptor or ends."""
-    descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        who = os.read(descriptor, 200).decode(errors="replace").strip()
-        os.close(descriptor)
-        raise CallOrderError(
-            f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
-            "directory, or end that one (in this process: checkpointer.close())."
-        ) from error
-    except OSError:  # a file system without locks
-        return descriptor
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
-    return descriptor
-
-
-def unlock(descriptor: int) -> None:
-    """Lets another process write, even if a forked child still has the descriptor."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-def is_locked_by(descriptor: int, directory: Path) -> bool:
-    """Whether a descriptor of `lock` belongs to this directory, which may have been replaced."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
+from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
     ArrayInfo,
     layouts_of,
@@ -32,7 +32,6 @@ from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
-_VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
 
 
 def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
@@ -100,32 +99,9 @@ def files_of(step: Path, process: int) -> list[str]:
 
 
 def ranges_of(step: Path, process: int, arrays: Collection[str]) -> dict[str, list[Range]]:
-    """The bytes of each array in each file of a process that wrote files.
-
-    Orbax's format is OCDBT: a tree of keys, such as `params/w/c/0/1` for a block of an array, with
-    the file, the offset and the length of each value.
-    """
-    import tensorstore as ts
-
+    """The bytes of each array in each file of a process that wrote files."""
     folder = f"{ARRAYS}/{_own_folder(process)}"
-    store = ts.KvStore.open({"driver": "file", "path": f"{step / folder}/"}).result()
-    found: dict[str, list[Range]] = {}
-
-    def visit(location: str, prefix: bytes) -> None:
-        for entry in ts.ocdbt.dump(store, location).result()["entries"]:
-            key = prefix + entry["key"]
-            if "location" in entry:
-                visit(entry["location"], key[: len(prefix) + entry["subtree_common_prefix_length"]])
-            elif value := _VALUE.fullmatch(entry.get("indirect_value", "")):
-                array = _array_of(key.decode(), arrays)
-                if array is not None:
-                    ranges = found.setdefault(f"{folder}/{value[1]}", [])
-                    ranges.append((int(value[2]), int(value[3]), array))
-
-    newest = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
-    if "location" in newest:
-        visit(newest["location"], b"")
-    return found
+    return array_ranges.ranges_of(step / folder, folder, arrays)
 
 
 def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
@@ -152,13 +128,6 @@ def _bits(x: jax.Array) -> bytes:
 
 def _own_folder(process: int) -> str:
     return f"ocdbt.process_{process}"
-
-
-def _array_of(key: str, arrays: Collection[str]) -> str | None:
-    """The array whose block a key names. The path of an array may itself look like a block."""
-    while key not in arrays and key:
-        key = key.rpartition("/")[0]
-    return key or None
 
 
 def _handler() -> Any:

@@ -20,6 +20,7 @@ from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.checksums import PROCESS_MANIFESTS
 from gshard.checkpoint.directory import DATA, RetentionPolicy, StepInfo, data_state_name
+from gshard.checkpoint.directory_lock import is_locked_by, lock, unlock
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
 
 # A skipped step changes these arrays but not the step's number.
@@ -70,6 +71,16 @@ class StepWriter:
         self._data: bytes | None = None
         self._arrays: dict[str, weakref.ref[jax.Array]] = {}
         self._uncommitted = 0  # saves that were begun and are not known to be steps
+
+    def claim(self) -> None:
+        """Locks the directory, so that another job that would write there is refused now."""
+
+        def become_writer() -> None:
+            if self._first:
+                with contextlib.suppress(OSError):  # the first save says what is wrong
+                    self._become_writer()
+
+        run_on_all(become_writer, what=lambda: "Checkpointer(writes=True)")
 
     def begin(self, describe: Callable[[], Contents]) -> None:
         """Copies the arrays to the host and starts to write, when no other save is running.
@@ -224,13 +235,13 @@ class StepWriter:
 
     def _become_writer(self) -> None:
         """Locks the directory, and removes what killed and failed saves left."""
-        if self._lock is not None and not folders.is_locked_by(self._lock, self._directory):
+        if self._lock is not None and not is_locked_by(self._lock, self._directory):
             self._release()  # the directory was deleted
         if self._lock is None:
             make_folder(self._directory)
-            self._lock = folders.lock(self._directory)
+            self._lock = lock(self._directory)
             # The user may forget to close.
-            self._unlock = weakref.finalize(self, folders.unlock, self._lock)
+            self._unlock = weakref.finalize(self, unlock, self._lock)
         folders.remove_debris(self._directory)
 
     def _folder(self, step: int) -> Path:

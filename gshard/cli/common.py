@@ -250,6 +250,9 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
                         help="a TOML file, or module:function")  # fmt: skip
     of_model = "An argument of the model's function is given by name: --arguments.layers 4"
     group = parser.add_argument_group("options that override CONFIG", of_model)
+    parser.add_argument("--allow-import", action="append", default=[], metavar="NAME",
+                        help="a module or package outside the current folder that a TOML file may "
+                        "name as its model, whose code then runs")  # fmt: skip
     for key, meaning in _MEANINGS.items():
         group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
     return parser
@@ -273,7 +276,7 @@ def given_config(
         if key in _MEANINGS or key.startswith("arguments.")
     }
     if given.config is not None:
-        return given, read_config(given.config, options)
+        return given, read_config(given.config, options, given.allow_import)
     for key in options:
         if key not in _MEANINGS:
             parser.error(f"--{key} goes with a CONFIG")

@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from traceback import extract_tb
 from types import TracebackType
@@ -28,6 +29,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
+from gshard.distributed import unfinished
 
 Batch = TypeVar("Batch")
 
@@ -53,13 +55,20 @@ _listening = False
 def at_exit_with(code: int) -> None:
     """Makes this process exit with `code`, when it ends, without waiting for others.
 
-    Threads that still run do not delay the exit: the other processes would wait for them too.
+    Threads that still run do not delay the exit, since the other processes would wait for them too;
+    but a save that is under way does.
     """
     global _code
     _code = code & 0xFF or 1  # what the system keeps of a code; 0 would be a success
-    late = threading.Timer(_THREADS_TIMEOUT, _exit_now)
-    late.daemon = True
-    late.start()
+    unfinished.exits_with_error()
+    began = time.monotonic()
+
+    def exit_late() -> None:
+        time.sleep(_THREADS_TIMEOUT)
+        unfinished.wait(began)
+        _exit_now()
+
+    threading.Thread(target=exit_late, daemon=True).start()
 
 
 @atexit.register

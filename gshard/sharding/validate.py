@@ -128,8 +128,9 @@ def refuse_donated(leaves: list[Any]) -> None:
     if any(x.is_deleted() for x in leaves if _is_array(x)):
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
-            "memory. Go on with what that step returned (state, metrics = step(state, batch)), or "
-            "make the step with donate=False."
+            "memory. Go on with what that step returned (state, metrics = step(state, batch)); if "
+            "Ctrl-C interrupted it before you had that, it is step.latest. Or make the step with "
+            "donate=False."
         )
 
 

@@ -22,6 +22,7 @@ from gshard.train import loss_check
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
+from gshard.train.latest_state import LatestState
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
     MAX_BAD_STEPS,
@@ -198,6 +199,7 @@ class TrainStep:
         of_devices = options.loss_semantics == "per_device"
         self._check_loss = of_devices and options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
+        self._latest = LatestState(plan.kind)
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
@@ -234,6 +236,7 @@ class TrainStep:
     def __call__(self, model: Any, optimizer: Any, batch: Any, /) -> dict[str, Any]: ...
     def __call__(self, *args: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
+        self._latest.after_interrupt()
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
         batch = self._place(batch)
@@ -241,12 +244,28 @@ class TrainStep:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        leaves, metrics, guard = self.jitted(leaves, structure, batch, self.options.rng)
+        leaves, metrics, guard = self._latest.run(
+            self.jitted, state, leaves, structure, batch, self.options.rng
+        )
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
-        state = self.plan.kind.update(state, new)
+        state = self._latest.complete(new)
         return metrics if state is None else (state, metrics)
+
+    @property
+    def latest(self) -> Any:
+        """The state that this step returned last, which an interrupt (Ctrl-C) does not lose.
+
+        For NNX the `(model, optimizer)` pair, with its last update completed. None if the step has
+        returned none, if it was donated since, or if nobody has kept it: this holds no memory.
+        Only an interrupt keeps the state, until the next call or `del step.latest`.
+        """
+        return self._latest.get()
+
+    @latest.deleter
+    def latest(self) -> None:
+        self._latest.release()
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, concrete or abstract, without running it."""

@@ -819,17 +819,6 @@ def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
             jax.jit(act)(run.state)
 
 
-def test_a_forked_child_does_not_keep_the_directory(written, run):
-    first = gshard.Checkpointer(written)
-    first.save(30, run.state)
-    first.wait()
-    descriptor = os.dup(first._writer._lock)  # as a child has it
-    first.close()
-    with gshard.Checkpointer(written) as second:
-        second.save(40, run.state)
-    os.close(descriptor)
-
-
 @pytest.mark.parametrize("name", ["gshard.json", "data_state/process_0.json", "arrays/_METADATA"])
 def test_damaged_files_that_are_not_compared_are_said_in_words(tmp_path, run, name):
     with gshard.Checkpointer(tmp_path) as checkpointer:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,9 +64,14 @@ def written(request, tmp_path_factory) -> Saved:
     return MAKERS[request.param](tmp_path_factory.mktemp("steps"))
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> Saved:
+    return save_three(tmp_path_factory.mktemp("three") / "steps")
+
+
 @pytest.fixture
-def saved(tmp_path) -> Saved:
-    return save_three(tmp_path / "steps")
+def saved(three, tmp_path) -> Saved:
+    return three._replace(directory=shutil.copytree(three.directory, tmp_path / "steps"))
 
 
 def files(step: Path) -> list[str]:
@@ -134,6 +142,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(written):
         (step / name).write_bytes(before)
     assert not gshard.Checkpointer(written.directory).verify()
     assert read > READ // 4, f"{read} of {named} could be read"
+    gc.collect()  # what Orbax has left, while its warnings are ignored
 
 
 def link_to_a_copy(path: Path) -> None:
@@ -184,10 +193,102 @@ def test_what_is_not_of_a_step_is_named(saved, tmp_path):
             foreign.symlink_to(target)
             assert_found(saved, foreign.relative_to(step).as_posix())
             foreign.unlink()
+    for inside in ("manifests", "data_state", "arrays/array_metadatas"):  # read by what is there
+        foreign = step / inside / "process_7.json"
         foreign.write_bytes(b"")
         assert_found(saved, foreign.relative_to(step).as_posix())
         foreign.unlink()
     assert not gshard.Checkpointer(saved.directory).verify()
+
+
+@pytest.mark.parametrize(
+    "name", [".DS_Store", "arrays/.nfs0001", "data_state/.process_0.json.swp", "manifests/a~", "x"]
+)
+def test_a_file_that_nothing_reads_is_no_damage(saved, name):
+    step = saved.directory / str(saved.newest)
+    (step / name).write_bytes(b"left by somebody else")
+    checkpointer = gshard.Checkpointer(saved.directory)
+    with pytest.warns(gshard.GShardWarning, match=re.escape(name)):
+        assert not checkpointer.verify()
+    with pytest.warns(gshard.GShardWarning, match="not of this step, and are not read"):
+        assert checkpointer.restore(like=(saved.state, saved.plan)).step == saved.newest
+
+
+def sealed(text: str) -> bytes:
+    line = text.encode() + b"\n"
+    return line + b"%08x\n" % zlib.crc32(line)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HOSTILE = {
+    "a list": "[]",
+    "a number": "7",
+    "nothing": "null",
+    "a number for segments": '{"gshard.json": 7}',
+    "a number for a segment": '{"gshard.json": [7]}',
+    "two values": '{"gshard.json": [[1, 2]]}',
+    "texts for numbers": '{"gshard.json": [["1", "2", null]]}',
+    "a float": '{"gshard.json": [[1.5, 2, null]]}',
+    "less than nothing": '{"gshard.json": [[-1, 2, null]]}',
+    "a list for an array": '{"gshard.json": [[1, 2, ["w"]]]}',
+    "a table for segments": '{"gshard.json": {"a": 1}}',
+    "deep": DEEP,
+    "a name that leaves": '{"../x": [[1, 2, null]]}',
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "a pipe", "huge"])
+@pytest.mark.parametrize("name", ["manifest.json", "manifests/process_0.json"])
+def test_a_manifest_that_gshard_did_not_write_is_damage(saved, kind, name):
+    path = saved.directory / str(saved.newest) / name
+    path.unlink()
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(2**40)  # no byte of it takes room on the disk
+    else:
+        path.write_bytes(sealed(HOSTILE[kind]))
+        combined = path.parents[len(Path(name).parts) - 1] / "manifest.json"
+        if name != "manifest.json":  # seal it there too, so that it is read
+            content = path.read_bytes()
+            listed = json.loads(combined.read_text().splitlines()[0])
+            listed[name] = [[len(content), zlib.crc32(content), None]]
+            combined.write_bytes(sealed(json.dumps(listed)))
+    found = assert_found(saved, name)
+    assert kind != "huge" or "bytes" in found[0].what
+    with pytest.warns(gshard.GShardWarning, match="is restored instead"):
+        restored = gshard.Checkpointer(saved.directory).restore(like=(saved.state, saved.plan))
+    assert restored.step == saved.newest - 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"format": 2}', DEEP, '{"format": 2, "step": "3", "processes": 1, '
+             '"made_by": {}, "metadata": {}, "arrays": {}}']
+)  # fmt: skip
+def test_a_description_that_gshard_did_not_write_is_damage(saved, text):
+    """Its checksum is right, as somebody who writes into a directory can make it."""
+    step = saved.directory / str(saved.newest)
+    content = text.encode()
+    (step / "gshard.json").write_bytes(content)
+    listed = json.loads((step / "manifest.json").read_text().splitlines()[0])
+    listed["gshard.json"] = [[len(content), zlib.crc32(content), None]]
+    (step / "manifest.json").write_bytes(sealed(json.dumps(listed)))
+    assert_found(saved, "gshard.json")
+    with pytest.warns(gshard.GShardWarning, match="is restored instead"):
+        gshard.Checkpointer(saved.directory).restore(like=(saved.state, saved.plan))
+
+
+@pytest.mark.parametrize("name", ["gshard.json", "data_state/process_0.json"])
+def test_a_pipe_that_is_read_before_it_is_compared_does_not_wait(saved, name):
+    path = saved.directory / str(saved.newest) / name
+    pipe_instead(path)
+    checkpointer = gshard.Checkpointer(saved.directory)
+    with pytest.raises(gshard.GShardError, match="cannot be read: it is no regular file"):
+        if name == "gshard.json":
+            checkpointer.metadata()
+        else:
+            checkpointer.restore(3, like=(saved.state, saved.plan), verify=False)
 
 
 def test_a_folder_that_is_gone_is_found(saved, tmp_path):

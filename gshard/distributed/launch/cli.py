@@ -14,6 +14,7 @@ from gshard._util.validation import check_integer
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
+from gshard.distributed.launch.background_writer import background_output, drain_output
 from gshard.distributed.launch.exit_status import first_cause, report
 from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
 from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
@@ -38,7 +39,7 @@ def main(words: list[str]) -> int:
         print(_parser().format_help(), end="")
         return 0
     try:
-        with collected_signals() as signals:
+        with collected_signals() as signals, background_output(signals):
             return _run(request(words), signals)
     except GShardError as error:
         _say(f"error: {error}")
@@ -79,6 +80,7 @@ def _exit_code(outcome: Outcome) -> int:
 
 
 def _say(text: str) -> None:
+    drain_output()  # of the processes, which it follows
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):  # nobody reads any more
@@ -92,8 +94,8 @@ _INTEGERS = {
     "nnodes": (1, 1, "", "N", "machines of the job (default 1)"),
     "max_restarts": (0, 0, "", "N", "start all processes again, so often, when one has failed "
                      "(default 0)"),
-    "grace": (30, 0, "", "SECONDS", "after SIGTERM the processes have so long to save and stop "
-              "(default 30)"),
+    "grace": (30, 0, "", "SECONDS", "after SIGTERM, or when one has failed, the processes have so "
+              "long to save (default 30)"),
     "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
                           f"counts as dead (default {HEARTBEAT_TIMEOUT})"),
     "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "all processes have so "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from gshard._util.errors import some
 from gshard.distributed.exit import LOST_PEER, PREEMPTED_EXIT_CODE
+from gshard.distributed.unfinished import Work
 
 TAIL = 20  # lines
 _WIDTH = 96  # of a report
@@ -40,6 +41,7 @@ class End:
     seconds: float = 0.0  # since the start of the job
     stopped: bool = False  # by SIGSTOP, so that it had to be killed
     asked: bool = False  # told to end
+    work: Work = Work()  # what it had to finish
 
     @property
     def failed(self) -> bool:
@@ -103,10 +105,20 @@ def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     lines = textwrap.wrap(said + meaning(first, memory_kills), _WIDTH)
     if first.tail:
         lines += [f"Last lines of rank {first.rank}:", *(f"    | {line}" for line in first.tail)]
+    lines += [line for end in ends for line in _work(end)]
     others = "; ".join(_other(end) for end in ends if end is not first)
     if others:
         lines += textwrap.wrap(f"The others: {others}.", _WIDTH)
     return "\n".join(f"gshard: {line}" for line in [*lines, f"Logs: {logs}"])
+
+
+def _work(end: End) -> list[str]:
+    """Says what became of the saves that were under way when the job failed."""
+    said = [f"Rank {end.rank} finished {x} before it ended." for x in end.work.finished_late]
+    return said + [
+        f"Rank {end.rank} ended before {x} was finished: --grace is the limit for it."
+        for x in end.work.running
+    ]
 
 
 def _other(end: End) -> str:

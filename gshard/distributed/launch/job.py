@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
+from gshard.distributed.unfinished import Work, read_work
 
 _RUN = Path(__file__).with_name("run_script.py")
 
@@ -74,19 +76,22 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
     port = None if alone or request.rank else ReservedPort(*master)
     try:
         supervisor = Supervisor(None if alone else request.heartbeat_timeout)
+        status = tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True)
         try:
             for local in range(len(request.variables)):
                 if not signals:
-                    supervisor.add(_start(request, local, restarts, port))
+                    supervisor.add(_start(request, local, restarts, port, Path(status.name)))
             while supervisor.running:
                 supervisor.tick()
                 if signals:
                     _stop_in_order(supervisor, signals, request.grace)
                 elif supervisor.failed:
                     supervisor.settle()
+                    supervisor.let_finish(request.grace)
                     supervisor.end_rest()
         finally:
             supervisor.close()
+            status.cleanup()
     except OSError as error:
         if isinstance(error, GShardError):
             raise
@@ -98,7 +103,9 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
     return Outcome(ends, signals[0] if signals else None, _memory_kills() - kills)
 
 
-def _start(request: Request, local: int, restarts: int, port: ReservedPort | None) -> Worker:
+def _start(
+    request: Request, local: int, restarts: int, port: ReservedPort | None, status: Path
+) -> Worker:
     rank = (request.rank or 0) * len(request.variables) + local
     position = env_vars.process_variables(
         port.address if port else request.master or Address(LOOPBACK, 1),
@@ -110,7 +117,12 @@ def _start(request: Request, local: int, restarts: int, port: ReservedPort | Non
         restarts=restarts,
         port_is_kept=port is not None,
     )
-    variables = {**os.environ, **request.variables[local], **position, "PYTHONUNBUFFERED": "1"}
+    own = {
+        "PYTHONUNBUFFERED": "1",
+        env_vars.GRACE: str(request.grace),
+        env_vars.STATUS_FILE: str(status / str(rank)),
+    }
+    variables = {**os.environ, **request.variables[local], **position, **own}
     command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
     return Worker(rank, command, variables, Log(request.log_dir, rank), tag)
@@ -134,7 +146,7 @@ class Worker(Child):
     def __init__(
         self, rank: int, command: list[str], environment: dict[str, str], log: Log, tag: str
     ):
-        self._log = log
+        self._log, self._status = log, Path(environment.get(env_vars.STATUS_FILE, os.devnull))
         self._process = subprocess.Popen(
             [sys.executable, str(_RUN), *command],
             env=environment,
@@ -159,6 +171,10 @@ class Worker(Child):
     def wait(self) -> None:
         """Waits until the process has ended."""
         self._process.wait()
+
+    def work(self) -> Work:
+        """Returns what it has to finish, as it says itself."""
+        return read_work(self._status)
 
     def close(self) -> None:
         """Closes its pipes and its log."""

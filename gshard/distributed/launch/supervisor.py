@@ -20,6 +20,7 @@ from typing import IO, Any
 from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 from gshard.distributed.launch.output import Lines, Stream
+from gshard.distributed.unfinished import Work
 
 _TICK = 0.05  # seconds that one look at the processes waits for news of them
 _SETTLE = 2.0  # seconds in which those that lost a peer fail by themselves
@@ -49,6 +50,10 @@ class Child(ABC):
         """Reads what it wrote before it ended."""
         for stream in self._outputs.values():
             stream.drain()
+
+    def work(self) -> Work:
+        """Returns what it has to finish before it may be ended."""
+        return Work()
 
     def text(self) -> str:
         """Returns the output that explains how it ended."""
@@ -108,6 +113,14 @@ class Supervisor:
         """Waits a moment after a failure, so that failures that follow from it are reported."""
         self._wait(_SETTLE)
 
+    def let_finish(self, seconds: float) -> None:
+        """Waits for saves that are under way, as long as the first process can commit them."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not (0 in self.ends and self.ends[0].failed):
+            if not any(child.work().running for child in self.running):
+                break
+            self.tick()
+
     def end_rest(self) -> None:
         """Ends all running processes: SIGTERM, and after 3 seconds SIGKILL to their groups."""
         stopped = [c for c in self.running if self._stop_limit is not None and is_stopped(c.pid)]
@@ -165,6 +178,7 @@ class Supervisor:
                 time.monotonic() - self._began,
                 stopped=child.rank in self._stopped,
                 asked=child.rank in self._asked,
+                work=child.work(),
             )
             self._guardian.forget(child.pid)
 

@@ -578,6 +578,20 @@ def test_an_interrupt_leaves_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "old"
 
 
+def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
+    state, _ = simple({"a": np.ones(3, np.float32)})
+    (tmp_path / ".x.0123abcd.new").write_text("left by a killed process")
+    others = [".x.0123abcd.new.txt", ".y.0123abcd.new", ".x.new", ".x.0123abcdef.new"]
+    for name in others:
+        (tmp_path / name).write_text("of somebody else")
+    with NewFile(tmp_path / "x", "another export") as living:  # in another process
+        living.write(b"half")
+        gshard.save_safetensors(state, tmp_path / "x")
+        living.commit()
+    assert sorted(os.listdir(tmp_path)) == sorted([*others, "x"])
+    assert (tmp_path / "x").read_bytes() == b"half"
+
+
 # ---- memory -------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 from gshard.distributed.launch import supervisor
 from gshard.distributed.launch.output import Lines
 from gshard.distributed.launch.supervisor import Child, Supervisor
+from gshard.distributed.unfinished import Work
 
 
 class Shell(Child):
@@ -76,3 +77,23 @@ def test_who_does_not_go_is_killed(busy, monkeypatch):
     assert busy.ends[0].code == -signal.SIGKILL
     assert busy.ends[0].asked
     assert time.monotonic() - began >= 0.3
+
+
+class Saves(Shell):
+    """A process that has a save to finish for half a second."""
+
+    def __init__(self, script):
+        super().__init__(script)
+        self.until = time.monotonic() + 0.5
+
+    def work(self):
+        return Work(("the save of step 1",) if time.monotonic() < self.until else ())
+
+
+@pytest.mark.parametrize(("grace", "least", "most"), [(10.0, 0.4, 5.0), (0.1, 0.0, 0.4)])
+def test_who_saves_is_ended_after_the_save(busy, grace, least, most):
+    busy.pause = 0.0
+    busy.add(Saves("echo; exec sleep 10"))
+    began = time.monotonic()
+    busy.let_finish(grace)
+    assert least <= time.monotonic() - began < most

@@ -1,0 +1,78 @@
+"""The lock of a checkpoint directory: one process at a time writes into it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+from pathlib import Path
+
+from gshard._util.errors import CallOrderError, GShardError
+
+LOCK = ".gshard_lock"
+_held: set[int] = set()  # descriptors of the locks of this process
+
+
+def _close_in_fork() -> None:
+    """A forked child, such as a data worker, may outlive its parent and would keep the lock."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def lock(directory: Path) -> int:
+    """Makes this process the only writer, until it unlocks the returned descriptor or ends."""
+    path = directory / LOCK
+    refused = GShardError(
+        f"{path} is a link or no regular file, and gshard would overwrite what it leads to. "
+        "Remove it."
+    )
+    # Writing into a pipe would wait for a reader.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink() or path.is_dir():
+            raise refused from error
+        raise
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+        os.close(descriptor)
+        raise refused
+    _held.add(descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        who = os.read(descriptor, 200).decode(errors="replace").strip()
+        unlock(descriptor)
+        raise CallOrderError(
+            f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
+            "directory, or end that one (in this process: checkpointer.close())."
+        ) from error
+    except OSError:  # a file system without locks
+        return descriptor
+    os.truncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    return descriptor
+
+
+def unlock(descriptor: int) -> None:
+    """Lets another process write; does nothing in a forked child, which has not the lock."""
+    if descriptor in _held:
+        _held.discard(descriptor)
+        with contextlib.suppress(OSError):  # also if a child that a C library forked still has it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def is_locked_by(descriptor: int, directory: Path) -> bool:
+    """Whether a descriptor of `lock` belongs to this directory, which may have been replaced."""
+    try:
+        own = descriptor in _held
+        return own and os.path.samestat(os.fstat(descriptor), (directory / LOCK).stat())
+    except OSError:
+        return False

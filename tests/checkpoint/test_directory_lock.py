@@ -1,0 +1,116 @@
+"""One process writes into a directory; a second job is refused before it trains."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gshard
+from gshard.checkpoint.directory_lock import LOCK, is_locked_by, lock, unlock
+from tests.jobs import ROOT
+from tests.processes import clean_environment
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "pipe", "folder"])
+def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path, kind):
+    precious = tmp_path / "precious"
+    precious.write_text("my only copy")
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "link":
+        (run / LOCK).symlink_to(precious)
+    elif kind == "link to nothing":
+        (run / LOCK).symlink_to(tmp_path / "nothing")
+    elif kind == "hard link":
+        os.link(precious, run / LOCK)
+    elif kind == "pipe":
+        os.mkfifo(run / LOCK)
+    else:
+        (run / LOCK).mkdir()
+    with pytest.raises(gshard.GShardError, match="is a link or no regular file"):
+        lock(run)
+    assert precious.read_text() == "my only copy"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.slow
+def test_a_forked_child_does_not_keep_a_lock(tmp_path):
+    """The lock belongs to what both processes opened: the child has to close it."""
+    script = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from gshard.checkpoint.directory_lock import lock, unlock\n"
+        f"number = lock(Path({str(tmp_path)!r}))\n"
+        "if not os.fork():\n"
+        "    unlock(number)\n"  # as a finalizer of the child does
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "    os._exit(0)\n"
+        "time.sleep(60)\n"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=clean_environment() | {"PYTHONPATH": str(ROOT)},
+    )
+    assert program.stdout is not None
+    child = int(program.stdout.readline())
+    try:
+        with pytest.raises(gshard.CallOrderError, match=f"process {program.pid} on"):
+            lock(tmp_path)
+        program.kill()
+        program.wait()
+        os.kill(child, 0)  # it lives
+        unlock(lock(tmp_path))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        program.stdout.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_in_a_forked_child_the_lock_is_not_its_own(tmp_path):
+    number = lock(tmp_path)
+    pid = os.fork()
+    if not pid:
+        os._exit(3 if is_locked_by(number, tmp_path) else 0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert is_locked_by(number, tmp_path)
+    unlock(number)
+
+
+def test_a_second_job_is_refused_before_it_trains(tmp_path):
+    with gshard.Checkpointer(tmp_path, keep_last=3) as first:
+        with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+            gshard.Checkpointer(tmp_path, keep_last=3)
+        with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+            gshard.Checkpointer(tmp_path, writes=True)
+        gshard.Checkpointer(tmp_path, keep_last=3, writes=False)
+        first.wait()
+    with gshard.Checkpointer(tmp_path, writes=True):
+        pass
+
+
+def test_readers_need_no_lock(tmp_path):
+    mesh = gshard.make_mesh(devices=jax.devices()[:1])
+    state, _ = gshard.shard_train_state(({"w": jnp.ones(8)}, optax.sgd(0.1)), mesh, "dp")
+    with gshard.Checkpointer(tmp_path, writes=True) as writer:
+        writer.save(1, state)
+        writer.wait()
+        with gshard.Checkpointer(tmp_path) as reader:
+            assert reader.restore(like=state).step == 1
+            assert reader.verify() == []
+            assert reader.metadata() == {}
+        gshard.Checkpointer(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+def test_arguments_that_cannot_be(tmp_path):
+    with pytest.raises(gshard.GShardError, match="writes"):
+        gshard.Checkpointer(tmp_path, writes="yes")

@@ -1,0 +1,81 @@
+"""Another optimizer at a restore is one warning that says what is known of the difference."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gshard
+from gshard.checkpoint.optimizer_info import difference, optimizer_info
+
+
+def shard(tx, level="dp", devices=1, **options):
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    params = {"w": jnp.ones((16, 24)), "b": jnp.ones(8)}
+    return gshard.shard_train_state((params, tx), mesh, level, min_shard_size=0, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    with gshard.Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, shard(optax.adam(1e-3))[0])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tx", "said"),
+    [
+        (optax.adam(3e-3), r"the numbers -0\.001.* there, -0\.003.* here"),
+        (optax.adam(1e-3, b1=0.8), r"the numbers 0\.1, 0\.9 there, 0\.2, 0\.8 here"),
+        (optax.adamax(1e-3), "the operations .* there, .*max.* here"),
+        (optax.adam(optax.constant_schedule(1e-3)), "state of none there, ScaleByScheduleState"),
+    ],
+)
+def test_another_optimizer_is_one_warning(saved, tx, said):
+    like = shard(tx)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            gshard.Checkpointer(saved).restore(like=like)
+        except gshard.GShardError as error:
+            assert "opt_state" in str(error)  # of another tree
+            return
+    assert len(seen) == 1, [str(x.message) for x in seen]
+    assert "was saved with another optimizer" in str(seen[0].message)
+    assert re.search(said, str(seen[0].message)), str(seen[0].message)
+
+
+@pytest.mark.parametrize(
+    ("level", "devices", "options"),
+    [("os", 8, {}), ("p_g_os", 3, {}), ("dp", 2, {"precision": "bfloat16"})],
+)
+def test_the_same_optimizer_is_none(saved, level, devices, options):
+    gshard.Checkpointer(saved).restore(like=shard(optax.adam(1e-3), level, devices, **options))
+
+
+def test_steps_that_say_nothing_of_it_are_read(saved, tmp_path):
+    like = shard(optax.adam(2e-3))
+    description = saved / "1" / "gshard.json"
+    text = description.read_text()
+    table = json.loads(text)
+    del table["optimizer"]
+    try:
+        description.write_text(json.dumps(table))
+        gshard.Checkpointer(saved).restore(1, like=like, verify=False)
+    finally:
+        description.write_text(text)
+
+
+def test_in_other_versions_only_the_state_is_compared():
+    one, other = (optimizer_info(shard(optax.adam(x))[1]) for x in (1e-3, 2e-3))
+    assert "numbers" in difference(one, other)
+    assert difference(one | {"versions": ["1", "2"]}, other) == ""
+    sgd = optimizer_info(shard(optax.sgd(1e-3, momentum=0.9))[1])
+    assert "ScaleByAdamState" in difference(one | {"versions": ["1", "2"]}, sgd)
