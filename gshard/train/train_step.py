@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import jax
@@ -32,6 +33,7 @@ from gshard.train.options import (
 )
 from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
+from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
 from gshard.train_state.nonfinite import GradScaler, Guard, Watch
@@ -199,6 +201,7 @@ class TrainStep:
         self._check_loss = of_devices and options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
+        self._check_program = ProgramCheck(plan, f"the step of {self._name}", options)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run,
@@ -237,6 +240,8 @@ class TrainStep:
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
         batch = self._place(batch)
+        traced = partial(self.jitted.trace, leaves, structure, batch, self.options.rng)
+        self._check_program(structure, batch, traced)
         if self._check_loss:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
