@@ -30,6 +30,9 @@ _ADVICE = {
 }
 
 
+_compared: dict[Any, int] = {}  # how many programs, by mesh
+
+
 class ProgramCheck:
     """Compares a program at the first call of each form of arguments; nothing in one process.
 
@@ -39,30 +42,32 @@ class ProgramCheck:
     def __init__(self, plan: Plan, what: str, options: Any = None):
         self._plan, self._what, self._options = plan, what, options
         self._is_on = spans_processes(plan)
-        self._last: tuple[Any, Any] = (None, None)
-        self._seen: set[Any] = set()
+        self._last: tuple[Any, Any, int] = (None, None, 0)
+        self._seen: dict[Any, int] = {}
 
     def __call__(
         self, structure: Any, arguments: Any, trace: Callable[[], jax.stages.Traced]
-    ) -> None:
-        """Compares the program that `trace` traces, unless that was done.
+    ) -> int:
+        """Compares the program that `trace` traces, unless that was done, and returns its number.
 
         The program is known by `structure`, which is hashable, and the form of `arguments`. Inside
         a trace of the user's nothing is compared: it may be one of this process alone.
         """
         if not self._is_on:
-            return
+            return 0
         leaves, tree = jax.tree.flatten(arguments)
         if any(isinstance(x, core.Tracer) for x in leaves):
-            return
+            return 0
         form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
         if self._last[0] is structure and self._last[1] == form:
-            return
-        self._last = structure, form
+            return self._last[2]
         key = (structure, tree, tuple(form[1]))
         if key not in self._seen:
             compare_programs(self._plan, self._what, trace(), self._options)
-            self._seen.add(key)
+            # All processes of a mesh compare the same programs, so these are the same numbers.
+            self._seen[key] = _compared[self._plan.mesh] = _compared.get(self._plan.mesh, 0) + 1
+        self._last = structure, form, self._seen[key]
+        return self._last[2]
 
 
 def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: Any = None) -> None:

@@ -20,6 +20,7 @@ from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
+from gshard.train.batch_numbers import BatchNumbers
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
@@ -185,8 +186,10 @@ class TrainStep:
     Attributes:
       plan: the layout of every array.
       options: those of `make_train_step`.
-      jitted: a function of the leaves of the state, their structure, the batch and the key.
+      jitted: a function of the leaves of the state, their structure, the batch, the key and
+        the numbers of the batch.
       loss_transfers: what the loss communicates in its forward pass; None before the first call.
+      numbers: checks that all processes give the batches of the same step.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
@@ -202,12 +205,13 @@ class TrainStep:
         wanted = plan.abstract_components()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the step of {self._name}", options)
+        self.numbers = BatchNumbers(plan)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
-            out_shardings=(shardings, plan.sharding(), plan.sharding()),
+            out_shardings=(shardings, plan.sharding(), plan.sharding(), plan.sharding()),
         )
 
     @property
@@ -240,16 +244,20 @@ class TrainStep:
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
         batch = self._place(batch)
-        traced = partial(self.jitted.trace, leaves, structure, batch, self.options.rng)
-        self._check_program(structure, batch, traced)
+        self.numbers.look()
+        rng, row = self.options.rng, self.numbers.row(batch, 0, leaves[0])
+        traced = partial(self.jitted.trace, leaves, structure, batch, rng, row)
+        program = self._check_program(structure, batch, traced)
+        row = self.numbers.row(batch, program, leaves[0])
         if self._check_loss:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        leaves, metrics, guard = self.jitted(leaves, structure, batch, self.options.rng)
+        leaves, metrics, guard, sums = self.jitted(leaves, structure, batch, rng, row)
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
+        self.numbers.add(batch, program, sums)
         state = self.plan.kind.update(state, new)
         return metrics if state is None else (state, metrics)
 
@@ -263,7 +271,8 @@ class TrainStep:
         *_, (leaves, structure), batch = self._take(args, abstract=True)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
-        return self.jitted.trace(leaves, structure, batch, self.options.rng)
+        row = self.numbers.row(batch, 0)
+        return self.jitted.trace(leaves, structure, batch, self.options.rng, row)
 
     def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """Returns the arguments of a call of the step; an NNX pair becomes two of them."""
@@ -276,16 +285,16 @@ class TrainStep:
         return batch
 
     def _run(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
         # XLA names the arguments of the program after these parameters: the report of a compiled
         # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
         with _paused_collector():
-            return self._stages(leaves, structure, batch, rng)
+            return self._stages(leaves, structure, batch, rng, row)
 
     def _stages(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
         """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
         plan, options = self.plan, self.options
         parts: Components = jax.tree.unflatten(structure, leaves)
@@ -300,7 +309,7 @@ class TrainStep:
             now = dataclasses.replace(parts, non_trainable=keys)
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
-        result = stage.reduced(now, batch, rng, scale)
+        result = stage.reduced(now, batch, rng, scale, row)
         self.loss_transfers = tuple(stage.loss_transfers)
         updates = result.weight != 0
         if self._skip_nonfinite:
@@ -328,7 +337,7 @@ class TrainStep:
         )
         if options.post_update is not None:
             new = apply_post_update(options.post_update, new, parts.static, plan, updates)
-        return jax.tree.leaves(new), metrics, guard
+        return jax.tree.leaves(new), metrics, guard, result.numbers
 
     def _take(
         self, args: tuple[Any, ...], abstract: bool = False

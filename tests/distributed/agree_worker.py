@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gshard
@@ -161,7 +162,110 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-PARTS = {"states": states, "programs": programs}
+def batches(rank: int) -> dict[str, Callable[[], Any]]:
+    """Batches that one process skips or repeats, by name of the case."""
+    import jax
+    import numpy as np
+
+    x = np.random.default_rng(5).normal(size=(80, 16)).astype(np.float32)
+
+    def source(plan: Any, kind: str) -> Any:
+        if kind == "loader":
+            return gshard.DataLoader({"x": x}, 8, plan, shuffle=False)
+        return gshard.global_batches(({"x": x[i * 8 : i * 8 + 4]} for i in range(10)), plan)
+
+    def trained(
+        kind: str = "loader", skips: Any = (), repeats: Any = (), level: str = "os", **options: Any
+    ) -> Any:
+        """Trains, and says at which call an error came."""
+        state, plan = sharded(0, level)
+        step = gshard.make_train_step(loss, plan, **options)
+        evaluate = gshard.make_eval_step(loss, plan)
+        calls = 0
+        try:
+            for i, given in enumerate(source(plan, kind)):
+                if (rank, i) in skips:
+                    continue
+                for _ in range(1 + ((rank, i) in repeats)):
+                    calls += 1
+                    state, metrics = step(state, given)
+                    if calls % 3 == 0:
+                        evaluate(state, batch(rank))
+                if calls == 8:
+                    break
+        except gshard.GShardError as error:
+            return f"error in call {calls}: {error}"
+        return float(metrics["loss"])
+
+    def saved() -> str:
+        """A save right after the fault, which no step has noticed yet."""
+        folder = Path(sys.argv[4]).with_name("checkpoints")
+        state, plan = sharded()
+        step = gshard.make_train_step(loss, plan)
+        loader = iter(source(plan, "loader"))
+        with gshard.Checkpointer(folder, asynchronous=False) as checkpointer:
+            state, _ = step(state, next(loader))
+            checkpointer.save(1, state)
+            if rank == 1:
+                next(loader)
+            state, _ = step(state, next(loader))
+            said = []
+            for number in (2, 3):
+                try:
+                    checkpointer.save(number, state)
+                except gshard.GShardError as error:
+                    said.append(str(error))
+            steps = checkpointer.all_steps()
+            state = checkpointer.restore(like=state).state
+            state, _ = step(state, next(iter(source(plan, "loader"))))
+            checkpointer.save(4, state)
+            steps += checkpointer.all_steps()
+        return f"{len(said)} {steps} {said[0]}"
+
+    def alternating(fault: bool) -> str:
+        """Two steps of one form that take turns, of which process 1 leaves one out."""
+        state, plan = sharded()
+        steps = [gshard.make_train_step(lambda p, b, f=f: loss(p, b, f), plan) for f in (1.0, 2.0)]
+        for i in range(8 + (rank and fault)):
+            if not (fault and rank and i == 4):
+                state, metrics = steps[i % 2](state, batch(rank))
+        return str(float(metrics["loss"]))
+
+    def own_data() -> float:
+        """Without a loader nobody knows which batch it is."""
+        state, plan = sharded()
+        step = gshard.make_train_step(loss, plan)
+        for i in range(6):
+            state, metrics = step(state, batch(rank + 2 * i))
+        return float(metrics["loss"])
+
+    def jitted() -> float:
+        state, plan = sharded()
+        step = jax.jit(gshard.make_train_step(loss, plan, donate=False))
+        for given in source(plan, "loader"):
+            state, metrics = step(state, given)
+        return float(metrics["loss"])
+
+    skip = {"skips": {(1, 4)}}
+    return {
+        "equal": trained,
+        "equal_without_a_number": own_data,
+        "equal_in_a_jit": jitted,
+        "equal_in_global_batches": lambda: trained("global_batches"),
+        "equal_skipped_by_all": lambda: trained(skips={(0, 3), (1, 3)}),
+        "equal_alternating": lambda: alternating(False),
+        "skips": lambda: trained(**skip),
+        "skips_at_p_g_os": lambda: trained(level="p_g_os", micro_batches=2, **skip),
+        "skips_at_dp": lambda: trained(level="dp", max_bad_steps=None, **skip),
+        "skips_in_global_batches": lambda: trained("global_batches", **skip),
+        "repeats": lambda: trained(repeats={(0, 2)}),
+        "saves": saved,
+        "alternating": lambda: alternating(True),
+        "equal_again": trained,
+    }
+
+
+PARTS = {"states": states, "programs": programs, "batches": batches}
 
 
 def main(coordinator: str, processes: int, rank: int, file: str, part: str) -> None:

@@ -78,3 +78,42 @@ def test_processes_that_compile_different_programs_are_told(programs, case):
 def test_processes_that_compile_the_same_program_run_it(programs, case):
     first, second = (float(str(process[case])) for process in programs)
     assert first == second
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("batches"), "distributed.agree_worker", "batches")
+
+
+@pytest.mark.parametrize(
+    "case", ["skips", "skips_at_p_g_os", "skips_at_dp", "skips_in_global_batches"]
+)
+def test_a_skipped_batch_is_found_two_calls_later(batches, case):
+    for process, (own, other) in zip(batches, [(4, 5), (5, 4)], strict=True):
+        words = f"in call 5 of this step this process gave batch {own} of its loader and another "
+        assert str(process[case]).startswith(f"error in call 7: {words}process gave batch {other}:")
+
+
+def test_a_repeated_batch_is_found(batches):
+    words = "this process gave batch 2 of its loader and another process gave batch 3"
+    assert words in str(batches[0]["repeats"])
+    assert str(batches[1]["repeats"]).startswith("error in call 6: in call 4 of this step")
+
+
+def test_nothing_is_saved_after_a_skipped_batch_until_a_restore(batches):
+    for process in batches:  # two saves were refused, and the step after the restore was saved
+        assert str(process["saves"]).startswith("2 [1, 1, 4] in call 2 of this step")
+
+
+def test_steps_that_do_not_alternate_alike_are_found(batches):
+    for process in batches:
+        assert "met another program on another process" in str(process["alternating"])
+
+
+EQUAL = ["", "_without_a_number", "_in_a_jit", "_in_global_batches", "_skipped_by_all"]
+
+
+@pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_again"])
+def test_the_same_batches_raise_nothing(batches, case):
+    first, second = (float(str(process[f"equal{case}"])) for process in batches)
+    assert first == second
