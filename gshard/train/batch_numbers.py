@@ -10,8 +10,7 @@ squares is the square of their sum, divided by how many there are.
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,24 +18,19 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding
 
-from gshard._util.errors import GShardError
 from gshard.data.batch_number import number_of
 from gshard.sharding.plan import Plan
+from gshard.train.late_checks import late_checks
 from gshard.train.same_state import spans_processes
-from gshard.train_state.nonfinite import LATE
 
 _MODULUS = 64  # of the numbers, so that sums of squares are exact in float32
 _MOST_DEVICES = 2**24 // _MODULUS**2
 
 
 _ADVICE = (
-    "Decide on all processes alike whether a batch is used (from its number, or from a value that "
-    "is the same on all), and restore the last checkpoint: nothing is saved from here on."
+    "Decide on all processes alike whether a batch is used, from its number or from a value that "
+    "is the same on all."
 )
-
-
-class DifferentBatchesError(GShardError, RuntimeError):
-    """Raised on all processes when one of them skipped or repeated a batch."""
 
 
 class _Call(NamedTuple):
@@ -48,17 +42,6 @@ class _Call(NamedTuple):
     sums: jax.Array
 
 
-class _Calls:
-    """The calls of all steps of a plan that are not checked yet, and the fault that was found."""
-
-    def __init__(self) -> None:
-        self.pending: deque[_Call] = deque()
-        self.fault = ""
-
-
-_calls: weakref.WeakKeyDictionary[Plan, _Calls] = weakref.WeakKeyDictionary()
-
-
 class BatchNumbers:
     """The numbers of one step's calls. It is off in one process, and inside a user's trace."""
 
@@ -66,7 +49,6 @@ class BatchNumbers:
         self.is_on = spans_processes(plan) and plan.group.devices <= _MOST_DEVICES
         self._plan = plan
         self._rows: dict[tuple[int | None, int], jax.Array] = {}
-        self._calls = _calls.setdefault(plan, _Calls())
         self._count = 0
 
     def row(self, batch: Any, program: int, leaf: Any = None) -> jax.Array | None:
@@ -95,35 +77,8 @@ class BatchNumbers:
         """Records a call, whose sums are not known yet."""
         if sums is not None:
             self._count += 1
-            self._calls.pending.append(_Call(self._count, number_of(batch), program, sums))
-
-    def look(self) -> None:
-        """Checks the call before the last; all processes do so at the same call."""
-        if self.is_on:
-            _look(self._calls, self._plan.group.devices, LATE)
-
-
-def check_batch_numbers(plan: Plan) -> None:
-    """Raises a `DifferentBatchesError` if the calls so far did not belong together.
-
-    It waits for the steps that run. A save calls it first.
-    """
-    if (calls := _calls.get(plan)) is not None:
-        _look(calls, plan.group.devices, 1)
-
-
-def forget_batch_numbers(plan: Plan) -> None:
-    """Forgets a fault and the calls that are not checked yet, since a state was restored."""
-    if (calls := _calls.get(plan)) is not None:
-        calls.pending.clear()
-        calls.fault = ""
-
-
-def _look(calls: _Calls, devices: int, late: int) -> None:
-    while len(calls.pending) >= late and not calls.fault:
-        calls.fault = _fault_of(calls.pending.popleft(), devices)
-    if calls.fault:
-        raise DifferentBatchesError(calls.fault)
+            call = _Call(self._count, number_of(batch), program, sums)
+            late_checks(self._plan).add(partial(_fault_of, call, self._plan.group.devices))
 
 
 def _fault_of(call: _Call, devices: int) -> str:

@@ -24,6 +24,7 @@ from gshard.train.batch_numbers import BatchNumbers
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
+from gshard.train.late_checks import late_checks
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
     MAX_BAD_STEPS,
@@ -34,6 +35,7 @@ from gshard.train.options import (
 )
 from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
+from gshard.train.replicas import ReplicaCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
@@ -64,6 +66,7 @@ def make_train_step(
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
     check_loss: bool = True,
+    check_replicas: int | None = None,
 ) -> TrainStep:
     """Compiles a training step for a state that `shard_train_state` sharded.
 
@@ -136,6 +139,10 @@ def make_train_step(
         examples (a masked mean, a sum, a divided `gshard.Weighted`). It evaluates up to 8 examples
         of each device, forward only. A loss that communicates by itself is not checked.
         GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
+      check_replicas: number of steps after which the copies of parameters that several devices
+        store are compared bit by bit, such as 100; None for never. If they differ, because a device
+        computes or stores something wrong, a step raises at most two steps later, and nothing is
+        saved. Inside a `jit` of your own nothing is compared.
 
     Returns:
       The step: `step(state, batch)` returns `(state, metrics)`; for NNX `step(model, optimizer,
@@ -173,6 +180,7 @@ def make_train_step(
         post_update=post_update,
         donate=donate,
         check_loss=check_loss,
+        check_replicas=check_replicas,
     )
     check_options(plan, options)
     return TrainStep(loss_fn, plan, options)
@@ -205,7 +213,8 @@ class TrainStep:
         wanted = plan.abstract_components()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the step of {self._name}", options)
-        self.numbers = BatchNumbers(plan)
+        self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
+        self._replicas = ReplicaCheck(plan, options.check_replicas)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run,
@@ -243,8 +252,8 @@ class TrainStep:
         """Runs one step; arguments and result as in `make_train_step`."""
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
+        self._late_checks.look()
         batch = self._place(batch)
-        self.numbers.look()
         rng, row = self.options.rng, self.numbers.row(batch, 0, leaves[0])
         traced = partial(self.jitted.trace, leaves, structure, batch, rng, row)
         program = self._check_program(structure, batch, traced)
@@ -258,6 +267,8 @@ class TrainStep:
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
         self.numbers.add(batch, program, sums)
+        self._replicas.after_call(new.params, new.step)
+        self._late_checks.end_call()
         state = self.plan.kind.update(state, new)
         return metrics if state is None else (state, metrics)
 

@@ -246,6 +246,22 @@ def batches(rank: int) -> dict[str, Callable[[], Any]]:
             state, metrics = step(state, given)
         return float(metrics["loss"])
 
+    def replicas(fault: bool) -> float:
+        """A changed bit on the first device of process 1."""
+        state, plan = sharded(0, "dp")
+        step = gshard.make_train_step(loss, plan, check_replicas=1)
+        copies = [np.array(shard.data) for shard in state.params["w"].addressable_shards]
+        copies[0].view(np.uint8)[0, 0] ^= rank and fault
+        w = jax.make_array_from_single_device_arrays(
+            (16, 8),
+            state.params["w"].sharding,
+            list(map(jax.device_put, copies, plan.mesh.local_devices)),
+        )
+        state = state.replace(params={**state.params, "w": w})
+        for _ in range(4):
+            state, metrics = step(state, batch(rank))
+        return float(metrics["loss"])
+
     skip = {"skips": {(1, 4)}}
     return {
         "equal": trained,
@@ -261,6 +277,8 @@ def batches(rank: int) -> dict[str, Callable[[], Any]]:
         "repeats": lambda: trained(repeats={(0, 2)}),
         "saves": saved,
         "alternating": lambda: alternating(True),
+        "equal_replicas": lambda: replicas(False),
+        "replicas": lambda: replicas(True),
         "equal_again": trained,
     }
 

@@ -110,10 +110,17 @@ def test_steps_that_do_not_alternate_alike_are_found(batches):
         assert "met another program on another process" in str(process["alternating"])
 
 
+def test_a_changed_bit_is_found_on_both_processes(batches):
+    for process in batches:
+        words = "after call 1 of this step the parameter w on "
+        assert words in str(process["replicas"]) and "(process 1)" in str(process["replicas"])
+        assert "that on 3 other devices" in str(process["replicas"])
+
+
 EQUAL = ["", "_without_a_number", "_in_a_jit", "_in_global_batches", "_skipped_by_all"]
 
 
-@pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_again"])
+@pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_replicas", "_again"])
 def test_the_same_batches_raise_nothing(batches, case):
     first, second = (float(str(process[f"equal{case}"])) for process in batches)
     assert first == second
