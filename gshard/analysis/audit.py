@@ -48,7 +48,7 @@ class CollectiveRow:
         Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
         (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
         else XLA inserted).
-      scalar: whether all operands have one element.
+      scalar: whether all operands have one element, or are a few scalars in one vector.
       count: number of collectives in the program's text.
       asynchronous: how many of these overlap with computation.
       conditional: whether some are in a branch that not every run takes.
@@ -215,7 +215,13 @@ def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Collec
         axes = _axes(combined, mesh)
         for array, op_name in zip(combined.operands, combined.op_names, strict=True):
             purpose = _purpose(combined.kind, op_name)
-            key = (combined.kind, axes, array.dtype, purpose, array.elements == 1)
+            key = (
+                combined.kind,
+                axes,
+                array.dtype,
+                purpose,
+                purpose == "scalar" or array.elements == 1,
+            )
             apart.setdefault(key, []).append(array)
         for key, arrays in apart.items():
             one = dataclasses.replace(combined, operands=tuple(arrays))

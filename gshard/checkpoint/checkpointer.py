@@ -33,6 +33,7 @@ from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
+from gshard.train.late_checks import check_now, forget_checks
 
 S = TypeVar("S")
 
@@ -187,6 +188,7 @@ class Checkpointer:
             self._refuse_closed()
             number = check_integer("step", step, 0)
             plan = plan_of(state, "save(step, state)")
+            check_now(plan)
             arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
@@ -292,6 +294,7 @@ class Checkpointer:
                     if asked is None and number not in steps_everywhere(self.directory):
                         continue  # another job has deleted it meanwhile
                     raise
+                forget_checks(plan)
                 return make_restored()
 
     def _read(self, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:

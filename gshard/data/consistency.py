@@ -21,7 +21,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
-from gshard.distributed.agree import exchange_texts, refuse_given_up
+from gshard.distributed.agree import check_same_call, exchange_texts, refuse_given_up
 from gshard.sharding.plan import Plan
 
 DATA_COMPARISONS = 8  # calls whose data is compared if all entries of the first batches are equal
@@ -67,7 +67,7 @@ def compare_batches(
     else:
         change = f"this process's number of examples changed from {before} to {now}"
     own = summarize_batch(batch, fault)
-    texts = _check_same_call(exchange_texts(f"batch\n{own}", plan, change, fault), "batch")
+    texts = check_same_call(exchange_texts(f"batch\n{own}", plan, change, fault), "batch")
     if fault is not None:
         raise fault
     found = {rank: BatchSummary.read(text) for rank, text in texts.items()}
@@ -91,7 +91,7 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
     change = "a for over a DataLoader begins on this process"
     description = "\n".join(example)
     own = json.dumps({**state, "example": zlib.crc32(description.encode())})
-    texts = _check_same_call(exchange_texts(f"loader\n{own}", plan, change), "loader")
+    texts = check_same_call(exchange_texts(f"loader\n{own}", plan, change), "loader")
     found = {rank: json.loads(text) for rank, text in texts.items()}
     differing = [n for n in [*state, "example"] if len({x[n] for x in found.values()}) > 1]
     if "example" in differing:
@@ -110,19 +110,6 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
             "order: make all of them with the same arguments and the same data (checksum is of its "
             "first and last example), and load the same state on all (epoch, position)."
         )
-
-
-def _check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:
-    """Checks that all processes make the same call, and returns their texts without its name."""
-    calls = {rank: text.partition("\n")[0] for rank, text in texts.items()}
-    if set(calls.values()) != {call}:
-        meaning = {"batch": "gives a batch", "loader": "begins a for over a DataLoader"}
-        given = some((f"process {rank} {meaning.get(x)}" for rank, x in calls.items()), 8)
-        raise GShardError(
-            f"the processes do not make the same call: {given}. All of them must make the same "
-            "calls, in the same order."
-        )
-    return {rank: text.partition("\n")[2] for rank, text in texts.items()}
 
 
 def _differing(texts: Mapping[int, str]) -> str:

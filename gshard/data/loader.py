@@ -26,6 +26,7 @@ from gshard.data.batch import (
     put_batch,
     shard_batch,
 )
+from gshard.data.batch_number import set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.source import Source
 from gshard.sharding.plan import Plan
@@ -183,6 +184,7 @@ class DataLoader:
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
+            set_number(batch, at[0] * len(self) + at[1])
             yield batch
             self._check_current(iteration)
         self._check_current(iteration)
@@ -267,7 +269,14 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
             "one. Pass an iterable, such as a list or a generator of them; for one batch use "
             "gshard.shard_batch."
         )
-    return (shard_batch(batch, plan) for batch in batches)
+    return _numbered(batches, plan)
+
+
+def _numbered(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        placed = shard_batch(batch, plan)
+        set_number(placed, number)
+        yield placed
 
 
 def _describe_argument(name: str, value: int) -> str:

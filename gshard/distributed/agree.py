@@ -6,18 +6,19 @@ never match theirs, so it refuses every later exchange with the same plan.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard.distributed import env_vars
 from gshard.sharding.plan import Plan
 
@@ -28,6 +29,13 @@ WARN_AFTER = 30.0
 FAULT_TIMEOUT, FAULT_WARN_AFTER = 30.0, 3.0
 """The same for a process that has an error to raise once the others know of it."""
 
+_CALLS = {
+    "batch": "gives a batch",
+    "loader": "begins a for over a DataLoader",
+    "state": "shards a train state",
+    "auto": "shards a train state at level='auto'",
+    "program": "compiles a step",
+}
 _TEXT = 1024  # bytes of the first message; a longer text is sent again where all of it is needed
 _LENGTH = struct.Struct("<I")
 _given_up: weakref.WeakSet[Plan] = weakref.WeakSet()
@@ -72,6 +80,64 @@ def all_gather_text(text: str, mesh: Mesh | None = None) -> dict[int, str]:
         return {jax.process_index(): text}
     everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
     return _exchange(text, lambda message: _all_gather(message, everyone), full=True)
+
+
+def check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:
+    """Checks that all processes make the same call, and returns their texts without its name.
+
+    A text begins with a line that names the call, one of `_CALLS`.
+    """
+    calls = {rank: text.partition("\n")[0] for rank, text in texts.items()}
+    if set(calls.values()) != {call}:
+        given = (f"process {r} {_CALLS.get(x, 'does something else')}" for r, x in calls.items())
+        raise GShardError(
+            f"the processes do not make the same call: {some(given, 8)}. All of them must make the "
+            "same calls, in the same order."
+        )
+    return {rank: text.partition("\n")[2] for rank, text in texts.items()}
+
+
+def find_differences(call: str, facts: Mapping[str, Sequence[str]], mesh: Mesh) -> list[str]:
+    """Returns the names of the facts that differ between the processes of a mesh, in order.
+
+    Every process of the mesh must call it. A fact is a list of lines, of which a hash is compared.
+    """
+    hashes = {name: _hash(lines) for name, lines in facts.items()}
+    texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh)
+    found = [json.loads(text) for text in check_same_call(texts, call).values()]
+    return [name for name in facts if any(x.get(name) != found[0].get(name) for x in found)]
+
+
+def first_difference(lines: Sequence[str], mesh: Mesh) -> dict[int, str]:
+    """Returns the first line that differs between the processes of a mesh, by rank.
+
+    It compares hashes of the first lines, by bisection, so that texts of any length are cheap. All
+    processes must call it, when they know that they differ. A missing line is empty.
+    """
+    lengths = [int(text) for text in all_gather_text(str(len(lines)), mesh).values()]
+    same, differ = 0, max(lengths)
+    while differ - same > 1:
+        middle = (same + differ) // 2
+        hashes = all_gather_text(_hash([*lines[:middle], f"{min(middle, len(lines))}"]), mesh)
+        same, differ = (same, middle) if len(set(hashes.values())) > 1 else (middle, differ)
+    return all_gather_text(lines[same] if same < len(lines) else "", mesh)
+
+
+def by_value(texts: Mapping[int, str]) -> str:
+    """Formats what each process has: `1e-3 on processes 0 and 2, 1e-2 on process 1`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return some((f"{text or 'nothing'} on {processes(own)}" for text, own in ranks.items()), 4)
+
+
+def processes(ranks: Sequence[int]) -> str:
+    """`process 1`, or `processes 0, 2 and 3 more`."""
+    return f"process{'es' if len(ranks) > 1 else ''} {some(ranks)}"
+
+
+def _hash(lines: Sequence[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
 def refuse_given_up(plan: Plan) -> None:

@@ -23,7 +23,7 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import ShardingOptions, shard_and_advise
 from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, mesh_of
+from gshard.wrapped.arguments import as_module, first_process, mesh_of
 from gshard.wrapped.wrapped_model import Wrapped, wrapped
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
@@ -116,7 +116,9 @@ def group_sharded_parallel(
         useless.append("sync_buffers for a model without buffers")
     if useless:
         warn(f"{call}: these have no effect: {'; '.join(useless)}. Leave them out.")
-    options = ShardingOptions(offload=offload, replica_axes=replica_axes)
+    options = ShardingOptions(
+        offload=offload, replica_axes=replica_axes, broadcast_from=first_process(mesh)
+    )
     if shards:
         options |= ShardingOptions(min_shard_size=segment_size, rules=rules)
     (model, optimizer), plan = shard_and_advise(pair, mesh, chosen, options, _advice(chosen))

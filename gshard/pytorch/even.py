@@ -29,6 +29,7 @@ from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_leaf, shard_train_state
 from gshard.train.value_and_grad import finish_reduction
 from gshard.train_state.components import ShardedOptState
+from gshard.wrapped.arguments import first_process
 
 
 class Even:
@@ -54,7 +55,12 @@ class Even:
         self.target, self._groups = target, groups
         pair = target.pair(grouped(groups, target.labels))
         state, self.plan = shard_train_state(
-            pair, mesh, "os", min_shard_size=0, replica_axes=replica_axes
+            pair,
+            mesh,
+            "os",
+            min_shard_size=0,
+            replica_axes=replica_axes,
+            broadcast_from=first_process(mesh),
         )
         self.state: ShardedOptState = target.start(state, self.plan).opt_state
         self._updated = False

@@ -26,6 +26,7 @@ from gshard.train.gradients import LocalGradients
 from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.value_and_grad import finish_reduction
+from gshard.wrapped.arguments import first_process
 
 
 def sorted_greedy(sizes: Sequence[int], loads: list[int]) -> list[int]:
@@ -74,7 +75,11 @@ class Greedy:
             refuse_coupled(group.tx(), group.tree, group.name)
         self.target, self._groups = target, groups
         state, self.plan = shard_train_state(
-            target.pair(optax.identity()), mesh, "dp", replica_axes=replica_axes
+            target.pair(optax.identity()),
+            mesh,
+            "dp",
+            replica_axes=replica_axes,
+            broadcast_from=first_process(mesh),
         )
         leaves, self._structure = jax.tree.flatten(target.start(state, self.plan).params)
         indices = self._structure.unflatten(range(len(leaves)))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
@@ -29,6 +29,7 @@ from gshard.train.loss import (
 )
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
 from gshard.train.options import LossSemantics, check_semantics, most_gathered
+from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 
 
@@ -109,12 +110,16 @@ def make_eval_step(
 
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
+    check_program = ProgramCheck(plan, f"the eval step of {place_of(fn)}")
 
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)
         parts = plan.kind.split_inference(state)
         check(parts.params)
-        return jitted(parts, shard_batch(batch, plan))
+        batch = shard_batch(batch, plan)
+        structure = jax.tree.structure(parts)
+        check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
+        return jitted(parts, batch)
 
     return eval_step
 

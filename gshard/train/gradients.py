@@ -59,6 +59,7 @@ class Gradients:
     weight: jax.Array  # by which sums over the batch were divided
     norm: jax.Array  # of the full gradient
     updates: dict[str, Any]  # non-trainable state that the loss changed or its gradient replaces
+    numbers: jax.Array | None = None  # sums over the devices, for `BatchNumbers`
 
     @property
     def finite(self) -> jax.Array:
@@ -148,17 +149,25 @@ class GradientStage:
     loss_transfers: list[Transfer] = field(default_factory=list)  # after the first call
 
     def reduced(
-        self, parts: Components, batch: Any, rng: Any, scale: jax.Array | None = None
+        self,
+        parts: Components,
+        batch: Any,
+        rng: Any,
+        scale: jax.Array | None = None,
+        numbers: jax.Array | None = None,
     ) -> Gradients:
-        """Returns reduced gradients; `scale`, a float32 scalar, multiplies the loss alone."""
+        """Returns reduced gradients; `scale`, a float32 scalar, multiplies the loss alone.
+
+        `numbers`, float32 with a leading axis over the devices, are summed together with the loss.
+        """
         plan, options = self.plan, self.options
         how = accumulation(plan, options.micro_batches, options.accumulate)
         end = partial(reduce, plan=plan, accumulate=how, options=options)
-        (grads, value, aux, weight, norm), updates = self._on_devices(
-            end, reduce_out_specs(plan), how, parts, batch, rng, scale
+        (grads, value, aux, weight, norm, sums), updates = self._on_devices(
+            end, reduce_out_specs(plan), how, parts, batch, rng, scale, numbers=numbers
         )
         grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-        return Gradients(grads, value, aux, weight, norm, updates)
+        return Gradients(grads, value, aux, weight, norm, updates, sums)
 
     def local(
         self,
@@ -195,11 +204,13 @@ class GradientStage:
         rng: Any,
         scale: jax.Array | None,
         own_non_trainable: dict[str, Any] | None = None,
+        numbers: jax.Array | None = None,
     ) -> Any:
-        """Runs `end(own, order=, scale=)` on each device; also returns the state the loss changed.
+        """Runs `end` on each device; also returns the state that the loss changed.
 
-        `own` contains one device's gradients, loss, weight and aux, as sums; `order` is the order
-        in which gradients become available. The changed state is by name, in storage shapes.
+        It is called as `end(own, order=, scale=, numbers=)`: `own` contains one device's gradients,
+        loss, weight and aux, as sums; `order` is the order in which gradients become available. The
+        changed state is by name, in storage shapes.
         """
         plan, options, group = self.plan, self.options, self.plan.group
         stored = jax.tree.leaves(plan.params)
@@ -214,7 +225,13 @@ class GradientStage:
         _check_dtypes(parts.params, plan)
 
         def on_device(
-            leaves: list[jax.Array], shared: Any, own_state: Any, batch: Any, keys: Any, scale: Any
+            leaves: list[jax.Array],
+            shared: Any,
+            own_state: Any,
+            batch: Any,
+            keys: Any,
+            scale: Any,
+            numbers: Any,
         ) -> Any:
             rng, step = keys
             own_state = jax.tree.map(lambda x: x[0], own_state)
@@ -235,7 +252,8 @@ class GradientStage:
             one.refuse_unreached(self.name)
             self.loss_transfers[:] = one.global_batch.transfers
             own = (total.grads, total.loss, total.weight, total.aux)
-            result = end(own, order=one.order, scale=scale)
+            numbers = jax.tree.map(lambda x: x[0], numbers)
+            result = end(own, order=one.order, scale=scale, numbers=numbers)
             if own_non_trainable is not None:
                 changed = {**own_state, **total.updates}
                 return result, jax.tree.map(lambda x: x[None], changed)
@@ -257,6 +275,7 @@ class GradientStage:
                 jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch),
                 jax.P(),
                 jax.P(),
+                plan.batch_spec,
             ),
             out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.batch_spec),
             axis_names=set(plan.data_axes),
@@ -271,6 +290,7 @@ class GradientStage:
             batch,
             (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
             scale,
+            numbers,
         )
         return found, pin_updates(updates, plan) if own_non_trainable is None else updates
 

@@ -34,14 +34,14 @@ class LatestState:
         self._given: tuple[Any, Any] | None = None  # the state of a call, and its structure
         self._running: list[Any] = []  # its leaves, while the program runs in the main thread
         self._interrupted = False  # meanwhile
-        self._results: tuple[list[Any], Any, Any] | None = None  # until the state is complete
+        self._results: tuple[Any, ...] | None = None  # until the state is complete
         self._returned: tuple[weakref.ref[Any], ...] = ()  # the state, or model and optimizer
         self._kept: Any = None  # the same, from an interrupt to the next call
         _all.add(self)
 
     def run(
         self, program: Callable[..., Any], state: Any, leaves: list[Any], structure: Any, *more: Any
-    ) -> tuple[list[Any], Any, Any]:
+    ) -> tuple[Any, ...]:
         """Returns what the program returns: the leaves of the new state first."""
         in_main = threading.current_thread() is threading.main_thread()
         if in_main:

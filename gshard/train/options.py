@@ -63,6 +63,7 @@ class TrainStepOptions(StepOptions):
     post_update: Callable[..., Any] | None = None
     donate: bool = True
     check_loss: bool = True
+    check_replicas: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +82,8 @@ class TrainStepOptions(StepOptions):
                 "post_update(state) -> state; NNX: post_update(model, optimizer), in place."
             )
         flag("check_loss", self.check_loss)
+        if self.check_replicas is not None:
+            check_integer("check_replicas", self.check_replicas, 1, " of steps (None: never)")
 
 
 def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:

@@ -10,14 +10,14 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, place_of, warn
 from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.text import bytes_of
 from gshard._util.validation import flag, shown
+from gshard.distributed.agree import all_gather_text, check_same_call
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import LEVELS, Level, LevelChoice, is_auto, parse_level
@@ -34,6 +34,8 @@ from gshard.sharding.rules import (
     warn_of_unused,
 )
 from gshard.train.optim.optimizer import shard_optimizer
+from gshard.train.same_program import compare_programs
+from gshard.train.same_state import agree_on_state, check_source
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.train_state.linen import TrainState
 from gshard.train_state.nnx import nnx
@@ -78,6 +80,7 @@ class ShardingOptions(TypedDict, total=False):
     indivisible: Literal["pad", "replicate"]
     shard_axes: str | Sequence[str] | None
     replica_axes: str | Sequence[str] | None
+    broadcast_from: int | None
 
 
 @overload
@@ -118,6 +121,7 @@ def shard_train_state(
     indivisible: Literal["pad", "replicate"] = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
+    broadcast_from: int | None = None,
 ) -> tuple[Any, Plan]:
     """Shards a train state over the devices of a mesh.
 
@@ -125,6 +129,7 @@ def shard_train_state(
       state: a Flax `TrainState` or a subclass; an NNX `(model, optimizer)` pair; `(params, tx)`;
         any of these with abstract arrays; or a function that makes one, called with `init_args`
         inside a jitted program, so that no device and no host buffer ever holds the full state.
+        Several processes must give the same, which they compare before anything is placed.
       mesh: a mesh of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
       level: `"zero1"` or `"os"` (the optimizer state is sharded), `"zero2"` or `"os_g"` (gradients
         too), `"zero3"`, `"fsdp"` or `"p_g_os"` (parameters too), `"ddp"` or `"dp"` (nothing is
@@ -154,13 +159,16 @@ def shard_train_state(
       shard_axes: mesh axes to shard over; by default the one named `"shard"`, and where there is
         none all but the replica axes. Remaining axes are your own (tensor parallelism).
       replica_axes: mesh axes to replicate over; by default the one named `"replica"`, if any.
+      broadcast_from: the rank of a process, usually 0, whose values all processes take where they
+        differ, of the state or of `init_args`; as in PyTorch's DDP. None: a difference is an error.
 
     Returns:
       The state, of the type given (for `(params, tx)` a `TrainState` without `apply_fn`), and the
       plan. Your arrays are copied, never aliased and never freed.
 
     Raises:
-      GShardError: a level, mesh, axis, rule or state is not valid; nothing is changed.
+      GShardError: a level, mesh, axis, rule or state is not valid, or the processes do not give the
+        same; nothing is changed.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -179,6 +187,7 @@ def shard_train_state(
         indivisible=indivisible,
         shard_axes=shard_axes,
         replica_axes=replica_axes,
+        broadcast_from=broadcast_from,
     )
     advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
     return shard_and_advise(state, mesh, level, options, advice)
@@ -192,6 +201,7 @@ def shard_and_advise(
     init_args, rules = wanted["init_args"], wanted["rules"]
     chosen = None if is_auto(level) else parse_level(level)
     flag("offload", wanted["offload"])
+    check_source(wanted["broadcast_from"], mesh)
     group = data_group(mesh, wanted["shard_axes"], wanted["replica_axes"])
     by_size = by_shape(wanted["min_shard_size"], wanted["indivisible"])
     rule = first_of([*as_rules(rules), by_size])
@@ -233,21 +243,26 @@ def shard_and_advise(
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.non_trainable))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
+    source = wanted["broadcast_from"]
     if made_by is not None and isinstance(mesh, Mesh):
-        parts = lower_init(made_by, init_args, plan).compile()()
-    elif isinstance(mesh, AbstractMesh) or any(
-        isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
-    ):
-        return plan.abstract_state(), plan
+        init_args = agree_on_state(plan, tuple(init_args), "init_args=", source)
+        traced = trace_init(made_by, init_args, plan)
+        compare_programs(plan, f"the init function {place_of(made_by)}", traced)
+        parts = traced.lower().compile()()
     else:
-        parts = shard_leaves(plan.with_master(kind.split(given)), plan)
+        split = agree_on_state(plan, kind.split(given), "the train state", source)
+        if isinstance(mesh, AbstractMesh) or any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
+        ):
+            return plan.abstract_state(), plan
+        parts = shard_leaves(plan.with_master(split), plan)
     static = kind.split(template).static
     parts = dataclasses.replace(parts, static=static)
     return kind.merge(parts, given, plan.optimizer), plan
 
 
-def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
-    """Lowers the jitted init function, which makes every array directly in its layout."""
+def trace_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:
+    """Traces the jitted init function, which makes every array directly in its layout."""
 
     def make() -> Components:
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
@@ -256,7 +271,7 @@ def lower_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
         map_leaves(lambda p, x: check_fits(x, p.dtype, p.path), layouts, parts)
         return map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
 
-    return jax.jit(make, out_shardings=plan.shardings).lower()
+    return jax.jit(make, out_shardings=plan.shardings).trace()
 
 
 def shard_leaves(parts: Components, plan: Plan) -> Components:
@@ -298,8 +313,9 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
             "Choose a level: 'os', 'os_g' or 'p_g_os'."
         )
     least_here = min(sizes)
-    if jax.process_count() > 1:  # all processes must choose the same level
-        least_here = np.min(multihost_utils.process_allgather(np.float64(least_here)))
+    # All processes must choose the same level.
+    texts = check_same_call(all_gather_text(f"auto\n{least_here}", mesh), "auto")
+    least_here = min(map(int, texts.values()))
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}
     found = {name: budget(plan) for name, plan in plans.items()}

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import jax
@@ -19,9 +20,11 @@ from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
+from gshard.train.batch_numbers import BatchNumbers
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
+from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
@@ -33,6 +36,8 @@ from gshard.train.options import (
 )
 from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
+from gshard.train.replicas import ReplicaCheck
+from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
 from gshard.train_state.nonfinite import GradScaler, Guard, Watch
@@ -62,6 +67,7 @@ def make_train_step(
     post_update: Callable[..., Any] | None = None,
     donate: bool = True,
     check_loss: bool = True,
+    check_replicas: int | None = None,
 ) -> TrainStep:
     """Compiles a training step for a state that `shard_train_state` sharded.
 
@@ -134,6 +140,10 @@ def make_train_step(
         examples (a masked mean, a sum, a divided `gshard.Weighted`). It evaluates up to 8 examples
         of each device, forward only. A loss that communicates by itself is not checked.
         GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
+      check_replicas: number of steps after which the copies of parameters that several devices
+        store are compared bit by bit, such as 100; None for never. If they differ, because a device
+        computes or stores something wrong, a step raises at most two steps later, and nothing is
+        saved. Inside a `jit` of your own nothing is compared.
 
     Returns:
       The step: `step(state, batch)` returns `(state, metrics)`; for NNX `step(model, optimizer,
@@ -171,6 +181,7 @@ def make_train_step(
         post_update=post_update,
         donate=donate,
         check_loss=check_loss,
+        check_replicas=check_replicas,
     )
     check_options(plan, options)
     return TrainStep(loss_fn, plan, options)
@@ -184,8 +195,10 @@ class TrainStep:
     Attributes:
       plan: the layout of every array.
       options: those of `make_train_step`.
-      jitted: a function of the leaves of the state, their structure, the batch and the key.
+      jitted: a function of the leaves of the state, their structure, the batch, the key and
+        the numbers of the batch.
       loss_transfers: what the loss communicates in its forward pass; None before the first call.
+      numbers: checks that all processes give the batches of the same step.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
@@ -201,12 +214,15 @@ class TrainStep:
         wanted = plan.abstract_components()
         self._latest = LatestState(plan.kind)
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
+        self._check_program = ProgramCheck(plan, f"the step of {self._name}", options)
+        self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
+        self._replicas = ReplicaCheck(plan, options.check_replicas)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
         self.jitted = jax.jit(
             self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
-            out_shardings=(shardings, plan.sharding(), plan.sharding()),
+            out_shardings=(shardings, plan.sharding(), plan.sharding(), plan.sharding()),
         )
 
     @property
@@ -239,17 +255,24 @@ class TrainStep:
         self._latest.after_interrupt()
         state, parts, (leaves, structure), batch = self._take(args)
         self._watch.look(parts.opt_state.guard)
+        self._late_checks.look()
         batch = self._place(batch)
+        rng, row = self.options.rng, self.numbers.row(batch, 0, leaves[0])
+        traced = partial(self.jitted.trace, leaves, structure, batch, rng, row)
+        program = self._check_program(structure, batch, traced)
+        row = self.numbers.row(batch, program, leaves[0])
         if self._check_loss:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        leaves, metrics, guard = self._latest.run(
-            self.jitted, state, leaves, structure, batch, self.options.rng
-        )
+        results = self._latest.run(self.jitted, state, leaves, structure, batch, rng, row)
+        leaves, metrics, guard, sums = results
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard)
+        self.numbers.add(batch, program, sums)
+        self._replicas.after_call(new.params, new.step)
+        self._late_checks.end_call()
         state = self._latest.complete(new)
         return metrics if state is None else (state, metrics)
 
@@ -257,9 +280,8 @@ class TrainStep:
     def latest(self) -> Any:
         """The state that this step returned last, which an interrupt (Ctrl-C) does not lose.
 
-        For NNX the `(model, optimizer)` pair, with its last update completed. None if the step has
-        returned none, if it was donated since, or if nobody has kept it: this holds no memory.
-        Only an interrupt keeps the state, until the next call or `del step.latest`.
+        For NNX the `(model, optimizer)` pair. None if the step has returned none, if it was donated
+        since, or if nobody has kept it: only an interrupt keeps it, until the next call or `del`.
         """
         return self._latest.get()
 
@@ -277,7 +299,8 @@ class TrainStep:
         *_, (leaves, structure), batch = self._take(args, abstract=True)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
-        return self.jitted.trace(leaves, structure, batch, self.options.rng)
+        row = self.numbers.row(batch, 0)
+        return self.jitted.trace(leaves, structure, batch, self.options.rng, row)
 
     def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """Returns the arguments of a call of the step; an NNX pair becomes two of them."""
@@ -290,16 +313,16 @@ class TrainStep:
         return batch
 
     def _run(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
         # XLA names the arguments of the program after these parameters: the report of a compiled
         # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
         with _paused_collector():
-            return self._stages(leaves, structure, batch, rng)
+            return self._stages(leaves, structure, batch, rng, row)
 
     def _stages(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard]:
+        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
         """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
         plan, options = self.plan, self.options
         parts: Components = jax.tree.unflatten(structure, leaves)
@@ -314,7 +337,7 @@ class TrainStep:
             now = dataclasses.replace(parts, non_trainable=keys)
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
-        result = stage.reduced(now, batch, rng, scale)
+        result = stage.reduced(now, batch, rng, scale, row)
         self.loss_transfers = tuple(stage.loss_transfers)
         updates = result.weight != 0
         if self._skip_nonfinite:
@@ -342,7 +365,7 @@ class TrainStep:
         )
         if options.post_update is not None:
             new = apply_post_update(options.post_update, new, parts.static, plan, updates)
-        return jax.tree.leaves(new), metrics, guard
+        return jax.tree.leaves(new), metrics, guard, result.numbers
 
     def _take(
         self, args: tuple[Any, ...], abstract: bool = False

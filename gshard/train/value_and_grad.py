@@ -190,7 +190,7 @@ def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> 
     order = list(range(len(leaves)))
     end = partial(reduce, plan=plan, accumulate=sums.accumulate, options=options, order=order)
     given = (leaves, sums.loss, sums.weight, sums.aux)
-    grads, value, aux, weight, norm = _on_devices(end, given, reduce_out_specs(plan), plan)
+    grads, value, aux, weight, norm, _ = _on_devices(end, given, reduce_out_specs(plan), plan)
     return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
 
 

@@ -19,13 +19,14 @@ import numpy as np
 from flax import nnx
 from jax import core
 
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
 from gshard.train.loss import Weighted
+from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases, check_closure, unused_params
 
@@ -285,13 +286,14 @@ class Accumulation:
             )
         if len(self._of_loss) > 2 * MANY:
             self._of_loss.pop(next(iter(self._of_loss)))
+        check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         if local:
             made = OnModel(partial(self._phases.local, loss_fn), wrt, donated=(1, 2))
         elif self.updating is not None:
             run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
-            made = OnModel(run, wrt, donated=(3,))
+            made = OnModel(run, wrt, donated=(3,), check=check)
         else:
-            made = OnModel(partial(self._phases.backward, loss_fn), wrt)
+            made = OnModel(partial(self._phases.backward, loss_fn), wrt, check=check)
         return self._of_loss.setdefault((loss_fn, local), made)
 
 

@@ -92,3 +92,8 @@ def mesh_of(
             "group=gshard.make_mesh(replica=2), dp_group='replica'."
         )
     return make_mesh(replica=len(copies), devices=[every[i] for i in flat]), None
+
+
+def first_process(mesh: Mesh) -> int:
+    """Returns the lowest rank in a mesh: all processes take its model, as Paddle and PyTorch do."""
+    return min(device.process_index for device in mesh.devices.flat)

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
 from gshard.train.optim.optimizer import keep_unless
 from gshard.train.options import StepOptions
+from gshard.train.same_program import ProgramCheck
 from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
@@ -202,16 +204,26 @@ class OnModel:
       fun: a function of a model and arrays, and of `fixed` if that is given.
       wrt: the filter of the parameters, which `fun` does not change.
       donated: which of `args` are donated.
+      check: compares the program with those of other processes before it runs.
     """
 
-    def __init__(self, fun: Callable[..., Any], wrt: Any, donated: tuple[int, ...] = ()):
-        self._fun, self.wrt = fun, wrt
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        wrt: Any,
+        donated: tuple[int, ...] = (),
+        check: ProgramCheck | None = None,
+    ):
+        self._fun, self.wrt, self._check = fun, wrt, check
         numbers = tuple(3 + i for i in donated)
         self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
     def __call__(self, model: nnx.Module, *args: Any, fixed: Any = None) -> Any:
         """Runs the function; it is compiled once for each value of `fixed`, which is hashable."""
         static, params, rest = self._split(model, fixed)
+        if self._check is not None:
+            trace = partial(self._jitted.trace, static, params, rest, *args)
+            self._check(static, (params, rest, args), trace)
         out, changed = self._jitted(static, params, rest, *args)
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]

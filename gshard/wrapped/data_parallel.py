@@ -15,7 +15,7 @@ from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, mesh_of
+from gshard.wrapped.arguments import as_module, first_process, mesh_of
 from gshard.wrapped.wrapped_model import Wrapped, keepers, wrapped
 
 _MB = 2**20
@@ -82,7 +82,9 @@ class DataParallel(Wrapped):
             )
         mesh, replica_axes = mesh_of(group)
         pair = (module, nnx.Optimizer(module, optax.identity(), wrt=nnx.Param))
-        (model, _), plan = shard_train_state(pair, mesh, "dp", replica_axes=replica_axes)
+        (model, _), plan = shard_train_state(
+            pair, mesh, "dp", replica_axes=replica_axes, broadcast_from=first_process(mesh)
+        )
         width = max(x.dtype.itemsize for x in arrays)
         keep = Accumulation(
             plan,

@@ -233,7 +233,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
 
 
 def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> TracedProgram:
-    (leaves, batch, rng), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
+    (leaves, batch, rng, _), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
     shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_components())]
     rows = plan.sharding().update(spec=plan.batch_spec)
     shardings += [rows if x.shape else None for x in jax.tree.leaves(batch)]

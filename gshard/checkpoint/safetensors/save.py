@@ -22,6 +22,7 @@ from gshard.checkpoint.safetensors.format import (
 )
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
+from gshard.train.late_checks import check_now
 
 FORMAT = "1"  # version of the names and the metadata
 _CALL = "save_safetensors"
@@ -69,6 +70,7 @@ def save_safetensors(
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[list[Weight], NewFile | None]:
+            check_now(plan)
             target = file_path(path, _CALL)
             components = plan.kind.split(state)
             weights = in_file_order(weights_of(components, plan, _CALL), _CALL)

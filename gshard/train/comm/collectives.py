@@ -306,6 +306,14 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Arr
         return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
 
 
+def reduce_vector(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Computes the sum over `axes` of a few scalars, in one collective."""
+    if _one_device(axes):
+        return x
+    with jax.named_scope("gshard/scalar"):
+        return lax.psum(x, tuple(axes))
+
+
 def _one_device(axes: Sequence[str]) -> bool:
     """Whether the axes have one device, so that no collective is needed; XLA would keep it."""
     return math.prod(lax.axis_size(axis) for axis in axes) == 1

@@ -16,6 +16,7 @@ from gshard.train.comm.collectives import (
     on_model_axes,
     reduce_bucket_by_bucket,
     reduce_scalar,
+    reduce_vector,
     scatter_leaves,
 )
 from gshard.train.loss import reduce_sums
@@ -48,7 +49,7 @@ def reduce_micro_batch(
 def reduce_out_specs(plan: Plan) -> tuple[Any, ...]:
     """Returns the `out_specs` of the results of `reduce`."""
     specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
-    return specs, jax.P(), jax.P(), jax.P(), jax.P()
+    return specs, jax.P(), jax.P(), jax.P(), jax.P(), jax.P()
 
 
 def reduce(
@@ -58,13 +59,14 @@ def reduce(
     options: StepOptions,
     order: Sequence[int],
     scale: jax.Array | None = None,
-) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array]:
+    numbers: jax.Array | None = None,
+) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array, jax.Array | None]:
     """Sums over all devices, and divides once by the weight of the global batch.
 
     `own` are one device's gradients, loss, weight and aux, as sums; `order` is the order in which
     gradients become available, `scale` the factor by which they were multiplied. A weight of None
-    is 1 for the whole batch. Returns gradients, loss, aux, weight and the norm of the gradient: the
-    fields of `Gradients`.
+    is 1 for the whole batch. `numbers` are summed in the collective of the loss. Returns gradients,
+    loss, aux, weight, the norm of the gradient and the sums: the fields of `Gradients`.
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
@@ -73,16 +75,22 @@ def reduce(
     divisor = None if weight is None else jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # with "sync" each micro-batch was reduced already
         grads = _sum_over_devices(grads, targets, plan, options, order)
+    if numbers is not None:
+        total = reduce_vector(jnp.append(numbers.astype(value.dtype), value), axes)
+        value, numbers = total[-1], total[:-1].astype(numbers.dtype)
+    else:
+        value = reduce_scalar(value, axes)
     factors = [x for x in (divisor, scale) if x is not None]
     factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     grads = [_quotient(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
     return (
         grads,
-        reduce_scalar(value, axes) / (1 if divisor is None else divisor),
+        value / (1 if divisor is None else divisor),
         plan.output(reduce_sums(aux, divisor, axes)),
         jnp.ones((), jnp.float32) if weight is None else weight,
         _norm(grads, plan),
+        numbers,
     )
 
 

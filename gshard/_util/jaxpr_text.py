@@ -1,0 +1,149 @@
+"""A traced program as lines of text that are the same in every process that traced the same.
+
+JAX's own text has addresses of functions and orders that depend on the process. Here what is not
+known to be a plain value counts by its type alone: rather a difference that is missed than an alarm
+about none.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from gshard._util.jaxpr import opened
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_NAMES = ("name", "jaxpr_thunk", "debug_info")  # parameters without an effect on values
+_OF_DEBUGGING = (
+    "debug_"  # begins the names of primitives that print, which one process may do alone
+)
+
+
+class Line(NamedTuple):
+    """One line of a program; `eqn` is the equation that it describes, if it is one."""
+
+    text: str
+    eqn: Any = None
+
+
+def lines_of(closed: Any) -> list[Line]:
+    """Returns a closed jaxpr with the values of its constants, one equation a line.
+
+    What only `jax.debug` callbacks use is left out, since one process may print alone.
+    """
+    program = _Program()
+    return list(program.printed(program.add(closed), "", set()))
+
+
+class _Program:
+    """A jaxpr and its inner ones, each described once although a program calls it often.
+
+    They are known by a hash of their text. Whether equal jaxprs are one object depends on JAX's
+    caches, so identity only saves time.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[int, tuple[Any, str]] = {}  # by identity, which the object keeps
+        self._lines: dict[str, list[Line]] = {}  # an inner jaxpr is its hash between two \0
+
+    def add(self, program: Any) -> str:
+        """Describes a jaxpr and returns its hash."""
+        if id(program) not in self._hashes:
+            lines = list(self._describe(*opened(program)))
+            text = "\n".join(line.text for line in lines)
+            found = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            self._lines.setdefault(found, lines)
+            self._hashes[id(program)] = program, found
+        return self._hashes[id(program)][1]
+
+    def printed(self, program: str, indent: str, known: set[str]) -> Iterator[Line]:
+        """Yields the lines of a program; those of an inner one follow its first use alone."""
+        for text, eqn in self._lines[program]:
+            pieces, new = text.split("\0"), []
+            for i, inner in enumerate(pieces[1::2]):
+                pieces[2 * i + 1] = f"program {inner}" if inner in known else "program"
+                new += [inner] * (inner not in known)
+                known.add(inner)
+            yield Line(indent + "".join(pieces), eqn)
+            for inner in new:
+                yield from self.printed(inner, indent + "  ", known)
+
+    def _describe(self, jaxpr: Any, consts: Sequence[Any]) -> Iterator[Line]:
+        names: dict[Any, str] = {}
+
+        def name(v: Any) -> str:
+            if isinstance(v, Literal):
+                return plain(v.val)
+            return names.setdefault(v, f"v{len(names)}:{v.aval.str_short()}")
+
+        live = _live(jaxpr)
+        yield Line(f"inputs {' '.join(map(name, jaxpr.invars))}")
+        used = {id(v) for eqn in live for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
+        for v, x in zip(jaxpr.constvars, consts, strict=False):
+            if id(v) in used:
+                yield Line(f"constant {name(v)} = {plain(x)}")
+        for eqn in live:
+            items = sorted((k, x) for k, x in eqn.params.items() if k not in _NAMES)
+            params = ", ".join(f"{key}={self._value(x)}" for key, x in items)
+            given, out = (" ".join(map(name, vs)) for vs in (eqn.invars, eqn.outvars))
+            yield Line(f"{out} = {eqn.primitive.name} {given} [{params}]", eqn)
+        yield Line(f"outputs {' '.join(map(name, jaxpr.outvars))}")
+
+    def _value(self, x: Any) -> str:
+        """A parameter of an equation."""
+        if hasattr(opened(x)[0], "eqns"):
+            return f"\0{self.add(x)}\0"
+        if isinstance(x, Mapping):
+            return f"{{{', '.join(sorted(f'{k}: {self._value(v)}' for k, v in x.items()))}}}"
+        if isinstance(x, (tuple, list)):  # also of named fields
+            return f"({', '.join(map(self._value, x))})"
+        return plain(x)
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The equations that results depend on, or that have another effect than to print."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        of_debugging = eqn.primitive.name.startswith(_OF_DEBUGGING)
+        if any(v in needed for v in eqn.outvars) or (eqn.effects and not of_debugging):
+            found.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return found[::-1]
+
+
+def plain(x: Any) -> str:
+    """A value as text: exactly if it is plain, else by its type alone."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return _array(x)
+    if isinstance(x, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(plain, x)))}}}"
+    if x is None or isinstance(x, (bool, int, float, complex, bytes, enum.Enum, np.dtype)):
+        return str(x)
+    if isinstance(x, str):
+        return _ADDRESS.sub("", x).replace("\0", "")
+    if isinstance(x, (NamedSharding, jax.sharding.PartitionSpec, jax.ShapeDtypeStruct)):
+        return str(getattr(x, "spec", x))
+    return type(x).__name__
+
+
+def _array(x: Any) -> str:
+    form = f"{x.dtype}{list(np.shape(x))}"
+    if isinstance(x, jax.Array):
+        if not x.is_fully_addressable:  # one array of all processes
+            return form
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+    host = np.ascontiguousarray(x)
+    if np.ndim(x) == 0 and host.dtype.kind in "biufc":
+        return f"{form} {host.item()}"
+    return f"{form} checksum {zlib.crc32(host.tobytes()):08x}"

@@ -1,0 +1,106 @@
+"""Checks, in the reduction of the loss, that all processes are at the same batch and program.
+
+Collectives meet in the order of the calls: the nth call of a step on one process meets the nth call
+on another, whatever batches they give. So a process that skips a batch trains on, its examples one
+batch ahead of the others', until it lacks a call at the end. Each device adds a few numbers to the
+reduction of the loss: that of the batch, if a loader of gshard gave it, that of the program, and
+their squares. By the Cauchy-Schwarz inequality the numbers are equal exactly if the sum of their
+squares is the square of their sum, divided by how many there are.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import core
+from jax.sharding import NamedSharding
+
+from gshard.data.batch_number import number_of
+from gshard.sharding.plan import Plan
+from gshard.train.late_checks import late_checks
+from gshard.train.same_state import spans_processes
+
+_MODULUS = 64  # of the numbers, so that sums of squares are exact in float32
+_MOST_DEVICES = 2**24 // _MODULUS**2
+
+
+_ADVICE = (
+    "Decide on all processes alike whether a batch is used, from its number or from a value that "
+    "is the same on all."
+)
+
+
+class _Call(NamedTuple):
+    """What is known of a call until its sums are there."""
+
+    call: int  # how many calls of this step there were
+    batch: int | None
+    program: int
+    sums: jax.Array
+
+
+class BatchNumbers:
+    """The numbers of one step's calls. It is off in one process, and inside a user's trace."""
+
+    def __init__(self, plan: Plan):
+        self.is_on = spans_processes(plan) and plan.group.devices <= _MOST_DEVICES
+        self._plan = plan
+        self._rows: dict[tuple[int | None, int], jax.Array] = {}
+        self._count = 0
+
+    def row(self, batch: Any, program: int, leaf: Any = None) -> jax.Array | None:
+        """The numbers that each device adds to the reduction of the loss, in the layout of a batch.
+
+        None inside a trace of the user's, of the batch or of the given leaf of the state.
+        Every row is made once: no step waits for a copy to the devices.
+        """
+        if not self.is_on or any(
+            isinstance(x, core.Tracer) for x in jax.tree.leaves((batch, leaf))
+        ):
+            return None
+        number = number_of(batch)
+        key = None if number is None else number % _MODULUS, program % _MODULUS
+        if key not in self._rows:
+            known, n, p = key[0] is not None, key[0] or 0, key[1]
+            row = np.array([known, n, n * n, p, p * p], np.float32)
+            rows = np.broadcast_to(row, (self._plan.group.devices, len(row)))
+            sharding = NamedSharding(self._plan.mesh, self._plan.batch_spec)
+            self._rows[key] = jax.make_array_from_callback(
+                rows.shape, sharding, lambda index: rows[index]
+            )
+        return self._rows[key]
+
+    def add(self, batch: Any, program: int, sums: jax.Array | None) -> None:
+        """Records a call, whose sums are not known yet."""
+        if sums is not None:
+            self._count += 1
+            call = _Call(self._count, number_of(batch), program, sums)
+            late_checks(self._plan).add(partial(_fault_of, call, self._plan.group.devices))
+
+
+def _fault_of(call: _Call, devices: int) -> str:
+    sums = np.nan_to_num(np.asarray(call.sums)).astype(int).tolist()
+    known, total, squares, program, program_squares = sums
+    if program_squares * devices != program * program or known > devices:
+        return (
+            f"call {call.call} of this step met another program on another process: the "
+            "processes did not call the same functions in the same order, such as two train "
+            f"steps that alternate. {_ADVICE}"
+        )
+    if squares * known == total * total:
+        return ""
+    own = call.batch
+    if own is None:
+        return f"the processes gave different batches in call {call.call} of this step. {_ADVICE}"
+    n = own % _MODULUS
+    first = total - n * known
+    apart = (squares - 2 * n * total + n * n * known) / first if first else 0
+    apart = round((apart + _MODULUS / 2) % _MODULUS - _MODULUS / 2)
+    other = f"batch {own + apart}" if apart else "others"
+    return (
+        f"in call {call.call} of this step this process gave batch {own} of its loader and "
+        f"another process gave {other}: one of them skipped or repeated a batch. {_ADVICE}"
+    )

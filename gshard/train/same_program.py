@@ -1,0 +1,105 @@
+"""Checks that all processes compile the same program, before any of them runs it.
+
+XLA does not check this: with another learning rate on one process each goes on with its own, and
+with another level or loss the collectives of different programs meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import core
+
+from gshard._util.errors import GShardError
+from gshard._util.jaxpr import user_line
+from gshard._util.jaxpr_text import lines_of, plain
+from gshard.distributed.agree import by_value, find_differences, first_difference
+from gshard.sharding.plan import Plan
+from gshard.train.same_state import ADVICE, plan_facts, spans_processes
+
+_ADVICE = {
+    **ADVICE,
+    "the options": "Give the same options on every process.",
+    "the traced program": (
+        "The loss, the optimizer with its learning rate, and all values that they read from "
+        "outside must be the same on every process."
+    ),
+}
+
+
+_compared: dict[Any, int] = {}  # how many programs, by mesh
+
+
+class ProgramCheck:
+    """Compares a program at the first call of each form of arguments; nothing in one process.
+
+    `what` is the name of the program in messages, `options` a dataclass.
+    """
+
+    def __init__(self, plan: Plan, what: str, options: Any = None):
+        self._plan, self._what, self._options = plan, what, options
+        self._is_on = spans_processes(plan)
+        self._last: tuple[Any, Any, int] = (None, None, 0)
+        self._seen: dict[Any, int] = {}
+
+    def __call__(
+        self, structure: Any, arguments: Any, trace: Callable[[], jax.stages.Traced]
+    ) -> int:
+        """Compares the program that `trace` traces, unless that was done, and returns its number.
+
+        The program is known by `structure`, which is hashable, and the form of `arguments`. Inside
+        a trace of the user's nothing is compared: it may be one of this process alone.
+        """
+        if not self._is_on:
+            return 0
+        leaves, tree = jax.tree.flatten(arguments)
+        if any(isinstance(x, core.Tracer) for x in leaves):
+            return 0
+        form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
+        if self._last[0] is structure and self._last[1] == form:
+            return self._last[2]
+        key = (structure, tree, tuple(form[1]))
+        if key not in self._seen:
+            compare_programs(self._plan, self._what, trace(), self._options)
+            # All processes of a mesh compare the same programs, so these are the same numbers.
+            self._seen[key] = _compared[self._plan.mesh] = _compared.get(self._plan.mesh, 0) + 1
+        self._last = structure, form, self._seen[key]
+        return self._last[2]
+
+
+def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: Any = None) -> None:
+    """Compares a traced program, its plan and its options over the processes of the plan's mesh.
+
+    Raises:
+      GShardError: they differ, on all processes; it says in what.
+    """
+    if not spans_processes(plan):
+        return
+    lines = lines_of(traced.jaxpr)
+    fields = dataclasses.fields(options) if options is not None else ()
+    facts = {
+        **plan_facts(plan),
+        "the options": [f"{x.name}={plain(getattr(options, x.name))}" for x in fields],
+        "the traced program": [line.text for line in lines],
+    }
+    mesh: Any = plan.mesh
+    differing = find_differences("program", facts, mesh)
+    if not differing:
+        return
+    name = differing[0]
+    found = first_difference(facts[name], mesh)
+    where = ""
+    if name == "the traced program":
+        places = {
+            line.text: user_line(line.eqn) for line in reversed(lines) if line.eqn is not None
+        }
+        place = places.get(found[jax.process_index()])
+        where = f" (here at {place})" if place else ""
+        found = {rank: text.strip()[:200] for rank, text in found.items()}
+    raise GShardError(
+        f"the processes do not run the same program: {what} differs in {name}: {by_value(found)}"
+        f"{where}. {_ADVICE[name]}"
+    )

@@ -1,0 +1,126 @@
+"""Two real processes that do not do the same are told, on both, before anything goes wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes import run_workers
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("states"), "distributed.agree_worker", "states")
+
+
+DIFFERENT = {
+    "seeds": ("same values in the train state: params/v, params/w of process 1 differ", "seed",
+              "broadcast_from=0"),
+    "seeds_at_p_g_os": ("params/v, params/w of process 1 differ from that of process 0",),
+    "broadcast_on_one": ("differ in broadcast_from: None on process 0, 0 on process 1",),
+    "broadcast_from_nobody": ("broadcast_from=2 is no process: there are 2",),
+    "level": ("differ in the level: os on process 0, p_g_os on process 1",),
+    "dtype": ("differ in the plan: v float32[8] replicated on process 0, v float16[8]"),
+    "optimizer": ("differ in the plan", "Make the same model and optimizer"),
+    "options": ("min_shard_size=",),
+    "init_closure": ("the init function <lambda>", "differs in the traced program"),
+    "init_keys": ("same values in init_args=: 0 of process 1 differs",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_processes_that_shard_different_states_are_told(states, case):
+    for process in states:
+        assert str(process[case]).startswith("error: ")
+        for words in DIFFERENT[case]:
+            assert words in str(process[case])
+
+
+def test_the_values_of_one_process_are_taken(states):
+    first, second = ({k: str(x) for k, x in process.items()} for process in states)
+    for case in ("equal", "broadcast", "broadcast_from_1", "init_broadcast", "paddle", "pytorch"):
+        assert first[case] == second[case] and not first[case].startswith("error")
+    assert first["equal"] == first["equal_again"] == first["broadcast"] == first["broadcast_equal"]
+    assert first["init_broadcast"] == first["init"]
+    assert first["broadcast_from_1"] != first["equal"]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    return run_workers(folder, "distributed.agree_worker", "programs")
+
+
+OTHERS = {
+    "losses": ("the step of the loss of_rank (", "the traced program", "dot_general"),
+    "lr": ("the traced program", "-0.0099", "-0.0199", "on process 0", "on process 1"),
+    "b1": ("the traced program", "0.1", "0.2"),
+    "schedule": ("the traced program",),
+    "constant": ("the traced program", "4.0", "8.0"),
+    "array": ("the traced program: constant v", "checksum"),
+    "options": ("the options: bucket_size=0 on process 0, bucket_size=100 on process 1",),
+    "rng": ("the options: rng=key<fry>[] checksum",),
+    "eval": ("the eval step of of_rank", "the traced program"),
+    "backward": ("backward of the loss", "the traced program"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_processes_that_compile_different_programs_are_told(programs, case):
+    for process in programs:
+        assert str(process[case]).startswith("error: the processes do not run the same program")
+        for words in OTHERS[case]:
+            assert words in str(process[case])
+
+
+@pytest.mark.parametrize(
+    "case", ["equal", "equal_again", "printed", "eval_equal", "backward_equal"]
+)
+def test_processes_that_compile_the_same_program_run_it(programs, case):
+    first, second = (float(str(process[case])) for process in programs)
+    assert first == second
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    return run_workers(tmp_path_factory.mktemp("batches"), "distributed.agree_worker", "batches")
+
+
+@pytest.mark.parametrize(
+    "case", ["skips", "skips_at_p_g_os", "skips_at_dp", "skips_in_global_batches"]
+)
+def test_a_skipped_batch_is_found_two_calls_later(batches, case):
+    for process, (own, other) in zip(batches, [(4, 5), (5, 4)], strict=True):
+        words = f"in call 5 of this step this process gave batch {own} of its loader and another "
+        assert str(process[case]).startswith(f"error in call 7: {words}process gave batch {other}:")
+
+
+def test_a_repeated_batch_is_found(batches):
+    words = "this process gave batch 2 of its loader and another process gave batch 3"
+    assert words in str(batches[0]["repeats"])
+    assert str(batches[1]["repeats"]).startswith("error in call 6: in call 4 of this step")
+
+
+def test_nothing_is_saved_after_a_skipped_batch_until_a_restore(batches):
+    for process in batches:  # two saves were refused, and the step after the restore was saved
+        assert str(process["saves"]).startswith("2 [1, 1, 4] in call 2 of this step")
+
+
+def test_steps_that_do_not_alternate_alike_are_found(batches):
+    for process in batches:
+        assert "met another program on another process" in str(process["alternating"])
+
+
+def test_a_changed_bit_is_found_on_both_processes(batches):
+    for process in batches:
+        words = "after call 1 of this step the parameter w on "
+        assert words in str(process["replicas"]) and "(process 1)" in str(process["replicas"])
+        assert "that on 3 other devices" in str(process["replicas"])
+
+
+EQUAL = ["", "_without_a_number", "_in_a_jit", "_in_global_batches", "_skipped_by_all"]
+
+
+@pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_replicas", "_again"])
+def test_the_same_batches_raise_nothing(batches, case):
+    first, second = (float(str(process[f"equal{case}"])) for process in batches)
+    assert first == second

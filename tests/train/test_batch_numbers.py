@@ -1,0 +1,98 @@
+"""The numbers of the batches ride in the reduction of the loss: no collective is added."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.analysis.hlo.program import read_program
+from gshard.data.batch_number import _numbers, number_of, set_number
+from gshard.train.batch_numbers import _Call, _fault_of
+from gshard.train.late_checks import late_checks
+from tests.tiers import quick
+
+PARAMS = {f"w{i}": np.full((8, 8), 0.1 + i, np.float32) for i in range(6)}
+BATCH = {"x": np.arange(128.0, dtype=np.float32).reshape(16, 8)}
+LEVELS = ("dp", "os", "os_g", "p_g_os")
+CASES = [(level, size, k) for level in LEVELS for size in (0, 128) for k in (1, 2)]
+
+
+def loss(params, batch):
+    x = batch["x"]
+    for w in params.values():
+        x = x @ w
+    return (x**2).mean()
+
+
+def made(level, numbers, **options):
+    """A step, whose numbers are on although there is one process."""
+    state, plan = gshard.shard_train_state(
+        (PARAMS, optax.sgd(0.1)), gshard.make_mesh(replica=2), level, min_shard_size=0
+    )
+    step = gshard.make_train_step(loss, plan, **options)
+    step.numbers.is_on = numbers
+    return state, plan, step
+
+
+def collectives(level, numbers, size, k):
+    state, _, step = made(level, numbers, bucket_size=size, micro_batches=k)
+    program = read_program(step.lower(state, BATCH).compile().as_text())
+    return Counter((x.kind, x.times) for x in program.collectives if x.group_size > 1)
+
+
+@pytest.mark.parametrize(("level", "size", "k"), quick(CASES, [("dp", 128, 1), ("p_g_os", 128, 1)]))
+def test_no_collective_is_added(level, size, k):
+    assert collectives(level, True, size, k) == collectives(level, False, size, k)
+
+
+def test_the_numbers_change_no_result_and_arrive():
+    results = []
+    for numbers in (False, True):
+        state, plan, step = made("os", numbers)
+        batch = gshard.shard_batch(BATCH, plan)
+        set_number(batch, 70)
+        state, metrics = step(state, batch)
+        results.append([float(metrics["loss"]), *map(np.asarray, jax.tree.leaves(state.params))])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+    sums = np.asarray(late_checks(plan)._due[0][1].args[0].sums)
+    np.testing.assert_array_equal(sums, 8 * np.array([1, 70 % 64, (70 % 64) ** 2, 0, 0]))
+
+
+@pytest.mark.parametrize("devices", [2, 8, 4096])
+@pytest.mark.parametrize(("own", "other"), [(5, 6), (64, 63), (63, 64), (10, 40), (129, 127)])
+def test_two_numbers_are_told_apart_and_named(devices, own, other):
+    def fault(numbers):
+        rows = [[1, x % 64, (x % 64) ** 2, 3, 9] for x in numbers]
+        sums = np.sum(rows, axis=0, dtype=np.float32)
+        return _fault_of(_Call(1, own, 3, sums), devices)  # pyright: ignore
+
+    assert not fault([own] * devices)
+    for many in {1, devices // 2, devices - 1}:
+        said = fault([own] * (devices - many) + [other] * many)
+        assert f"gave batch {own} of its loader and another process gave batch {other}:" in said
+
+
+def test_a_batch_without_a_number_fits_any():
+    rows = [[1, 5, 25, 1, 1]] * 3 + [[0, 0, 0, 1, 1]] * 5
+    assert not _fault_of(_Call(1, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
+
+
+def test_numbers_are_those_of_the_loader_and_of_no_other_array():
+    _, plan, _ = made("os", False)
+    loader = gshard.DataLoader({"x": np.zeros((48, 8), np.float32)}, 16, plan, num_epochs=2)
+    before = len(_numbers)
+    assert [number_of(batch) for batch in loader] == [0, 1, 2, 3, 4, 5]
+    batches = list(gshard.global_batches([BATCH] * 3, plan))
+    assert [number_of(batch) for batch in batches] == [0, 1, 2]
+    assert number_of(jax.tree.map(lambda x: x + 1, batches[1])) is None
+    assert number_of(BATCH) is None
+    del batches, loader
+    gc.collect()
+    assert len(_numbers) == before
