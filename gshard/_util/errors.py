@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 
 import jax
 
@@ -61,10 +62,21 @@ class GShardWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warns at the line of the user's code that called gshard, directly or through JAX."""
-    frame, level = inspect.currentframe(), 1
+    warnings.warn(message, GShardWarning, stacklevel=_user_frame()[1])
+
+
+def user_place() -> str:
+    """The file and line of the user's code that called gshard, such as `train.py:12`."""
+    frame, _ = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+
+
+def _user_frame() -> tuple[FrameType | None, int]:
+    """The user's frame, and how many frames it is above the caller of this function."""
+    frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, GShardWarning, stacklevel=level)
+    return frame, level
 
 
 def place_of(function: object) -> str:

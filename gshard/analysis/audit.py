@@ -216,7 +216,7 @@ def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Collec
         for array, op_name in zip(combined.operands, combined.op_names, strict=True):
             purpose = _purpose(combined.kind, op_name)
             key = (
-                combined.kind,
+                _kind(combined.kind, purpose),
                 axes,
                 array.dtype,
                 purpose,
@@ -278,6 +278,11 @@ def _purpose(kind: str, op_name: str) -> str:
     if purpose == "scatter" and kind == "all-gather":
         return "gather"
     return purpose
+
+
+def _kind(kind: str, purpose: str) -> str:
+    """Over Gloo a reduce-scatter may be an all-to-all of as many elements, and a sum."""
+    return "reduce-scatter" if (kind, purpose) == ("all-to-all", "scatter") else kind
 
 
 def _known(row: CollectiveRow, amount: int | None) -> int:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.distributed import env_vars
+from gshard.distributed.waiting import waiting_for_others
 from gshard.sharding.plan import Plan
 
 TIMEOUT = 300
@@ -74,12 +75,13 @@ def exchange_texts(
 def all_gather_text(text: str, mesh: Mesh | None = None) -> dict[int, str]:
     """All-gathers a text of any length from every process (of a mesh, if one is given), by rank.
 
-    It waits without a limit, since the others may be writing to a slow disk.
+    It waits without a limit, since the others may be writing to a slow disk, and says so.
     """
     if not mesh.is_multi_process if mesh is not None else jax.process_count() == 1:
         return {jax.process_index(): text}
     everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
-    return _exchange(text, lambda message: _all_gather(message, everyone), full=True)
+    with waiting_for_others():
+        return _exchange(text, lambda message: _all_gather(message, everyone), full=True)
 
 
 def check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:

@@ -15,6 +15,7 @@ from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.exit import exit_when_it_fails
 from gshard.distributed.rendezvous import LOOPBACK, address, meet
+from gshard.distributed.waiting import waiting_for_others
 
 HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
 
@@ -263,7 +264,8 @@ def barrier() -> None:
       >>> gshard.distributed.barrier()
     """
     if process_count() > 1:
-        multihost_utils.sync_global_devices("gshard.distributed.barrier")
+        with waiting_for_others():
+            multihost_utils.sync_global_devices("gshard.distributed.barrier")
 
 
 def _known_before_jax() -> tuple[int, int] | None:
