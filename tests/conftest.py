@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -29,6 +30,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_ENABLE_X64", None)
 # One more compilation for each of thousands of steps; tests/train/test_loss_check.py turns it on.
 os.environ["GSHARD_CHECK_LOSS"] = "0"
+
+# A shell that starts the tests in the background ignores Ctrl-C for them and their processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import jax  # noqa: E402
 
