@@ -709,8 +709,10 @@ def test_a_planted_pickle_is_not_opened(written, run):
         (written / "20" / name).write_bytes(pickle.dumps(Trap()))
     opened = []
     sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+    checkpointer = gshard.Checkpointer(written)
+    checkpointer.restore(20, like=run.state, verify=False)
     with pytest.warns(gshard.GShardWarning, match="not of this step.*state.pkl"):
-        gshard.Checkpointer(written).restore(20, like=run.state, verify=False)
+        assert checkpointer.restore(like=run.state).step == 20
     assert any("gshard.json" in path for path in opened)
     assert not any(path.endswith(("checkpoint", ".pkl", ".pickle")) for path in opened)
 
