@@ -257,15 +257,14 @@ class TrainStep:
         self._watch.look(parts.opt_state.guard)
         self._late_checks.look()
         batch = self._place(batch)
-        rng, row = self.options.rng, self.numbers.row(batch, 0, leaves[0])
-        traced = partial(self.jitted.trace, leaves, structure, batch, rng, row)
-        program = self._check_program(structure, batch, traced)
-        row = self.numbers.row(batch, program, leaves[0])
+        jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
+        given = leaves, structure, batch, self.options.rng
+        program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))
         if self._check_loss:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        results = self._latest.run(self.jitted, state, leaves, structure, batch, rng, row)
+        results = self._latest.run(jitted, state, *given, numbers(program))
         leaves, metrics, guard, sums = results
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)

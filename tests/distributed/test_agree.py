@@ -19,7 +19,7 @@ DIFFERENT = {
     "broadcast_on_one": ("differ in broadcast_from: None on process 0, 0 on process 1",),
     "broadcast_from_nobody": ("broadcast_from=2 is no process: there are 2",),
     "level": ("differ in the level: os on process 0, p_g_os on process 1",),
-    "dtype": ("differ in the plan: v float32[8] replicated on process 0, v float16[8]"),
+    "dtype": ("differ in the plan: v float32[8] replicated on process 0, v float16[8]",),
     "optimizer": ("differ in the plan", "Make the same model and optimizer"),
     "options": ("min_shard_size=",),
     "init_closure": ("the init function <lambda>", "differs in the traced program"),
@@ -27,12 +27,18 @@ DIFFERENT = {
 }  # fmt: skip
 
 
+def assert_told(processes, case, begins, words):
+    """Every process raised an error that begins so and has all of the words."""
+    assert type(words) is tuple  # a text would be compared letter by letter
+    for process in processes:
+        assert str(process[case]).startswith(begins)
+        for x in words:
+            assert x in str(process[case])
+
+
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_processes_that_shard_different_states_are_told(states, case):
-    for process in states:
-        assert str(process[case]).startswith("error: ")
-        for words in DIFFERENT[case]:
-            assert words in str(process[case])
+    assert_told(states, case, "error: ", DIFFERENT[case])
 
 
 def test_the_values_of_one_process_are_taken(states):
@@ -66,10 +72,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("case", OTHERS)
 def test_processes_that_compile_different_programs_are_told(programs, case):
-    for process in programs:
-        assert str(process[case]).startswith("error: the processes do not run the same program")
-        for words in OTHERS[case]:
-            assert words in str(process[case])
+    begins = "error: the processes do not run the same program"
+    assert_told(programs, case, begins, OTHERS[case])
 
 
 @pytest.mark.parametrize(
