@@ -71,10 +71,15 @@ def user_place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
 
 
+def is_library_frame(frame: FrameType) -> bool:
+    """Whether a frame runs code of gshard or JAX."""
+    return frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
 def _user_frame() -> tuple[FrameType | None, int]:
     """The user's frame, and how many frames it is above the caller of this function."""
     frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame is not None and is_library_frame(frame):
         frame, level = frame.f_back, level + 1
     return frame, level
 

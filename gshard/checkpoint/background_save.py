@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
 
+from gshard._util.activity import doing, saved
 from gshard._util.durable import rename
 from gshard.checkpoint import orbax
 from gshard.checkpoint.checksums import (
@@ -79,7 +80,8 @@ class BackgroundSave:
         self._commit.exception()
 
     def _run(self) -> None:
-        with unfinished.finished_first(f"the save of step {self.step}"):
+        what = f"the save of step {self.step}"
+        with doing(what), unfinished.finished_first(what):
             self._write_and_commit()
 
     def _write_and_commit(self) -> None:
@@ -92,7 +94,9 @@ class BackgroundSave:
             elif self._all_files_written():
                 orbax.merge(self.folder)
                 write_combined_manifest(self.folder, self.processes)
-                rename(self.folder, self.folder.with_name(str(self.step)))
+                step = self.folder.with_name(str(self.step))
+                rename(self.folder, step)
+                saved(str(step))
                 try:
                     self.then()
                 except Exception as error:
@@ -120,15 +124,16 @@ class BackgroundSave:
         """Waits for the manifests of all processes; False if another process failed."""
         missing = [self.folder / process_manifest(rank) for rank in range(self.processes)]
         own, end = missing[self.process], None
-        while missing := [path for path in missing if not path.exists()]:
-            if self._given_up.wait(_POLL):
-                break
-            if not own.exists():  # somebody has deleted the folder
-                raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(own))
-            if end is None and _program_over.is_set():
-                end = time.monotonic() + _EXIT_TIMEOUT
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{missing[0]} was not written by its process")
+        with doing(f"the save of step {self.step}, for the files of the others", waits=True):
+            while missing := [path for path in missing if not path.exists()]:
+                if self._given_up.wait(_POLL):
+                    break
+                if not own.exists():  # somebody has deleted the folder
+                    raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(own))
+                if end is None and _program_over.is_set():
+                    end = time.monotonic() + _EXIT_TIMEOUT
+                if end is not None and time.monotonic() > end:
+                    raise TimeoutError(f"{missing[0]} was not written by its process")
         return not self._given_up.is_set()
 
 

@@ -227,7 +227,8 @@ class Checkpointer:
 
         with self._in_use:
             self.wait()
-            self._writer.delete(run_on_all(prepare, what=lambda: f"delete(step={shown(step)})"))
+            call = f"delete(step={shown(step)})"
+            self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
 
     @overload
     def restore(
@@ -283,13 +284,16 @@ class Checkpointer:
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
         with self._in_use:
             self.wait()
-            state, plan, asked = run_on_all(prepare, what=lambda: what)
+            state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
             while True:
                 number, damaged = find_undamaged(self.directory, asked, verify)
                 self._writer.damaged |= damaged
                 self._writer.last_step = None  # its number may be reached with another state
                 try:
-                    make_restored = run_on_all(lambda: self._read(number, state, plan, cast))  # noqa: B023
+                    make_restored = run_on_all(
+                        lambda: self._read(number, state, plan, cast),  # noqa: B023
+                        call=f"restore of step {number}",
+                    )
                 except GShardError:
                     if asked is None and number not in steps_everywhere(self.directory):
                         continue  # another job has deleted it meanwhile

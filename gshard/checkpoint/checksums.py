@@ -123,7 +123,7 @@ def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[in
 
 def steps_everywhere(directory: Path) -> list[int]:
     """The steps of a directory as the first process sees them."""
-    return json.loads(all_gather_text(json.dumps(steps_in(directory)))[0])
+    return json.loads(all_gather_text(json.dumps(steps_in(directory)), what="restore")[0])
 
 
 def verify_step(
@@ -145,7 +145,7 @@ def verify_step(
 def _damages_found_together(step: Path) -> list[Damage]:
     """The damages of a step; each process reads its share of the files."""
     own = verify_step(step, (jax.process_index(), jax.process_count()))
-    said = all_gather_text(json.dumps([[x.file, x.what, x.arrays] for x in own]))
+    said = all_gather_text(json.dumps([[x.file, x.what, x.arrays] for x in own]), what="restore")
     found = [Damage(f, w, tuple(x)) for text in said.values() for f, w, x in json.loads(text)]
     return list(dict.fromkeys(found))
 

@@ -80,7 +80,8 @@ class StepWriter:
                 with contextlib.suppress(OSError):  # the first save says what is wrong
                     self._become_writer()
 
-        run_on_all(become_writer, what=lambda: "Checkpointer(writes=True)")
+        call = "Checkpointer(writes=True)"
+        run_on_all(become_writer, call=call, what=lambda: call)
 
     def begin(self, describe: Callable[[], Contents]) -> None:
         """Copies the arrays to the host and starts to write, when no other save is running.
@@ -119,7 +120,7 @@ class StepWriter:
             return f"save of step {found[0].step}{again}" if found else ""
 
         try:
-            run_on_all(prepare, what=what)
+            run_on_all(prepare, call="save", what=what)
         except GShardError:
             for folder in made:
                 self._remove(folder)
@@ -133,13 +134,14 @@ class StepWriter:
         folder = self._folder(contents.step)
         self._uncommitted += 1
         begun: list[Callable[[], None]] = []
+        call = f"save of step {contents.step}"
         try:
-            run_on_all(lambda: begun.append(self._write(folder, contents)))
+            run_on_all(lambda: begun.append(self._write(folder, contents)), call=call)
         except GShardError:
             for finish in begun:
                 with contextlib.suppress(Exception):  # the save has failed already
                     finish()
-            run_on_all(lambda: None)  # nobody writes any more
+            run_on_all(lambda: None, call=call)  # nobody writes any more
             self._remove(folder)
             raise
         self.saving = BackgroundSave(
@@ -165,7 +167,9 @@ class StepWriter:
         everywhere = _all_of(others)  # every process reads the same arrays, as in a restore
         read = {path: x for path, x in read.items() if path in everywhere}
         folder = self._directory / str(contents.step)
-        changed = _all_of(run_on_all(lambda: orbax.differing_arrays(folder, read)))
+        call = f"save of step {contents.step} again"
+        changed = run_on_all(lambda: orbax.differing_arrays(folder, read), call=call)
+        changed = _all_of(changed)
         differing = [p for p in contents.arrays if p in changed and not p.startswith(_COUNTS)]
         if differing:
             raise GShardError(
@@ -186,15 +190,16 @@ class StepWriter:
                     f"first: checkpointer.delete({contents.step})."
                 )
 
-        run_on_all(refuse)
+        run_on_all(refuse, call=call)
 
     def wait(self) -> None:
         """Waits for the step that is being written; a failure is a `SaveFailedError`."""
         if (saving := self.saving) is None:
             return
         try:
-            run_on_all(saving.wait_for_files)  # Ctrl-C ends the wait, but not the save
-            run_on_all(saving.wait_for_commit)
+            call = f"the end of the save of step {saving.step}"
+            run_on_all(saving.wait_for_files, call=call)  # Ctrl-C ends the wait, not the save
+            run_on_all(saving.wait_for_commit, call=call)
         except GShardError as error:
             self.saving = None
             saving.give_up()
@@ -215,7 +220,8 @@ class StepWriter:
                 folders.delete(self._directory, step)
 
         try:
-            run_on_all(delete, what=lambda: f"deletion of step {step}")
+            call = f"deletion of step {step}"
+            run_on_all(delete, call=call, what=lambda: call)
         except FailedError as error:
             raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
@@ -326,4 +332,5 @@ class StepWriter:
 
 def _all_of(paths: Collection[str]) -> set[str]:
     """The paths of all processes."""
-    return set().union(*map(json.loads, all_gather_text(json.dumps([*paths])).values()))
+    texts = all_gather_text(json.dumps([*paths]), what="save")
+    return set().union(*map(json.loads, texts.values()))

@@ -21,7 +21,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
-from gshard.distributed.agree import check_same_call, exchange_texts, refuse_given_up
+from gshard.distributed.agree import check_same_call, exchange_texts
 from gshard.sharding.plan import Plan
 
 DATA_COMPARISONS = 8  # calls whose data is compared if all entries of the first batches are equal
@@ -50,7 +50,6 @@ def compare_batches(
     has the arrays that are not global yet, `positions` is that of `positions_by_process`, and
     `fault` says why this process cannot place its batch; then the others raise too.
     """
-    refuse_given_up(plan)
     leaves, structure = jax.tree.flatten(batch)
     shapes = [getattr(x, "shape", ()) for x in leaves]
     form = (structure, [getattr(x, "dtype", type(x)) for x in leaves], shapes)

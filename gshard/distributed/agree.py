@@ -1,7 +1,6 @@
 """Exchanges short texts between the processes of a mesh, outside the step, in one all-gather.
 
-A process that waits too long for the others warns, and then gives up. Its next collective would
-never match theirs, so it refuses every later exchange with the same plan.
+Each waits for the others; the watchdog says so where that takes long, and ends a job that hangs.
 """
 
 from __future__ import annotations
@@ -10,25 +9,20 @@ import hashlib
 import json
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from gshard._util.activity import doing, meet
 from gshard._util.errors import GShardError, some, warn
-from gshard.distributed import env_vars
-from gshard.distributed.waiting import waiting_for_others
 from gshard.sharding.plan import Plan
 
-TIMEOUT = 300
-"""Seconds that a process waits for the others, which may be saving or evaluating."""
-WARN_AFTER = 30.0
-"""Seconds after which it warns that it waits."""
 FAULT_TIMEOUT, FAULT_WARN_AFTER = 30.0, 3.0
-"""The same for a process that has an error to raise once the others know of it."""
+"""Seconds that a process with an error to raise waits for the others to learn of it, and warns."""
 
 _CALLS = {
     "batch": "gives a batch",
@@ -37,50 +31,41 @@ _CALLS = {
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",
 }
+_WAITS = {"state": "shard_train_state", "program": "a comparison of programs"}
 _TEXT = 1024  # bytes of the first message; a longer text is sent again where all of it is needed
 _LENGTH = struct.Struct("<I")
-_given_up: weakref.WeakSet[Plan] = weakref.WeakSet()
 
 
 def exchange_texts(
     text: str, plan: Plan, change: str, fault: GShardError | None = None, *, full: bool = False
 ) -> dict[int, str]:
-    """All-gathers a text from every process of the mesh, by rank; gives up after a time.
+    """All-gathers a text from every process of the mesh, by rank.
 
     Every process that has a device in the mesh must call it, with the same `full`.
 
     Args:
       text: the text of this process.
       plan: a plan whose mesh spans several processes.
-      change: why this process calls, for its warning and error when the others do not.
-      fault: the error that this process will raise once the others know.
+      change: why this process calls, for what it says when it waits long.
+      fault: the error that this process will raise once the others know, or have not come in time.
       full: whether texts longer than 1024 bytes are returned in full.
     """
-    refuse_given_up(plan)
-    limit = env_vars.read_seconds(env_vars.AGREEMENT_TIMEOUT, TIMEOUT)
-
-    def all_gather(message: bytes) -> dict[int, bytes]:
-        try:
-            return _all_gather_within(limit, message, plan.mesh, change, fault)
-        except GShardError as error:
-            _given_up.add(plan)
-            if fault is None:
-                raise
-            fault.add_note("The other processes do not know of this error: start the job again.")
-            raise fault from error.__cause__
-
-    return _exchange(text, all_gather, full)
+    if fault is not None:
+        gather: Any = partial(_all_gather_or_raise, fault, mesh=plan.mesh)
+        return _exchange(text, gather, full)
+    with doing(f"a comparison of data, because {change}", waits=True, mesh=plan.mesh):  # pyright: ignore[reportArgumentType]
+        return _exchange(text, lambda message: _all_gather(message, plan.mesh), full)  # pyright: ignore[reportArgumentType]
 
 
-def all_gather_text(text: str, mesh: Mesh | None = None) -> dict[int, str]:
+def all_gather_text(text: str, mesh: Mesh | None = None, *, what: str) -> dict[int, str]:
     """All-gathers a text of any length from every process (of a mesh, if one is given), by rank.
 
-    It waits without a limit, since the others may be writing to a slow disk, and says so.
+    `what` names the call for what the watchdog says when it waits long.
     """
     if not mesh.is_multi_process if mesh is not None else jax.process_count() == 1:
         return {jax.process_index(): text}
     everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
-    with waiting_for_others():
+    with doing(what, waits=True, mesh=mesh):
         return _exchange(text, lambda message: _all_gather(message, everyone), full=True)
 
 
@@ -105,7 +90,7 @@ def find_differences(call: str, facts: Mapping[str, Sequence[str]], mesh: Mesh) 
     Every process of the mesh must call it. A fact is a list of lines, of which a hash is compared.
     """
     hashes = {name: _hash(lines) for name, lines in facts.items()}
-    texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh)
+    texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh, what=_WAITS[call])
     found = [json.loads(text) for text in check_same_call(texts, call).values()]
     return [name for name in facts if any(x.get(name) != found[0].get(name) for x in found)]
 
@@ -116,13 +101,14 @@ def first_difference(lines: Sequence[str], mesh: Mesh) -> dict[int, str]:
     It compares hashes of the first lines, by bisection, so that texts of any length are cheap. All
     processes must call it, when they know that they differ. A missing line is empty.
     """
-    lengths = [int(text) for text in all_gather_text(str(len(lines)), mesh).values()]
+    gather = partial(all_gather_text, mesh=mesh, what="a comparison of what differs")
+    lengths = [int(text) for text in gather(str(len(lines))).values()]
     same, differ = 0, max(lengths)
     while differ - same > 1:
         middle = (same + differ) // 2
-        hashes = all_gather_text(_hash([*lines[:middle], f"{min(middle, len(lines))}"]), mesh)
+        hashes = gather(_hash([*lines[:middle], f"{min(middle, len(lines))}"]))
         same, differ = (same, middle) if len(set(hashes.values())) > 1 else (middle, differ)
-    return all_gather_text(lines[same] if same < len(lines) else "", mesh)
+    return gather(lines[same] if same < len(lines) else "")
 
 
 def by_value(texts: Mapping[int, str]) -> str:
@@ -142,15 +128,6 @@ def _hash(lines: Sequence[str]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 
-def refuse_given_up(plan: Plan) -> None:
-    """Raises a `GShardError` if this process gave up waiting for the others of a plan."""
-    if plan in _given_up:
-        raise GShardError(
-            "this process gave up waiting for the others in an earlier call with this plan, so "
-            "that its calls no longer match theirs: start the job again."
-        )
-
-
 def _exchange(
     text: str, all_gather: Callable[[bytes], dict[int, bytes]], full: bool
 ) -> dict[int, str]:
@@ -165,9 +142,8 @@ def _exchange(
     return {r: x.decode(errors="ignore") for r, x in zip(found, texts, strict=True)}
 
 
-def _all_gather_within(
-    limit: float, message: bytes, mesh: Any, change: str, fault: GShardError | None
-) -> dict[int, bytes]:
+def _all_gather_or_raise(fault: GShardError, message: bytes, mesh: Any) -> dict[int, bytes]:
+    """All-gathers a message that tells of a fault; raises that if the others do not come."""
     result: list[Any] = []
 
     def run() -> None:
@@ -179,27 +155,17 @@ def _all_gather_within(
     # In a separate thread: a thread cannot give up a collective that it waits for.
     thread = threading.Thread(target=run, name="gshard-agreement", daemon=True)
     thread.start()
-    limit = limit if fault is None else min(FAULT_TIMEOUT, limit)
-    first = min(limit, WARN_AFTER if fault is None else FAULT_WARN_AFTER)
-    thread.join(first)
-    if thread.is_alive() and limit > first:
-        why = f"{change}, and" if fault is None else f"This process will raise: {fault} But"
+    thread.join(FAULT_WARN_AFTER)
+    if thread.is_alive():
         warn(
-            f"{why} for {first:.0f} s the other processes have not come to compare theirs with it. "
-            f"This process waits {limit - first:g} s more."
+            f"This process will raise: {fault} But for {FAULT_WARN_AFTER:g} s the other processes "
+            f"have not come to learn of it. It waits {FAULT_TIMEOUT - FAULT_WARN_AFTER:g} s more."
         )
-        thread.join(limit - first)
-    got = result[0] if result else None
-    if not isinstance(got, dict):
-        why = f"within {limit:g} s" if got is None else f"({got})"
-        raise GShardError(
-            f"{change}, and the other processes did not follow {why}. Either their batches have "
-            "the same form as before, as with a last, smaller batch of uneven data on this process "
-            "alone (drop it, or pad it with examples of weight 0, gshard.Weighted), or they passed "
-            "no batch at all, or have ended. Every process must pass the same number of examples "
-            "in every call. Start the job again."
-        ) from got
-    return got
+        thread.join(FAULT_TIMEOUT - FAULT_WARN_AFTER)
+    if result and isinstance(result[0], dict):
+        return result[0]
+    fault.add_note("The other processes do not know of this error: start the job again.")
+    raise fault from (result[0] if result else None)
 
 
 def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
@@ -209,6 +175,7 @@ def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
     same number of devices on each.
     """
     devices = list(mesh.devices.flat)
+    meet(device.process_index for device in devices)
     flat = Mesh(np.array(devices), ("all",))
     mine = np.frombuffer(message, np.uint8)[None]
     sharded, full = NamedSharding(flat, jax.P("all")), NamedSharding(flat, jax.P())
@@ -235,13 +202,14 @@ class FailedError(GShardError):
 
 
 def run_on_all(
-    act: Callable[[], T], mesh: Mesh | None = None, *, what: Callable[[], str] = str
+    act: Callable[[], T], mesh: Mesh | None = None, *, call: str, what: Callable[[], str] = str
 ) -> T:
     """Runs `act` on every process, and returns its result once it has succeeded on all of them.
 
     Every process (of the mesh, if one is given) must call this; it is a barrier. If `act` runs
-    collectives, it must run the same ones on every process, whatever fails in between. `what` is
-    called after it and returns a text that must be the same on every process.
+    collectives, it must run the same ones on every process, whatever fails in between. `call` names
+    it for the watchdog. `what` is called after it and returns a text that must be the same on every
+    process.
 
     Raises:
       GShardError: `act` raised one on some process; it is raised on all.
@@ -255,11 +223,13 @@ def run_on_all(
     result: Any = None
     error: Exception | None = None
     try:
-        result = act()
+        with doing(call):
+            result = act()
     except Exception as failure:
         error = failure
     mine = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
-    found = {rank: json.loads(x) for rank, x in all_gather_text(json.dumps(mine), mesh).items()}
+    texts = all_gather_text(json.dumps(mine), mesh, what=call)
+    found = {rank: json.loads(text) for rank, text in texts.items()}
     if len({other["what"] for other in found.values()} - {""}) > 1:
         others = ", ".join(f"{x['what']} (process {rank})" for rank, x in found.items())
         raise GShardError(

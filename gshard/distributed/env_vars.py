@@ -22,6 +22,7 @@ LOCAL_PROCESS_ID = "GSHARD_LOCAL_PROCESS_ID"
 HEARTBEAT_TIMEOUT = "GSHARD_HEARTBEAT_TIMEOUT"
 START_TIMEOUT = "GSHARD_START_TIMEOUT"
 AGREEMENT_TIMEOUT = "GSHARD_AGREEMENT_TIMEOUT"
+HANG_TIMEOUT = "GSHARD_HANG_TIMEOUT"
 RESTARTS = "GSHARD_RESTARTS"
 PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
 GRACE = "GSHARD_GRACE"
@@ -57,10 +58,10 @@ def read_integer(name: str) -> int | None:
         raise GShardError(f"the variable {name}={shown(text)} must be an integer.") from None
 
 
-def read_seconds(name: str, default: int) -> int:
-    """Reads a positive number of seconds from an environment variable."""
+def read_seconds(name: str, default: int, least: int = 1) -> int:
+    """Reads a number of seconds from an environment variable."""
     given = read_integer(name)
-    return default if given is None else check_integer(name, given, 1, " of seconds")
+    return default if given is None else check_integer(name, given, least, " of seconds")
 
 
 def process_variables(
@@ -71,6 +72,7 @@ def process_variables(
     *,
     heartbeat_timeout_seconds: int,
     initialization_timeout: int,
+    hang_timeout: int,
     restarts: int = 0,
     port_is_kept: bool = False,
 ) -> dict[str, str]:
@@ -82,6 +84,7 @@ def process_variables(
         LOCAL_PROCESS_ID: str(local_process_id),
         HEARTBEAT_TIMEOUT: str(heartbeat_timeout_seconds),
         START_TIMEOUT: str(initialization_timeout),
+        HANG_TIMEOUT: str(hang_timeout),
         RESTARTS: str(restarts),
         PORT_IS_KEPT: "1" if port_is_kept else "",
     }

@@ -90,6 +90,8 @@ def exit_when_it_fails() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        if unfinished.is_exiting():  # the watchdog ends a job that hangs, and has said why
+            return
         at_exit_with(130 if issubclass(kind, KeyboardInterrupt) else 1)
         if not LOST_PEER.search(str(error)):
             return before(kind, error, traceback)

@@ -9,13 +9,15 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from gshard._util import activity
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.exit import exit_when_it_fails
-from gshard.distributed.rendezvous import LOOPBACK, address, meet
-from gshard.distributed.waiting import waiting_for_others
+from gshard.distributed.places import Server
+from gshard.distributed.rendezvous import LOOPBACK, Address, address, listen, meet
+from gshard.distributed.watchdog import HANG_TIMEOUT, Watchdog
 
 HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
 
@@ -34,6 +36,7 @@ def initialize(
     *,
     heartbeat_timeout_seconds: int | None = None,
     initialization_timeout: int | None = None,
+    hang_timeout: int | None = None,
     coordinator_bind_address: str | None = None,
     **secure: Any,
 ) -> None:
@@ -53,6 +56,8 @@ def initialize(
       heartbeat_timeout_seconds: seconds without a heartbeat after which a process counts as dead;
         10 by default.
       initialization_timeout: seconds to wait for all processes to start; 300 by default.
+      hang_timeout: seconds that a process may wait for the others, in a step or a call of gshard,
+        before the job is ended with the stacks of all processes; 600 by default, 0 for no limit.
       coordinator_bind_address: `host:port` at which process 0 listens, where that differs from the
         address the others use. With a detected cluster JAX listens on every interface unless
         this is given.
@@ -87,6 +92,9 @@ def initialize(
     }
     for name, value in options.items():
         options[name] = check_integer(name, value, 1, " of seconds")
+    if hang_timeout is None:
+        hang_timeout = env_vars.read_seconds(env_vars.HANG_TIMEOUT, HANG_TIMEOUT, least=0)
+    options["hang_timeout"] = check_integer("hang_timeout", hang_timeout, 0, " of seconds")
     position = resolve_position(asked)
     by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if position.num_processes != 1 and not by_the_user:
@@ -94,6 +102,8 @@ def initialize(
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         join = _join_detected if position.num_processes is None else _join
         join(position, coordinator_bind_address, **options, **secure)
+    elif by_the_user:
+        Watchdog(position.process_id, options["hang_timeout"]).start()
     _joined.append((asked, position))
     if not jax.distributed.is_initialized():
         _known[:] = [(1, 0)]
@@ -169,7 +179,9 @@ def _jax_has_started() -> bool:
     return True
 
 
-def _join(position: JobPosition, bind_address: str | None, **options: Any) -> None:
+def _join(
+    position: JobPosition, bind_address: str | None, hang_timeout: int, **options: Any
+) -> None:
     at = address(position.coordinator_address, "coordinator_address")
     bind = at if bind_address is None else address(bind_address, "coordinator_bind_address")
     count, rank = int(position.num_processes or 1), int(position.process_id or 0)
@@ -180,7 +192,15 @@ def _join(position: JobPosition, bind_address: str | None, **options: Any) -> No
         without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         os.environ["no_proxy"] = f"{without},{at.host}" if without else at.host
     reserved = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
-    meet(bind if rank == 0 else at, count, rank, options["initialization_timeout"], reserved)
+    server = Server.listening(count, listen(Address(bind.host, 0))) if rank == 0 else None
+    told = meet(
+        bind if rank == 0 else at,
+        count,
+        rank,
+        options["initialization_timeout"],
+        reserved,
+        tell=None if server is None else {"watchdog": server.invitation},
+    )
     _initialize(
         coordinator_address=str(at),
         num_processes=count,
@@ -189,9 +209,13 @@ def _join(position: JobPosition, bind_address: str | None, **options: Any) -> No
         cluster_detection_method="deactivate",  # the arguments are complete
         **options,
     )
+    port, token = told["watchdog"]
+    Watchdog(rank, hang_timeout, Address(at.host, port), token, server).start()
 
 
-def _join_detected(_: JobPosition, bind_address: str | None, **options: Any) -> None:
+def _join_detected(
+    _: JobPosition, bind_address: str | None, hang_timeout: int, **options: Any
+) -> None:
     """Joins the job that JAX detects; if it detects none, this process is alone."""
     several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
@@ -203,6 +227,7 @@ def _join_detected(_: JobPosition, bind_address: str | None, **options: Any) -> 
         return
     try:
         _initialize(coordinator_bind_address=bind_address, **options)
+        Watchdog(None, hang_timeout).start()  # no rendezvous tells where process 0 serves
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise GShardError(f"initialize: {error}") from error
@@ -264,7 +289,8 @@ def barrier() -> None:
       >>> gshard.distributed.barrier()
     """
     if process_count() > 1:
-        with waiting_for_others():
+        with activity.doing("barrier()", waits=True):
+            activity.meet(range(process_count()))
             multihost_utils.sync_global_devices("gshard.distributed.barrier")
 
 

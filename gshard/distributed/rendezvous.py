@@ -15,8 +15,9 @@ import selectors
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gshard._util.errors import CallOrderError, GShardError, some
 from gshard._util.validation import shown
@@ -34,13 +35,23 @@ class PortTakenError(GShardError, OSError):
     """Another program listens where process 0 should."""
 
 
-def meet(at: Address, processes: int, rank: int, timeout: float, port_is_reserved: bool) -> None:
-    """Waits until all processes have arrived; if some have not in time, all others raise."""
+def meet(
+    at: Address,
+    processes: int,
+    rank: int,
+    timeout: float,
+    port_is_reserved: bool,
+    tell: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Waits until all processes have arrived; if some have not in time, all others raise.
+
+    Returns what process 0 tells, a short JSON object.
+    """
     reminder = _Reminder(timeout)
     if rank == 0:
-        _RollCall(at, processes, reminder, port_is_reserved).run()
-    else:
-        _report(at, processes, rank, reminder)
+        _RollCall(at, processes, reminder, port_is_reserved).run({**(tell or {})})
+        return {**(tell or {})}
+    return _report(at, processes, rank, reminder)
 
 
 class _Reminder:
@@ -82,7 +93,7 @@ class _RollCall:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._peers: list[_Peer] = []
 
-    def run(self) -> None:
+    def run(self, tell: dict[str, Any]) -> None:
         try:
             while len(self._arrived()) < self._processes - 1:
                 if self._reminder.left <= 0:
@@ -97,7 +108,7 @@ class _RollCall:
                     if peer.rank is None and time.monotonic() - peer.since > _SILENCE:
                         self._drop(peer)
                 self._reminder.remind(f"process 0 waits at {self._at}: {self._state()}")
-            self._answer({"go": True})
+            self._answer({"go": tell})
         finally:
             for connection in (self._listener, *(peer.connection for peer in self._peers)):
                 connection.close()
@@ -180,7 +191,7 @@ class _RollCall:
             self._receive(0.05)
 
 
-def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> None:
+def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> dict[str, Any]:
     line = json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
     reason = "nobody answered"
     while (left := reminder.left) > 0:
@@ -198,7 +209,7 @@ def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> None
         elif "error" in answer:
             raise (NotArrivedError if answer.get("late") else GShardError)(answer["error"])
         else:
-            return
+            return answer["go"]
     raise NotArrivedError(
         f"process {rank} of {processes} did not reach process 0 at {at} within "
         f"{reminder.timeout:g} s: {reason}. Check that process 0 has started (its log says why, if "
@@ -224,7 +235,7 @@ def _read_answer(connection: socket.socket, reminder: _Reminder, state: str) -> 
         received += more
     with contextlib.suppress(ValueError):
         answer = json.loads(received)
-        if isinstance(answer, dict) and {"go", "error"} & set(answer):
+        if isinstance(answer, dict) and ("error" in answer or isinstance(answer.get("go"), dict)):
             return answer
     return None
 

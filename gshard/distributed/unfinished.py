@@ -26,6 +26,7 @@ class Work(NamedTuple):
 
     running: tuple[str, ...] = ()
     finished_late: tuple[str, ...] = ()  # after the process had failed
+    cut_off: bool = False  # it had joined the others, and ended without its exit functions
 
 
 @contextmanager
@@ -41,9 +42,12 @@ def finished_first(what: str) -> Iterator[None]:
         _tell(f"{'late' if _exiting else 'ended'} {what}")
 
 
-def wait(began: float) -> None:
-    """Waits until no work is left; under the launcher for `--grace` seconds after `began`."""
-    grace = env_vars.read_integer(env_vars.GRACE)
+def wait(began: float, most: float | None = None) -> None:
+    """Waits until no work is left, for at most so many seconds after `began`.
+
+    By default that is the launcher's `--grace`; without a launcher there is no limit.
+    """
+    grace = env_vars.read_integer(env_vars.GRACE) if most is None else most
     busy = time.monotonic()
     while (now := time.monotonic()) < busy + _IDLE and (grace is None or now < began + grace):
         busy = now if _running else busy
@@ -56,6 +60,16 @@ def exits_with_error() -> None:
     _exiting = True
 
 
+def joined() -> None:
+    """Tells the launcher that this process has joined the others of its job."""
+    _tell("joined")
+
+
+def left() -> None:
+    """Tells the launcher that this process runs its exit functions."""
+    _tell("left")
+
+
 def is_exiting() -> bool:
     """Whether this process is to exit with an error."""
     return _exiting
@@ -65,15 +79,18 @@ def read_work(path: Path) -> Work:
     """Reads the work of a process from its file."""
     running: list[str] = []
     late: list[str] = []
+    joined = False
     with suppress(OSError):
         for line in path.read_text().splitlines():
             verb, _, what = line.partition(" ")
-            if verb == "began":
+            if verb in ("joined", "left"):
+                joined = verb == "joined"
+            elif verb == "began":
                 running.append(what)
             elif what in running:
                 running.remove(what)
                 late += [what] if verb == "late" else []
-    return Work(tuple(running), tuple(dict.fromkeys(late)))
+    return Work(tuple(running), tuple(dict.fromkeys(late)), joined)
 
 
 def _tell(line: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from gshard._util.activity import doing, meet
 from gshard._util.errors import GShardError
 from gshard._util.pytree import map_leaves
 from gshard.sharding.layout import DEVICE, Layout
@@ -94,7 +95,9 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         return np.asarray(x.addressable_data(0))
     if layout.on_host:  # an all-gather needs device memory
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    with doing("a gather of full arrays, such as full_params", waits=True):
+        meet(device.process_index for device in x.sharding.device_set)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def _assemble(shards: list[Any], x: jax.Array) -> np.ndarray:

@@ -119,7 +119,7 @@ def make_eval_step(
         batch = shard_batch(batch, plan)
         structure = jax.tree.structure(parts)
         check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
-        return jitted(parts, batch)
+        return check_program.run(jitted, parts, batch)
 
     return eval_step
 

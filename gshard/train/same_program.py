@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import jax
 from jax import core
 
+from gshard._util.activity import called, doing
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line
 from gshard._util.jaxpr_text import lines_of, plain
@@ -30,6 +32,7 @@ _ADVICE = {
 }
 
 
+T = TypeVar("T")
 _compared: dict[Any, int] = {}  # how many programs, by mesh
 
 
@@ -44,6 +47,7 @@ class ProgramCheck:
         self._is_on = spans_processes(plan)
         self._last: tuple[Any, Any, int] = (None, None, 0)
         self._seen: dict[Any, int] = {}
+        self._is_new, self._calls = False, 0
 
     def __call__(
         self, structure: Any, arguments: Any, trace: Callable[[], jax.stages.Traced]
@@ -60,14 +64,30 @@ class ProgramCheck:
             return 0
         form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
         if self._last[0] is structure and self._last[1] == form:
+            self._is_new = False
             return self._last[2]
         key = (structure, tree, tuple(form[1]))
-        if key not in self._seen:
-            compare_programs(self._plan, self._what, trace(), self._options)
+        self._is_new = key not in self._seen
+        if self._is_new:
+            with doing(f"tracing {self._what}"):
+                traced = trace()
+            compare_programs(self._plan, self._what, traced, self._options)
             # All processes of a mesh compare the same programs, so these are the same numbers.
             self._seen[key] = _compared[self._plan.mesh] = _compared.get(self._plan.mesh, 0) + 1
         self._last = structure, form, self._seen[key]
         return self._last[2]
+
+    def run(self, program: Callable[..., T], *args: Any) -> T:
+        """Calls the program that was checked last, and notes the call for the watchdog."""
+        if not self._is_on:
+            return program(*args)
+        with doing(f"compiling {self._what}") if self._is_new else nullcontext():
+            results = program(*args)
+        arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+        if arrays:  # the smallest, since it is kept until the next call
+            self._calls += 1
+            called(self._what, self._calls, min(arrays, key=lambda x: x.size))
+        return results
 
 
 def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: Any = None) -> None:

@@ -95,7 +95,8 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
             f"the processes do not shard the same train state. They differ in {differing[0]}: "
             f"{given}. {ADVICE[differing[0]]}"
         )
-    found = {r: text.split("\n") for r, text in all_gather_text("\n".join(lines), mesh).items()}
+    texts = all_gather_text("\n".join(lines), mesh, what="shard_train_state")
+    found = {rank: text.split("\n") for rank, text in texts.items()}
     first = found[min(found)]
     others = [rank for rank, own in found.items() if own != first]
     differ = [i for i in range(len(lines)) if any(own[i] != first[i] for own in found.values())]

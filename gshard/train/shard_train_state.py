@@ -314,7 +314,8 @@ def choose_plan(plan_at: Callable[[Level], Plan], mesh: Mesh | AbstractMesh) -> 
         )
     least_here = min(sizes)
     # All processes must choose the same level.
-    texts = check_same_call(all_gather_text(f"auto\n{least_here}", mesh), "auto")
+    texts = all_gather_text(f"auto\n{least_here}", mesh, what="shard_train_state")
+    texts = check_same_call(texts, "auto")
     least_here = min(map(int, texts.values()))
     memory = int(SHARE * least_here)
     plans = {name: plan_at(level) for name, level in LEVELS.items()}

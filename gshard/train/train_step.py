@@ -264,7 +264,8 @@ class TrainStep:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        results = self._latest.run(jitted, state, *given, numbers(program))
+        run = partial(self._check_program.run, jitted)
+        results = self._latest.run(run, state, *given, numbers(program))
         leaves, metrics, guard, sums = results
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)

@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -221,10 +220,12 @@ class OnModel:
     def __call__(self, model: nnx.Module, *args: Any, fixed: Any = None) -> Any:
         """Runs the function; it is compiled once for each value of `fixed`, which is hashable."""
         static, params, rest = self._split(model, fixed)
-        if self._check is not None:
-            trace = partial(self._jitted.trace, static, params, rest, *args)
-            self._check(static, (params, rest, args), trace)
-        out, changed = self._jitted(static, params, rest, *args)
+        given = static, params, rest, *args
+        if self._check is None:
+            out, changed = self._jitted(*given)
+        else:
+            self._check(static, given[1:], lambda: self._jitted.trace(*given))
+            out, changed = self._check.run(self._jitted, *given)
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
             nnx.update(model, jax.tree.unflatten(static[1], leaves))

@@ -85,7 +85,7 @@ def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = F
 
         return replace_weights(components, plan, make)
 
-    components = run_on_all(read, plan.mesh)
+    components = run_on_all(read, plan.mesh, call="load_safetensors")
     return plan.kind.merge(components, state, plan.kind.tx(state))
 
 

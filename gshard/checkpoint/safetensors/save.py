@@ -82,8 +82,8 @@ def save_safetensors(
             file.write(beginning)
             return [*weights.values()], file
 
-        weights, file = run_on_all(begin, plan.mesh)
-        run_on_all(lambda: _stream(weights, file, several), plan.mesh)
+        weights, file = run_on_all(begin, plan.mesh, call=_CALL)
+        run_on_all(lambda: _stream(weights, file, several), plan.mesh, call=_CALL)
 
 
 def _stream(weights: Sequence[Weight], file: NewFile | None, several: bool) -> None:

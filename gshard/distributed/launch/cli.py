@@ -18,6 +18,7 @@ from gshard.distributed.launch.background_writer import background_output, drain
 from gshard.distributed.launch.exit_status import first_cause, report
 from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
 from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
+from gshard.distributed.watchdog import HANG_TIMEOUT
 
 _BEFORE_RESTART = 1.0  # seconds
 _EXAMPLES = """examples:
@@ -75,7 +76,7 @@ def _exit_code(outcome: Outcome) -> int:
                 said += ". A script stops in order by gshard.distributed.until_preempted"
         _say(said)
         return 128 + outcome.signal
-    code = first_cause(outcome.ends).code
+    code = first_cause(outcome.ends).code or 1  # a failure, though one ended it with the code 0
     return code if code > 0 else 128 - code
 
 
@@ -100,6 +101,8 @@ _INTEGERS = {
                           f"counts as dead (default {HEARTBEAT_TIMEOUT})"),
     "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "all processes have so "
                       f"long to arrive (default {INITIALIZATION_TIMEOUT})"),
+    "hang_timeout": (HANG_TIMEOUT, 0, " of seconds", "SECONDS", "a process may wait so long for "
+                     f"the others, in a step or a call (default {HANG_TIMEOUT}; 0: no limit)"),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gshard._util.errors import some
 from gshard.distributed.exit import LOST_PEER, PREEMPTED_EXIT_CODE
 from gshard.distributed.unfinished import Work
+from gshard.distributed.watchdog import HANGS, LAST_SAVED
 
 TAIL = 20  # lines
 _WIDTH = 96  # of a report
@@ -46,7 +47,12 @@ class End:
     @property
     def failed(self) -> bool:
         """Whether it neither finished nor stopped in order when it was told to."""
-        return self.code not in (0, PREEMPTED_EXIT_CODE)
+        return self.code not in (0, PREEMPTED_EXIT_CODE) or self.cut_off
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether it ended in the middle of its script, as by `os._exit(0)`, with the code 0."""
+        return self.code == 0 and self.work.cut_off
 
     @property
     def follows(self) -> bool:
@@ -59,7 +65,7 @@ class End:
 
 def first_cause(ends: Sequence[End]) -> End:
     """Returns the end that explains the others: the first one that does not follow from another."""
-    failed = [end for end in ends if end.code]
+    failed = [end for end in ends if end.code or end.failed]
     return min(failed, key=lambda end: (end.follows, not end.stopped, end.seconds))
 
 
@@ -73,8 +79,15 @@ def in_words(code: int) -> str:
 
 def meaning(end: End, memory_kills: int = 0) -> str:
     """Says what an end probably means, and what to do; empty if nothing is known."""
+    if said := hang([end]):
+        return said
     if end.stopped:
         return "It was stopped (SIGSTOP, or a debugger), so the others stopped waiting for it."
+    if end.cut_off:
+        return (
+            "It ended in the middle of its script, without an error and without its exit "
+            "functions, as os._exit(0) does, while the others went on."
+        )
     if end.code == -signal.SIGKILL:
         if memory_kills:
             return f"Its machine's kernel killed {memory_kills} process(es). {_OUT_OF_MEMORY}"
@@ -99,6 +112,10 @@ def meaning(end: End, memory_kills: int = 0) -> str:
 
 def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     """Which process failed first, how, its last lines, what it means, and what the others did."""
+    if said := hang(ends):
+        lines = [*textwrap.wrap(said, _WIDTH), *(line for end in ends for line in _work(end))]
+        where = f"The stacks of all processes are in the logs: {logs}"
+        return "\n".join(f"gshard: {line}" for line in [*lines, where])
     first = first_cause(ends)
     how = "was stopped and had to be killed" if first.stopped else in_words(first.code)
     said = f"The job failed: rank {first.rank} {how} after {first.seconds:.1f} s. "
@@ -112,6 +129,16 @@ def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     return "\n".join(f"gshard: {line}" for line in [*lines, f"Logs: {logs}"])
 
 
+def hang(ends: Sequence[End]) -> str:
+    """Why the watchdog ended the job, and the last checkpoint; empty if it did not."""
+    said = {begin: "" for begin in (HANGS, LAST_SAVED)}
+    for line in (line for end in ends for line in end.text.splitlines()):
+        for begin in said:
+            said[begin] = line.removeprefix("gshard: ") if line.startswith(begin) else said[begin]
+    why, saved = said.values()
+    return f"T{why[1:]}" + (f" T{saved[1:]}." if saved else "") if why else ""
+
+
 def _work(end: End) -> list[str]:
     """Says what became of the saves that were under way when the job failed."""
     said = [f"Rank {end.rank} finished {x} before it ended." for x in end.work.finished_late]
@@ -122,7 +149,7 @@ def _work(end: End) -> list[str]:
 
 
 def _other(end: End) -> str:
-    if end.code == 0:
+    if not end.code and not end.failed:
         return f"rank {end.rank} had finished"
     if end.asked:
         return f"rank {end.rank} was ended"
@@ -158,6 +185,11 @@ _OUT_OF_MEMORY = (
     "level that shards more; print(plan) shows what the state needs."
 )
 _MEANINGS = (
+    (
+        r"distributed collective mismatch",
+        "The processes ran different collectives at the same time: one of them made a call that "
+        "another did not make, such as a computation with the state under `if rank == 0`.",
+    ),
     (r"RESOURCE_EXHAUSTED|Out of memory|MemoryError|std::bad_alloc", _OUT_OF_MEMORY),
     (
         r"PortTakenError|Address already in use|address already in use",

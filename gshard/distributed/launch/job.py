@@ -44,6 +44,7 @@ class Request(argparse.Namespace):
     grace: int
     heartbeat_timeout: int
     start_timeout: int
+    hang_timeout: int
     variables: list[dict[str, str]]  # those that give each process of this machine its devices
 
     @property
@@ -114,6 +115,7 @@ def _start(
         local,
         heartbeat_timeout_seconds=request.heartbeat_timeout,
         initialization_timeout=request.start_timeout,
+        hang_timeout=request.hang_timeout,
         restarts=restarts,
         port_is_kept=port is not None,
     )

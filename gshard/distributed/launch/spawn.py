@@ -28,11 +28,13 @@ from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import ReservedPort
+from gshard.distributed.watchdog import HANG_TIMEOUT
 
 _DEVICES = ("devices", "gpus", "selected_devices", "selected_gpus")  # all mean the same
 _TIMEOUTS = {
     "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
     "initialization_timeout": INITIALIZATION_TIMEOUT,
+    "hang_timeout": HANG_TIMEOUT,
 }
 # As this process began, whatever another thread spawns meanwhile.
 _IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
@@ -64,7 +66,8 @@ def spawn(
       daemon: whether the processes end when this one exits.
       **options: `devices="0,1"` (also `gpus=`, `selected_devices=`): GPUs to use, split evenly
         between the processes; `virtual_devices=2`: virtual CPU devices of each process;
-        `heartbeat_timeout_seconds` and `initialization_timeout`, as of `initialize`;
+        `heartbeat_timeout_seconds`, `initialization_timeout` and `hang_timeout`, as of
+        `initialize`;
         `start_method="spawn"`, the only one.
 
     Returns:
@@ -98,7 +101,7 @@ def spawn(
             "which a forked process does not have."
         )
     timeouts = {
-        name: check_integer(name, options.get(name, default), 1, " of seconds")
+        name: check_integer(name, options.get(name, default), name != "hang_timeout", " of seconds")
         for name, default in _TIMEOUTS.items()
     }
     virtual = options.get("virtual_devices")

@@ -1,0 +1,207 @@
+"""What this process does: calls that wait for other processes, compilation, work on the devices.
+
+The watchdog reads it, in a thread of its own. Noting something costs a microsecond and no
+communication.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+from jax import core
+from jax.sharding import Mesh
+
+from gshard._util.errors import is_library_frame
+
+_OTHER_CODE = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
+
+_running: dict[doing, None] = {}  # in the order in which they began
+_last_call: Call | None = None
+_last_saved = ""
+_script_ended = _script_failed = False
+
+
+@dataclass(eq=False)
+class doing:  # noqa: N801
+    """A context in which this process does something that the watchdog should know of.
+
+    Args:
+      what: for messages, such as `save(step=20)`.
+      waits: whether it waits for other processes, and ends when they make the same call. Otherwise
+        it is work of this process alone that may take long, such as compilation.
+      mesh: whose processes it waits for; None for all.
+    """
+
+    what: str
+    waits: bool = False
+    mesh: Mesh | None = None
+    began: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    line: str = ""  # of the user's code, where it waits
+
+    def __enter__(self) -> None:
+        self.line = user_line(sys._getframe()) if self.waits else ""
+        _running[self] = None
+
+    def __exit__(self, *error: object) -> None:
+        del _running[self]
+
+    @property
+    def ranks(self) -> set[int] | None:
+        """The processes that it waits for; None for all."""
+        return None if self.mesh is None else {d.process_index for d in self.mesh.devices.flat}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call whose result the devices compute after it has returned."""
+
+    what: str  # such as `the step of the loss loss_fn (train.py:12)`
+    number: int  # from 1
+    result: Any  # a small array that is there once the devices have finished the call
+    began: float
+
+    @property
+    def ranks(self) -> set[int]:
+        """The processes that make it."""
+        return {device.process_index for device in self.result.sharding.device_set}
+
+    def __str__(self) -> str:
+        return f"call {self.number} of {self.what}"
+
+
+class Place(NamedTuple):
+    """Where a process is, as the others are told.
+
+    Attributes:
+      text: what it does, with the line of the user's code.
+      seconds: for how long.
+      is_busy: it works by itself, such as compiling.
+      has_ended: its script has ended, so that it makes no further call.
+    """
+
+    text: str
+    seconds: float
+    is_busy: bool = False
+    has_ended: bool = False
+
+
+def meet(ranks: Iterable[int]) -> None:
+    """Waits on the host until all of these processes have called it, before they run a collective.
+
+    So a process that makes another call instead never meets a collective of this one. It returns at
+    once where gshard's rendezvous did not join the processes.
+
+    Raises:
+      ConnectionError: one of them has ended.
+    """
+    for wait in meeting_points:
+        wait(ranks)
+
+
+meeting_points: list[Callable[[Iterable[int]], None]] = []  # that of the watchdog
+
+
+def called(what: str, number: int, result: Any) -> None:
+    """Notes a call that the devices have not finished yet; not one in a trace of the user's."""
+    global _last_call
+    if not isinstance(result, core.Tracer):
+        _last_call = Call(what, number, result, time.monotonic())
+
+
+def last_call() -> Call | None:
+    """The call noted last."""
+    return _last_call
+
+
+def running() -> list[doing]:
+    """What runs now, in the order in which it began."""
+    return list(_running)
+
+
+def saved(path: str) -> None:
+    """Notes a complete checkpoint."""
+    global _last_saved
+    _last_saved = path
+
+
+def last_saved() -> str:
+    """The complete checkpoint noted last; empty if there is none."""
+    return _last_saved
+
+
+def script_has_ended(failed: bool) -> None:
+    """Notes that this process runs its exit functions, perhaps after an error."""
+    global _script_ended, _script_failed
+    _script_ended, _script_failed = True, failed
+
+
+def last_words() -> str:
+    """What a process says of itself at its end."""
+    how = "has ended with an error" if _script_failed else "at the end of its script"
+    return f"{how}, {_after()}"
+
+
+def place(unfinished: Call | None) -> Place:
+    """Returns where this process is; `unfinished` is a call that its devices have not finished."""
+    now, main = time.monotonic(), threading.main_thread().ident
+    own = [x for x in running() if x.thread == main]
+    others = [x for x in running() if x.thread != main]
+    line = main_line()
+    if own:
+        return Place(f"in {own[-1].what}{at(line)}", now - own[-1].began, not own[-1].waits)
+    if unfinished is not None:
+        return Place(f"in {unfinished}{at(line)}", now - unfinished.began)
+    if others:
+        found = others[0]
+        return Place(f"in {found.what}, in the background", now - found.began, not found.waits)
+    since = now if _last_call is None else now - _last_call.began
+    if _script_ended:  # one that has failed ends soon
+        return Place(last_words(), since, has_ended=not _script_failed)
+    return Place(f"{_after()}{at(line)}", since)
+
+
+def _after() -> str:
+    return "before its first step" if _last_call is None else f"after {_last_call}"
+
+
+def main_line() -> str:
+    """The line of the user's code at which the main thread is."""
+    main = threading.main_thread().ident
+    return "" if main is None else user_line(sys._current_frames().get(main))
+
+
+def user_line(frame: FrameType | None) -> str:
+    """The innermost line of the user's own code, such as `train.py:12`; empty if there is none."""
+    for found in _frames(frame):
+        file = found.f_code.co_filename
+        if not is_library_frame(found) and not file.startswith(("<", *_OTHER_CODE)):
+            return f"{file}:{found.f_lineno}"
+    return ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def at(line: str) -> str:
+    """`, at train.py:12`, or nothing where the line is not known."""
+    return f", at {line}" if line else ""
+
+
+def wait_until_ready(call: Call) -> None:
+    """Waits until the devices have finished a call, or until nothing more can be known of it."""
+    try:
+        jax.block_until_ready(call.result)
+    except Exception:  # it failed, or was donated; whoever reads it learns of that
+        pass

@@ -1,0 +1,297 @@
+"""The watchdog: a thread that says what its process waits for, and ends a job that hangs.
+
+It looks once a second at what the process does (`activity`) and communicates only when something
+has waited long: then it asks where the other processes are (`places`), and prints one line. After
+`hang_timeout` it ends all processes of the job, each with the stacks of its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from gshard._util import activity
+from gshard._util.activity import Call, Place, at, doing
+from gshard._util.errors import some
+from gshard.distributed import unfinished
+from gshard.distributed.places import Group, Meeting, Member, Server
+from gshard.distributed.rendezvous import Address
+
+HANG_TIMEOUT = 600  # seconds
+REMIND = 30.0  # seconds that something waits before a line says so
+HANGS = "gshard: the job hangs: "  # how the line of a job that was ended begins
+LAST_SAVED = "gshard: the last complete checkpoint is "
+
+_THREAD, _DEVICES_THREAD = "gshard-watchdog", "gshard-devices"
+_TICK = 1.0  # seconds between looks
+_AGAIN = 60.0  # seconds until the second line; each later one takes twice as long
+_LONG_STEP = 3.0  # times the longest call so far, which a call may take before a line
+_BUSY = 6  # times `hang_timeout` that the others wait for one that compiles or writes
+_LAST_WORK = 30.0  # seconds that a save may go on when the job is ended
+_JOIN = 10.0  # seconds to reach process 0
+
+
+class _Wait(NamedTuple):
+    """Something that waits for other processes."""
+
+    what_runs: doing | Call
+    text: str
+    seconds: float
+
+
+class Watchdog:
+    """The watchdog of one process.
+
+    Args:
+      rank: that of this process; None if it is not known.
+      hang_timeout: seconds after which a wait ends the job; 0 for never.
+      at: address of process 0's `Server`; None where no rendezvous gave one.
+      token: what the server asks for.
+      server: that of process 0; None in the others.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        hang_timeout: float,
+        at: Address | None = None,
+        token: str = "",
+        server: Server | None = None,
+    ):
+        self._rank, self._hang_timeout, self._server = rank, hang_timeout, server
+        self._member: Member | None = None
+        if at is not None and rank is not None:
+            self._member = Member(rank, at, token, self._place, self._end_soon)
+        self._devices = _Devices()
+        self._due: dict[object, float] = {}  # when a wait is mentioned, in seconds of its age
+        self._ending = False
+        self._joining = threading.Event()  # set when `_member` can be asked, or never will be
+        self._met: dict[tuple[int, ...], int] = {}  # how many meetings, by ranks
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
+        self._thread.start()
+        unfinished.joined()
+        atexit.register(self._leave)
+        activity.meeting_points.append(self._meet)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self._watch())
+
+    async def _watch(self) -> None:
+        if self._server is not None:
+            await self._server.start()
+        if self._member is not None:
+            try:
+                await self._member.join(_JOIN)
+            except (OSError, TimeoutError) as error:
+                _say(
+                    f"gshard: process {self._rank} cannot reach the watchdog of process 0 at "
+                    f"{self._member.at} ({error or 'no answer'}), so that it cannot say where the "
+                    "others are when it waits long. Open the ports between the machines."
+                )
+                self._member = None
+        self._joining.set()
+        while True:
+            await asyncio.sleep(_TICK)
+            await self._look()
+
+    async def _look(self) -> None:
+        self._devices.look()
+        waits = self._waits()
+        self._due = {x.what_runs: self._due[x.what_runs] for x in waits if x.what_runs in self._due}
+        for wait in waits:
+            due = self._due.get(wait.what_runs)
+            if due is None:
+                longest = self._devices.longest if isinstance(wait.what_runs, Call) else 0.0
+                due = self._due[wait.what_runs] = max(REMIND, _LONG_STEP * longest)
+            hangs = 0 < self._hang_timeout <= wait.seconds
+            if not hangs and wait.seconds < due:
+                continue
+            groups = await self._member.ask() if self._member is not None else []
+            if self._waits_in_vain(wait, groups) or (hangs and not self._is_busy(wait, groups)):
+                await self._end_all(f"{self._sentence(wait, groups)} {_ADVICE}")
+            elif wait.seconds >= due:
+                self._due[wait.what_runs] = wait.seconds + max(_AGAIN, wait.seconds)
+                if self._speaks(groups):
+                    _say(f"gshard: {self._sentence(wait, groups)} {self._outlook(groups)}")
+
+    def _waits(self) -> list[_Wait]:
+        now = time.monotonic()
+        waits = [
+            _Wait(x, f"in {x.what}{at(x.line)}", now - x.began)
+            for x in activity.running()
+            if x.waits
+        ]
+        call = self._devices.unfinished
+        if call is not None:
+            text = f"in {call}{at(activity.main_line())}"
+            waits.append(_Wait(call, text, now - self._devices.since))
+        return waits
+
+    def _waits_in_vain(self, wait: _Wait, groups: list[Group]) -> bool:
+        """Whether one that it waits for makes no further call."""
+        ranks = wait.what_runs.ranks
+        return any(
+            group.has_ended and (ranks is None or not ranks.isdisjoint(group.ranks))
+            for group in groups
+        )
+
+    def _is_busy(self, wait: _Wait, groups: list[Group]) -> bool:
+        """Whether another process works by itself, and is given more time."""
+        limit = _BUSY * self._hang_timeout
+        return wait.seconds < limit and any(group.is_busy for group in groups)
+
+    def _speaks(self, groups: list[Group]) -> bool:
+        """Whether this process speaks for those that are at the same place."""
+        return not any(self._rank in group.ranks[1:] for group in groups)
+
+    def _sentence(self, wait: _Wait, groups: list[Group]) -> str:
+        who = "this process" if self._rank is None else f"process {self._rank}"
+        said = f"{who} has waited {wait.seconds:.0f} s {wait.text}."
+        others = [Group(x.text, [r for r in x.ranks if r != self._rank], *x[2:]) for x in groups]
+        others = [group for group in others if group.ranks]
+        if len(groups) == 1 and others:
+            return f"{said} All processes are there."
+        for group in others:
+            seconds = f" for {group.seconds:.0f} s" if group.seconds >= 1 else ""
+            many = "processes" if len(group.ranks) > 1 else "process"
+            said += f" {many.capitalize()} {some(group.ranks, 8)}: {group.text}{seconds}."
+        if not groups and self._member is not None:
+            said += " Process 0 does not answer."
+        return said
+
+    def _outlook(self, groups: list[Group]) -> str:
+        limit = self._hang_timeout
+        end = f" The job is ended after {limit:g} s of it (hang_timeout)." if limit else ""
+        if len(groups) == 1:
+            return f"It takes long, or waits for a call that not all processes made.{end}"
+        return f"All processes must make the same calls, in the same order.{end}"
+
+    def _place(self) -> Place:
+        return activity.place(self._devices.not_known_finished())
+
+    def _meet(self, ranks: Iterable[int]) -> None:
+        self._joining.wait()
+        if self._member is None:
+            return
+        found = sorted({*ranks})
+        key = tuple(found)
+        self._met[key] = self._met.get(key, 0) + 1
+        name = f"{self._met[key]} of {hashlib.blake2b(str(found).encode()).hexdigest()[:16]}"
+        meeting = Meeting(name, found)
+        self._loop.call_soon_threadsafe(self._member.meet, meeting)
+        while not meeting.over.wait(1.0):  # with a timeout, so that Ctrl-C ends it
+            pass
+        if meeting.without is not None:
+            words = self._member.gone[meeting.without]
+            raise ConnectionError(
+                f"this process lost its connection to another one: process {meeting.without} "
+                f"{words}"
+            )
+
+    async def _end_all(self, why: str) -> None:
+        if self._member is not None:
+            self._member.end_all(why)
+            await asyncio.sleep(2 * _TICK)  # this one is told too
+        self._end_soon(why)
+
+    def _end_soon(self, why: str) -> None:
+        if not self._ending:
+            self._ending = True
+            self._last_task = asyncio.ensure_future(self._end(why))
+
+    async def _end(self, why: str) -> None:
+        unfinished.exits_with_error()
+        _say_stacks()
+        if path := activity.last_saved():
+            _say(f"{LAST_SAVED}{path}")
+        _say(f"{HANGS}{why}")
+        began = time.monotonic()
+        if self._server is not None:  # the others end when it does
+            await self._server.everyone_else_has_left(self._rank, _LAST_WORK)
+        unfinished.wait(began, _LAST_WORK)
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(1)
+
+    def _leave(self) -> None:
+        """Tells the others that the script of this process has ended."""
+        activity.script_has_ended(failed=unfinished.is_exiting())
+        unfinished.left()
+        if self._member is None or not self._thread.is_alive():
+            return
+        told = threading.Event()
+        self._loop.call_soon_threadsafe(self._member.leave, activity.last_words())
+        self._loop.call_soon_threadsafe(told.set)
+        told.wait(0.5)
+
+
+class _Devices:
+    """Whether the devices have finished the calls of this process; a thread waits for them."""
+
+    def __init__(self) -> None:
+        self.unfinished: Call | None = None
+        self.since = 0.0
+        self.longest = 0.0  # seconds, of a call that was looked at
+        self._finished: Call | None = None
+        self._wake = threading.Event()
+        self._is_started = False
+
+    def look(self) -> None:
+        """Begins to wait for the last call, unless one is waited for."""
+        last = activity.last_call()
+        if self.unfinished is not None or last is None or last is self._finished:
+            return
+        self.since, self.unfinished = time.monotonic(), last
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._wait, name=_DEVICES_THREAD, daemon=True).start()
+        self._wake.set()
+
+    def not_known_finished(self) -> Call | None:
+        """The call that is waited for, or the last one, unless it was seen to have finished."""
+        last = activity.last_call()
+        return self.unfinished or (None if last is self._finished else last)
+
+    def _wait(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if (call := self.unfinished) is not None:
+                activity.wait_until_ready(call)
+                self.longest = max(self.longest, time.monotonic() - self.since)
+                self.unfinished, self._finished = None, call
+
+
+_ADVICE = (
+    "All processes must make the same calls, in the same order: look for a call under "
+    "`if rank == 0`, a loop that ends earlier on one process, or data and disks that do not answer."
+)
+
+
+def _say_stacks() -> None:
+    """Prints where each Python thread of this process is, but for the watchdog's own."""
+    names = {x.ident: x.name for x in threading.enumerate()}
+    for thread, frame in sys._current_frames().items():
+        name = names.get(thread, f"{thread}")
+        if name not in (_THREAD, _DEVICES_THREAD):
+            lines = "".join(traceback.format_stack(frame)).rstrip()
+            _say(f"gshard: the stack of {name}, most recent call last:\n{lines}")
+
+
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
