@@ -64,6 +64,7 @@ class Server:
         self._left: dict[int, str] = {}
         self._said: dict[int, Place] = {}
         self._arrived: dict[str, set[int]] = {}
+        self._end: str | None = None
         self._asking: asyncio.Task[list[list[Any]]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -80,7 +81,15 @@ class Server:
     async def start(self) -> None:
         """Serves in the running loop."""
         self._listener.setblocking(False)
-        await asyncio.start_server(self._serve, sock=self._listener, limit=_LONGEST)
+        self._server = await asyncio.start_server(
+            self._serve, sock=self._listener, limit=_LONGEST
+        )
+
+    def close(self) -> None:
+        """Stops to serve."""
+        self._server.close()
+        for writer in self._joined.values():
+            writer.close()
 
     async def everyone_else_has_left(self, rank: int | None, seconds: float) -> None:
         """Waits until no process but `rank` is joined, or for so many seconds."""
@@ -98,6 +107,8 @@ class Server:
                 return
             rank = int(hello["rank"])
             self._joined[rank] = writer
+            if self._end is not None:  # it comes late
+                _send(writer, {"end": self._end})
             while line := await reader.readline():
                 self._take(rank, writer, json.loads(line))
         writer.close()
@@ -113,7 +124,8 @@ class Server:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif "end" in message:
-            self._tell_all({"end": message["end"]})
+            self._end = message["end"]
+            self._tell_all({"end": self._end})
         elif "leave" in message:
             self._left[rank] = message["leave"]
         elif "meet" in message:
@@ -203,6 +215,11 @@ class Member:
         """Tells all processes that the job is to end."""
         self._say({"end": why})
 
+    def close(self) -> None:
+        """Closes the connection, without a word."""
+        if self._writer is not None:
+            self._writer.close()
+
     def leave(self, words: str) -> None:
         """Tells process 0 that this one ends, and how."""
         self._say({"leave": words})
@@ -233,8 +250,7 @@ class Member:
                         if not answer.done():
                             answer.set_result(groups)
                     self._answers.clear()
-        if self._writer is not None:
-            self._writer.close()
+        self.close()
         self.gone.setdefault(0, "has ended")  # it serves
         self._end_meetings()
 

@@ -1,0 +1,96 @@
+"""A training script in which one process does something else than the others at one step.
+
+gshard launch --nproc_per_node 2 --virtual_devices 2 tests/distributed/hang_worker.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import gshard
+from gshard.distributed import watchdog
+
+watchdog.REMIND = 2.0
+AT = 6  # the step of the fault
+
+
+def main(case: str, folder: str) -> None:
+    gshard.distributed.initialize()
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    rank = gshard.distributed.process_index()
+
+    def loss_fn(params, batch):
+        return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean()
+
+    def slow_to_trace(params, batch):
+        if rank == 1:
+            time.sleep(7)  # longer than hang_timeout
+        return loss_fn(params, batch)
+
+    if case == "starts late" and rank == 1:
+        time.sleep(40)
+    params = {"w": np.zeros((16, 8), np.float32)}
+    state, plan = gshard.shard_train_state(
+        (params, optax.adam(1e-2)), gshard.make_mesh(), "zero3", min_shard_size=0
+    )
+    step = gshard.make_train_step(slow_to_trace if case == "compiles" else loss_fn, plan)
+    checkpointer = gshard.Checkpointer(folder)
+    rng = np.random.default_rng(rank)
+    for i in range(1, 11):
+        x = rng.normal(size=(8, 16)).astype(np.float32)
+        if rank == 1 and i == AT:
+            if case == "smaller batch":
+                x = x[:6]
+            elif case == "batch is an error":
+                x = x[:5]
+        state, metrics = step(state, {"x": x, "y": x[:, :8]})
+        float(metrics["loss"])
+        if i == 3:
+            checkpointer.save(3, state)
+            checkpointer.wait()
+        if rank == 1 and i == AT:
+            if case == "loader sleeps":
+                time.sleep(1000)
+            elif case == "break":
+                break
+            elif case == "sys.exit(0)":
+                sys.exit(0)
+            elif case == "os._exit(0)":
+                os._exit(0)
+            elif case == "SIGSTOP":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif case == "save":
+                checkpointer.save(AT, state)
+            elif case == "full_params":
+                gshard.full_params(state)
+            elif case == "save_safetensors":
+                gshard.save_safetensors(f"{folder}/x.safetensors", state)
+            elif case == "barrier":
+                gshard.distributed.barrier()
+            elif case == "a sum":
+                print(jnp.sum(state.params["w"]))
+        if case in ("disk does not answer", "slow save") and i == AT:
+            if rank == 1:
+                delay_files(1000 if case == "disk does not answer" else 7)
+            checkpointer.save(AT, state)
+            checkpointer.wait()
+    checkpointer.close()
+    print("trained", flush=True)
+
+
+def delay_files(seconds: float) -> None:
+    """Makes the files of a save take so long to be written, as on a slow disk."""
+    from gshard.checkpoint.background_save import orbax
+
+    files_of = orbax.files_of
+    orbax.files_of = lambda *given: (time.sleep(seconds), files_of(*given))[1]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

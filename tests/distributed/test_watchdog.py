@@ -1,0 +1,246 @@
+"""A process that waits says where the others are, and a job that hangs ends and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gshard._util import activity
+from gshard._util.activity import Place
+from gshard.distributed.places import Meeting, Member, Server
+from gshard.distributed.rendezvous import Address, listen
+from tests.processes import run_together
+
+WORKER = Path(__file__).with_name("hang_worker.py")
+HANG_TIMEOUT = 5
+STEP = "of the step of the loss loss_fn"
+
+
+def run(folder: Path, case: str, *options: str, limit: float = 90) -> tuple[int | None, str, dict]:
+    """The exit code of a launched job, what the launcher said, and the logs by rank."""
+    logs = folder / "logs"
+    words = ["--nproc_per_node", "2", "--virtual_devices", "2", "--log_dir", str(logs), *options]
+    words += ["--hang_timeout", str(HANG_TIMEOUT)]
+    job = ["-m", "gshard", "launch", *words, str(WORKER), case, str(folder / "steps")]
+    (ended,) = run_together(folder, [job], limit=limit)
+    return (
+        ended.code,
+        ended.said,
+        {rank: (logs / f"rank-{rank}.log").read_text() for rank in (0, 1)},
+    )
+
+
+def line_of(text: str) -> str:
+    """The line of the worker that contains a text, as messages name it."""
+    lines = WORKER.read_text().splitlines()
+    (found,) = [i for i, line in enumerate(lines, 1) if line.strip().startswith(text)]
+    return f"{WORKER}:{found}"
+
+
+def test_a_call_of_one_process_alone_ends_the_job(tmp_path):
+    code, said, logs = run(tmp_path, "full_params")
+    assert code == 1
+    line = line_of("gshard.full_params(state)")
+    assert re.search(rf"process 0 has waited \d+ s in call 7 {STEP}", logs[0])
+    assert f"Process 1: in a gather of full arrays, such as full_params, at {line}" in logs[0]
+    # Both have their stacks, with the line of the call.
+    for log, source in ((logs[0], 'float(metrics["loss"])'), (logs[1], "full_params(state)")):
+        assert "gshard: the stack of MainThread, most recent call last:" in log
+        assert f"    {source}" in log or f"gshard.{source}" in log
+    told = " ".join(said.replace("\ngshard: ", " ").split())
+    assert "The job hangs: process" in told
+    assert f"The last complete checkpoint is {tmp_path}/steps/3." in told.replace("- ", "-")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        ("save", "in save, at"),
+        ("save_safetensors", "in save_safetensors, at"),
+        ("barrier", "in barrier(), at"),
+        ("loader sleeps", f"after call 6 {STEP}"),
+        ("a sum", f"after call 6 {STEP}"),
+        ("smaller batch", "number of examples changed from 8 to 6, at"),
+    ],
+)
+def test_what_one_process_does_alone_ends_the_job(tmp_path, case, where):
+    code, said, logs = run(tmp_path, case)
+    assert code == 1 and "trained" not in logs[0]
+    assert where in logs[0] and "Process 1: " in logs[0]
+    assert "gshard: The job hangs: process" in said
+    assert said.count("The stacks of all processes are in the logs") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["break", "sys.exit(0)"])
+def test_a_script_that_ends_early_ends_the_job_at_once(tmp_path, case):
+    began = time.monotonic()
+    code, said, logs = run(tmp_path, case, "--hang_timeout", "600")
+    assert code == 1 and time.monotonic() - began < 60
+    assert "has waited" in said and "Process 1: at the end of its script, after call 6" in logs[0]
+
+
+@pytest.mark.slow
+def test_a_process_that_leaves_by_os_exit_is_named(tmp_path):
+    code, said, _ = run(tmp_path, "os._exit(0)")
+    assert code == 1
+    assert "gshard: The job failed: rank 1 exited with code 0" in said and "os._exit(0)" in said
+
+
+@pytest.mark.slow
+def test_a_stopped_process_is_named(tmp_path):
+    code, said, _ = run(tmp_path, "SIGSTOP", "--heartbeat_timeout", "3")
+    assert code not in (0, None)
+    assert "rank 1 was stopped" in said
+
+
+@pytest.mark.slow
+def test_a_disk_that_does_not_answer_is_named(tmp_path):
+    code, said, logs = run(tmp_path, "disk does not answer", limit=120)
+    assert code == 1
+    assert "for the files of the others" in logs[0] and "Process 1:" in logs[0]
+    assert "gshard: The job hangs" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["compiles", "slow save", "starts late"])
+def test_work_that_takes_long_does_not_end_the_job(tmp_path, case):
+    code, said, logs = run(tmp_path, case, limit=150)
+    assert code == 0, said
+    assert "trained" in logs[0] and "has waited" in logs[0]
+    if case == "compiles":
+        assert "Process 1: in tracing the step of the loss slow_to_trace" in logs[0]
+
+
+def test_a_place_is_what_runs_and_the_line_of_the_user():
+    with activity.doing("compiling"):
+        place = activity.place(None)
+        here = activity.main_line()
+    assert place.text.startswith(f"in compiling, at {__file__}:") and place.is_busy
+    assert here.startswith(f"{__file__}:")
+    with activity.doing("save(3)", waits=True):
+        assert not activity.place(None).is_busy
+        (running,) = activity.running()
+        assert running.line.startswith(f"{__file__}:")
+    assert not activity.running()
+    done = threading.Event()
+    seen = []
+
+    def save():
+        with activity.doing("the save of step 3"):
+            seen.append(activity.place(None).text)
+        done.set()
+
+    threading.Thread(target=save).start()
+    assert done.wait(10)
+    assert seen == ["in the save of step 3, in the background"]
+
+
+class Job:
+    """Processes that have joined a server, all in one event loop."""
+
+    def __init__(self, processes: int):
+        self.server = Server.listening(processes, listen(Address("127.0.0.1", 0)))
+        port, self.token = self.server.invitation
+        self.at, self.ended, self.places = Address("127.0.0.1", port), [], {}
+        self.members = [self.member(rank) for rank in range(processes)]
+
+    def member(self, rank: int, token: str | None = None) -> Member:
+        place = lambda: self.places.get(rank, Place("training", 1.0))  # noqa: E731
+        end = lambda why: self.ended.append((rank, why))  # noqa: E731
+        return Member(rank, self.at, self.token if token is None else token, place, end)
+
+    async def __aenter__(self):
+        await self.server.start()
+        for member in self.members:
+            await member.join(5)
+        await until(lambda: len(self.server._joined) == len(self.members))
+        return self
+
+    async def __aexit__(self, *_):
+        for member in self.members:
+            member.close()
+        self.server.close()
+        await asyncio.sleep(0.1)
+
+
+async def until(condition) -> None:
+    """Waits until a condition holds, for at most 5 seconds."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come")
+
+
+def test_processes_at_the_same_place_are_one_group():
+    async def ask():
+        async with Job(300) as job:
+            job.places[7] = Place("compiling", 40.0, is_busy=True)
+            job.places[9] = Place("compiling", 50.0, is_busy=True)
+            job.members[11].close()  # without a word
+            await until(lambda: 11 not in job.server._joined)
+            together = await asyncio.gather(*(x.ask() for x in job.members[:5]))
+            assert all(groups == together[0] for groups in together)
+            return together[0]
+
+    gone, compiling, training = asyncio.run(ask())
+    assert gone.ranks == [11] and gone.has_ended and "without its exit functions" in gone.text
+    assert compiling == ("compiling", [7, 9], 50.0, True, False)
+    assert training.ranks == [r for r in range(300) if r not in (7, 9, 11)]
+
+
+def test_the_end_of_the_job_reaches_every_process():
+    async def end():
+        async with Job(5) as job:
+            job.members[3].end_all("why")
+            await until(lambda: len(job.ended) == 5)
+            late = job.member(5)  # it has not joined before
+            await late.join(5)
+            await until(lambda: len(job.ended) == 6)
+            late.close()
+            return sorted(job.ended)
+
+    assert asyncio.run(end()) == [(rank, "why") for rank in range(6)]
+
+
+def test_a_meeting_is_over_when_all_of_its_ranks_have_come_or_one_has_ended():
+    async def meet():
+        async with Job(4) as job:
+            first, other = Meeting("1", [1, 3]), Meeting("1", [1, 3])
+            job.members[1].meet(first)
+            job.members[0].meet(Meeting("2", [0, 2]))
+            await asyncio.sleep(0.1)
+            assert not first.over.is_set()
+            job.members[3].meet(other)
+            await until(lambda: first.over.is_set() and other.over.is_set())
+            assert first.without is None
+            late = Meeting("3", [1, 3])
+            job.members[1].meet(late)
+            job.members[3].leave("has ended with an error")
+            job.members[3].close()
+            await until(late.over.is_set)
+            assert (late.without, job.members[1].gone) == (3, {3: "has ended with an error"})
+            later = Meeting("4", [1, 3])
+            job.members[1].meet(later)  # it knows already
+            assert later.over.is_set()
+
+    asyncio.run(meet())
+
+
+def test_another_program_is_not_admitted():
+    async def intrude():
+        async with Job(2) as job:
+            stranger = job.member(1, token="guessed")
+            await stranger.join(5)
+            stranger.end_all("mischief")
+            await until(lambda: stranger._writer.is_closing())
+            assert not job.ended and len(job.server._joined) == 2
+
+    asyncio.run(intrude())
