@@ -25,11 +25,13 @@ from gshard.distributed.launch.exit_status import (
     first_cause,
     in_words,
     meaning,
+    report,
     silent_ranks,
 )
 from gshard.distributed.launch.job import Worker
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import is_stopped
+from gshard.distributed.unfinished import Work
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
 WORKER = ROOT / "tests" / "distributed" / "launch" / "job_worker.py"
@@ -528,6 +530,18 @@ def test_the_first_cause_is_not_who_follows():
     assert first_cause([ended, lost, raised]) is raised
     assert first_cause([ended, lost, raised, stopped]) is stopped
     assert first_cause([ended, lost]) is lost or first_cause([ended, lost]) is ended
+    left = End(4, 0, seconds=0.9, work=Work(cut_off=True))  # by os._exit(0)
+    assert left.failed and first_cause([lost, left]) is left
+    finished = End(5, 0, seconds=0.5)
+    assert not finished.failed and first_cause([finished, lost]) is lost
+
+
+def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
+    said = "gshard: the last complete checkpoint is steps/3\ngshard: the job hangs: process 0 waits"
+    hung = End(0, 1, ("a stack",), f"{said}\nGloo AllReduce failed", 9.0)
+    told = report([hung, End(1, 1, (), "Gloo AllReduce failed", 8.0)], 0, "log/rank-*.log")
+    assert "gshard: The job hangs: process 0 waits The last complete checkpoint is steps/3." in told
+    assert "a stack" not in told and "lost its connection" not in told
 
 
 @pytest.mark.parametrize(
@@ -537,6 +551,8 @@ def test_the_first_cause_is_not_who_follows():
         (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
         (End(0, 1, (), "gshard...PortTakenError: port 3 is taken"), "another program"),
         (End(0, 1, (), "gshard...NotArrivedError: not all"), "see which are missing"),
+        (End(0, 0, work=Work(cut_off=True)), "os._exit(0)"),
+        (End(0, -6, (), "Is there a distributed collective mismatch in your code?"), "rank == 0"),
         (End(0, 1, (), "ValueError: of the user"), ""),
     ],
 )
