@@ -54,6 +54,9 @@ class doing:  # noqa: N801
     def __exit__(self, *error: object) -> None:
         del _running[self]
 
+    def __str__(self) -> str:
+        return f"in {self.what}" if self.waits else f"busy with {self.what}"
+
     @property
     def ranks(self) -> set[int] | None:
         """The processes that it waits for; None for all."""
@@ -64,7 +67,7 @@ class doing:  # noqa: N801
 class Call:
     """A call whose result the devices compute after it has returned."""
 
-    what: str  # such as `the step of the loss loss_fn (train.py:12)`
+    what: str  # such as `the train step of loss_fn (train.py:12)`
     number: int  # from 1
     result: Any  # a small array that is there once the devices have finished the call
     began: float
@@ -157,12 +160,13 @@ def place(unfinished: Call | None) -> Place:
     others = [x for x in running() if x.thread != main]
     line = main_line()
     if own:
-        return Place(f"in {own[-1].what}{at(line)}", now - own[-1].began, not own[-1].waits)
+        found = own[-1]
+        return Place(f"{found}{at(line)}", now - found.began, not found.waits)
     if unfinished is not None:
         return Place(f"in {unfinished}{at(line)}", now - unfinished.began)
     if others:
         found = others[0]
-        return Place(f"in {found.what}, in the background", now - found.began, not found.waits)
+        return Place(f"{found}, in the background", now - found.began, not found.waits)
     since = now if _last_call is None else now - _last_call.began
     if _script_ended:  # one that has failed ends soon
         return Place(last_words(), since, has_ended=not _script_failed)

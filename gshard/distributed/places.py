@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 import socket
 import threading
@@ -81,9 +82,7 @@ class Server:
     async def start(self) -> None:
         """Serves in the running loop."""
         self._listener.setblocking(False)
-        self._server = await asyncio.start_server(
-            self._serve, sock=self._listener, limit=_LONGEST
-        )
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_LONGEST)
 
     def close(self) -> None:
         """Stops to serve."""
@@ -196,6 +195,9 @@ class Member:
         """
         opening = asyncio.open_connection(*self.at, limit=_LONGEST)
         reader, self._writer = await asyncio.wait_for(opening, timeout)
+        descriptor = self._writer.get_extra_info("socket").fileno()
+        # Otherwise a forked data worker keeps the connection of a process that has ended.
+        os.register_at_fork(after_in_child=lambda: os.close(descriptor))
         self._say({"token": self.token, "rank": self.rank})
         self._reading = asyncio.ensure_future(self._read(reader))
 

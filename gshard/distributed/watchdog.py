@@ -112,6 +112,7 @@ class Watchdog:
         self._devices.look()
         waits = self._waits()
         self._due = {x.what_runs: self._due[x.what_runs] for x in waits if x.what_runs in self._due}
+        spoke = False
         for wait in waits:
             due = self._due.get(wait.what_runs)
             if due is None:
@@ -125,16 +126,13 @@ class Watchdog:
                 await self._end_all(f"{self._sentence(wait, groups)} {_ADVICE}")
             elif wait.seconds >= due:
                 self._due[wait.what_runs] = wait.seconds + max(_AGAIN, wait.seconds)
-                if self._speaks(groups):
+                if self._speaks(groups) and not spoke:
+                    spoke = True  # of several waits at once, as of a save and the call for its end
                     _say(f"gshard: {self._sentence(wait, groups)} {self._outlook(groups)}")
 
     def _waits(self) -> list[_Wait]:
         now = time.monotonic()
-        waits = [
-            _Wait(x, f"in {x.what}{at(x.line)}", now - x.began)
-            for x in activity.running()
-            if x.waits
-        ]
+        waits = [_Wait(x, f"{x}{at(x.line)}", now - x.began) for x in activity.running() if x.waits]
         call = self._devices.unfinished
         if call is not None:
             text = f"in {call}{at(activity.main_line())}"

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from gshard._util.activity import doing
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, dimension, names_of, shown
 
@@ -57,7 +58,8 @@ def make_mesh(
       >>> gshard.make_mesh(extra={"model": 2}).axis_names
       ('shard', 'model')
     """
-    given = list(jax.devices()) if devices is None else devices_of("devices", devices)
+    with doing("make_mesh, for the devices of the other processes", waits=True):
+        given = list(jax.devices()) if devices is None else devices_of("devices", devices)
     count = len(given)
     replica = check_integer("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}

@@ -33,6 +33,7 @@ _ADVICE = {
 
 
 T = TypeVar("T")
+_SMALL = 2**16  # elements of an array that may be kept
 _compared: dict[Any, int] = {}  # how many programs, by mesh
 
 
@@ -77,17 +78,28 @@ class ProgramCheck:
         self._last = structure, form, self._seen[key]
         return self._last[2]
 
-    def run(self, program: Callable[..., T], *args: Any) -> T:
-        """Calls the program that was checked last, and notes the call for the watchdog."""
+    def run(
+        self, program: Callable[..., T], *args: Any, small: Callable[[Any], Any] | None = None
+    ) -> T:
+        """Calls the program that was checked last, and notes the call for the watchdog.
+
+        `small` selects a small array from the results, which is kept until the next call. It is the
+        smallest one by default, unless that is large.
+        """
         if not self._is_on:
             return program(*args)
         with doing(f"compiling {self._what}") if self._is_new else nullcontext():
             results = program(*args)
-        arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-        if arrays:  # the smallest, since it is kept until the next call
-            self._calls += 1
-            called(self._what, self._calls, min(arrays, key=lambda x: x.size))
+        self._calls += 1
+        array = _smallest(results) if small is None else small(results)
+        if array is not None:
+            called(self._what, self._calls, array)
         return results
+
+
+def _smallest(results: Any) -> jax.Array | None:
+    arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array) and x.size < _SMALL]
+    return min(arrays, key=lambda x: x.size, default=None)
 
 
 def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: Any = None) -> None:

@@ -214,7 +214,7 @@ class TrainStep:
         wanted = plan.abstract_components()
         self._latest = LatestState(plan.kind)
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
-        self._check_program = ProgramCheck(plan, f"the step of {self._name}", options)
+        self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
         shardings = [x.sharding for x in jax.tree.leaves(wanted)]
@@ -264,7 +264,7 @@ class TrainStep:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
-        run = partial(self._check_program.run, jitted)
+        run = partial(self._check_program.run, jitted, small=lambda x: x[1]["loss"])
         results = self._latest.run(run, state, *given, numbers(program))
         leaves, metrics, guard, sums = results
         self._check.trust(leaves)

@@ -33,11 +33,12 @@ def main(case: str, folder: str) -> None:
             time.sleep(7)  # longer than hang_timeout
         return loss_fn(params, batch)
 
+    mesh = gshard.make_mesh()
     if case == "starts late" and rank == 1:
-        time.sleep(40)
+        time.sleep(40)  # longer than Gloo waits for a connection
     params = {"w": np.zeros((16, 8), np.float32)}
     state, plan = gshard.shard_train_state(
-        (params, optax.adam(1e-2)), gshard.make_mesh(), "zero3", min_shard_size=0
+        (params, optax.adam(1e-2)), mesh, "zero3", min_shard_size=0
     )
     step = gshard.make_train_step(slow_to_trace if case == "compiles" else loss_fn, plan)
     checkpointer = gshard.Checkpointer(folder)
@@ -70,7 +71,7 @@ def main(case: str, folder: str) -> None:
             elif case == "full_params":
                 gshard.full_params(state)
             elif case == "save_safetensors":
-                gshard.save_safetensors(f"{folder}/x.safetensors", state)
+                gshard.save_safetensors(state, f"{folder}/x.safetensors")
             elif case == "barrier":
                 gshard.distributed.barrier()
             elif case == "a sum":

@@ -57,7 +57,7 @@ def programs(tmp_path_factory):
 
 
 OTHERS = {
-    "losses": ("the step of the loss of_rank (", "the traced program", "dot_general"),
+    "losses": ("the train step of of_rank (", "the traced program", "dot_general"),
     "lr": ("the traced program", "-0.0099", "-0.0199", "on process 0", "on process 1"),
     "b1": ("the traced program", "0.1", "0.2"),
     "schedule": ("the traced program",),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,14 +21,14 @@ from tests.processes import run_together
 
 WORKER = Path(__file__).with_name("hang_worker.py")
 HANG_TIMEOUT = 5
-STEP = "of the step of the loss loss_fn"
+STEP = "of the train step of loss_fn"
 
 
 def run(folder: Path, case: str, *options: str, limit: float = 90) -> tuple[int | None, str, dict]:
     """The exit code of a launched job, what the launcher said, and the logs by rank."""
     logs = folder / "logs"
-    words = ["--nproc_per_node", "2", "--virtual_devices", "2", "--log_dir", str(logs), *options]
-    words += ["--hang_timeout", str(HANG_TIMEOUT)]
+    words = ["--nproc_per_node", "2", "--virtual_devices", "2", "--log_dir", str(logs)]
+    words += ["--hang_timeout", str(HANG_TIMEOUT), *options]
     job = ["-m", "gshard", "launch", *words, str(WORKER), case, str(folder / "steps")]
     (ended,) = run_together(folder, [job], limit=limit)
     return (
@@ -104,25 +107,27 @@ def test_a_stopped_process_is_named(tmp_path):
 def test_a_disk_that_does_not_answer_is_named(tmp_path):
     code, said, logs = run(tmp_path, "disk does not answer", limit=120)
     assert code == 1
-    assert "for the files of the others" in logs[0] and "Process 1:" in logs[0]
+    assert "process 0 has waited" in logs[0] and "for the files of the others" in logs[0]
+    assert "Process 1: busy with the end of the save of step 6, at" in logs[0]
     assert "gshard: The job hangs" in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["compiles", "slow save", "starts late"])
 def test_work_that_takes_long_does_not_end_the_job(tmp_path, case):
-    code, said, logs = run(tmp_path, case, limit=150)
+    patient = ["--hang_timeout", "600"] if case == "starts late" else []
+    code, said, logs = run(tmp_path, case, *patient, limit=150)
     assert code == 0, said
     assert "trained" in logs[0] and "has waited" in logs[0]
     if case == "compiles":
-        assert "Process 1: in tracing the step of the loss slow_to_trace" in logs[0]
+        assert "Process 1: busy with tracing the train step of slow_to_trace" in logs[0]
 
 
 def test_a_place_is_what_runs_and_the_line_of_the_user():
     with activity.doing("compiling"):
         place = activity.place(None)
         here = activity.main_line()
-    assert place.text.startswith(f"in compiling, at {__file__}:") and place.is_busy
+    assert place.text.startswith(f"busy with compiling, at {__file__}:") and place.is_busy
     assert here.startswith(f"{__file__}:")
     with activity.doing("save(3)", waits=True):
         assert not activity.place(None).is_busy
@@ -139,7 +144,7 @@ def test_a_place_is_what_runs_and_the_line_of_the_user():
 
     threading.Thread(target=save).start()
     assert done.wait(10)
-    assert seen == ["in the save of step 3, in the background"]
+    assert seen == ["busy with the save of step 3, in the background"]
 
 
 class Job:
@@ -232,6 +237,25 @@ def test_a_meeting_is_over_when_all_of_its_ranks_have_come_or_one_has_ended():
             assert later.over.is_set()
 
     asyncio.run(meet())
+
+
+def test_a_forked_process_does_not_keep_the_connection():
+    async def fork():
+        async with Job(2) as job:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            try:
+                job.members[1].close()
+                await until(lambda: 1 not in job.server._joined)
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking a process that has threads
+        asyncio.run(fork())
 
 
 def test_another_program_is_not_admitted():
