@@ -112,7 +112,7 @@ def meaning(end: End, memory_kills: int = 0) -> str:
 
 def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     """Which process failed first, how, its last lines, what it means, and what the others did."""
-    if said := hang(ends):
+    if not any(end.stopped for end in ends) and (said := hang(ends)):
         lines = [*textwrap.wrap(said, _WIDTH), *(line for end in ends for line in _work(end))]
         where = f"The stacks of all processes are in the logs: {logs}"
         return "\n".join(f"gshard: {line}" for line in [*lines, where])

@@ -542,6 +542,8 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
     told = report([hung, End(1, 1, (), "Gloo AllReduce failed", 8.0)], 0, "log/rank-*.log")
     assert "gshard: The job hangs: process 0 waits The last complete checkpoint is steps/3." in told
     assert "a stack" not in told and "lost its connection" not in told
+    stopped = End(1, -9, (), "", 9.5, stopped=True)  # which is why the others waited
+    assert "rank 1 was stopped" in report([hung, stopped], 0, "log/rank-*.log")
 
 
 @pytest.mark.parametrize(
