@@ -199,7 +199,7 @@ def test_a_job_of_two_nodes_is_put_back_and_goes_on(cluster):
     assert (work / "scontrol.log").read_text() == f"requeue {JOB_ID}\n"
     saved = re.findall(r"saved after step (\d+)", log.read_text())[-1]
     assert {path.name for path in (work / "log" / str(JOB_ID)).iterdir()} == {
-        "rank-0.log", "rank-1.log",
+        "events.jsonl", "events-1.jsonl", "rank-0.log", "rank-1.log",
     }  # fmt: skip
     script, log = start("bash", SLURM, "--steps", int(saved) + 3)
     assert script.wait(LIMIT) == 0, log.read_text()

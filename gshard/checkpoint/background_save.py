@@ -81,8 +81,12 @@ class BackgroundSave:
 
     def _run(self) -> None:
         what = f"the save of step {self.step}"
-        with doing(what), unfinished.finished_first(what):
+        with doing(what), unfinished.finished_first(what, step=self.step) as event:
             self._write_and_commit()
+            if self._given_up.is_set():
+                event["error"] = "another process failed"
+            elif (error := self._commit.exception()) is not None:
+                event["error"] = str(error)
 
     def _write_and_commit(self) -> None:
         global _uncommitted
@@ -145,7 +149,7 @@ def _wait_at_exit() -> None:
         # The first process could no longer commit without this one: all end when one has.
         folder, step = _uncommitted
         end = time.monotonic() + _EXIT_TIMEOUT
-        with unfinished.finished_first(f"the save of step {step}"):
+        with unfinished.finished_first(f"the save of step {step}", "commit", step):
             while folder.exists() and time.monotonic() < end:
                 time.sleep(_POLL)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 import jax
 
+from gshard._util import events
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
@@ -284,6 +286,7 @@ class Checkpointer:
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
         with self._in_use:
             self.wait()
+            began = time.monotonic()
             state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
             while True:
                 number, damaged = find_undamaged(self.directory, asked, verify)
@@ -299,7 +302,9 @@ class Checkpointer:
                         continue  # another job has deleted it meanwhile
                     raise
                 forget_checks(plan)
-                return make_restored()
+                found = make_restored()
+                events.restored(found.step, time.monotonic() - began)
+                return found
 
     def _read(self, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
         """Reads a step; the function that is returned may change an NNX state in place."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gshard._util.errors import GShardError
+from gshard._util.events import STATUS_FILE as STATUS_FILE
 from gshard._util.validation import check_integer, shown
 
 COORDINATOR = "GSHARD_COORDINATOR"
@@ -26,7 +27,6 @@ HANG_TIMEOUT = "GSHARD_HANG_TIMEOUT"
 RESTARTS = "GSHARD_RESTARTS"
 PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
 GRACE = "GSHARD_GRACE"
-STATUS_FILE = "GSHARD_STATUS_FILE"
 
 # The first that is set says which GPUs this process sees, and is set for those that it starts.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"

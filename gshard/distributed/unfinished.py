@@ -1,45 +1,78 @@
 """Work that a process finishes before it exits with an error: a save that is under way.
 
 `gshard launch` gives the processes of a job `--grace` seconds for it, also those that lost a peer.
-It learns of such work from a file that each process appends to.
+It learns of such work from the events that each process tells it.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+from gshard._util.events import last_step, tell
 from gshard.distributed import env_vars
 
 _TICK = 0.02  # seconds
 _IDLE = 0.5  # seconds without work after which none is expected; one piece may follow another
+_BEGIN = "_begin"
 _running: dict[object, str] = {}
 _exiting = False
 
 
 class Work(NamedTuple):
-    """The work of one process, as the launcher reads it."""
+    """The work of one process, as the launcher reads it.
+
+    Attributes:
+      running: saves that are under way.
+      finished_late: those that ended after the process had failed.
+      cut_off: it had joined the others, and ended without its exit functions.
+      saved: the step of the newest checkpoint for which it has written its files.
+      step: the number of its last step.
+    """
 
     running: tuple[str, ...] = ()
-    finished_late: tuple[str, ...] = ()  # after the process had failed
-    cut_off: bool = False  # it had joined the others, and ended without its exit functions
+    finished_late: tuple[str, ...] = ()
+    cut_off: bool = False
+    saved: int | None = None
+    step: int | None = None
+
+    def after(self, event: Mapping[str, Any]) -> Work:
+        """Returns the work after the process has told of an event."""
+        kind, what, step = (event.get(name) for name in ("event", "what", "step"))
+        if kind in ("join", "leave"):
+            return self._replace(cut_off=kind == "join")
+        if str(kind).endswith(_BEGIN):
+            return self._replace(running=(*self.running, what))
+        if what not in self.running:
+            return self
+        running = list(self.running)
+        running.remove(what)
+        late = [x for x in [what] if event.get("late") and x not in self.finished_late]
+        saved = step if kind == "save" and "error" not in event else self.saved
+        return self._replace(
+            running=tuple(running), finished_late=(*self.finished_late, *late), saved=saved
+        )
 
 
 @contextmanager
-def finished_first(what: str) -> Iterator[None]:
-    """Lets this process finish what the context does, such as `the save of step 3`."""
-    key = object()
+def finished_first(
+    what: str, kind: str = "save", step: int | None = None
+) -> Iterator[dict[str, Any]]:
+    """Lets this process finish what the context does, such as `the save of step 3`.
+
+    The launcher is told of the events `save_begin` and `save`; the latter has also what the context
+    puts into the dictionary that it is given.
+    """
+    key, began, more = object(), time.monotonic(), dict[str, Any]()
     _running[key] = what
-    _tell(f"began {what}")
+    tell(f"{kind}{_BEGIN}", step, what=what)
     try:
-        yield
+        yield more
     finally:
         del _running[key]
-        _tell(f"{'late' if _exiting else 'ended'} {what}")
+        tell(kind, step, time.monotonic() - began, what=what, late=_exiting or None, **more)
 
 
 def wait(began: float, most: float | None = None) -> None:
@@ -62,39 +95,14 @@ def exits_with_error() -> None:
 
 def joined() -> None:
     """Tells the launcher that this process has joined the others of its job."""
-    _tell("joined")
+    tell("join")
 
 
 def left() -> None:
     """Tells the launcher that this process runs its exit functions."""
-    _tell("left")
+    tell("leave", last_step())
 
 
 def is_exiting() -> bool:
     """Whether this process is to exit with an error."""
     return _exiting
-
-
-def read_work(path: Path) -> Work:
-    """Reads the work of a process from its file."""
-    running: list[str] = []
-    late: list[str] = []
-    joined = False
-    with suppress(OSError):
-        for line in path.read_text().splitlines():
-            verb, _, what = line.partition(" ")
-            if verb in ("joined", "left"):
-                joined = verb == "joined"
-            elif verb == "began":
-                running.append(what)
-            elif what in running:
-                running.remove(what)
-                late += [what] if verb == "late" else []
-    return Work(tuple(running), tuple(dict.fromkeys(late)), joined)
-
-
-def _tell(line: str) -> None:
-    path = os.environ.get(env_vars.STATUS_FILE)
-    if path:
-        with suppress(OSError), open(path, "a") as file:
-            file.write(f"{line}\n")

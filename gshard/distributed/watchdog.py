@@ -22,6 +22,7 @@ from typing import NamedTuple
 from gshard._util import activity
 from gshard._util.activity import Call, Place, at, doing
 from gshard._util.errors import some
+from gshard._util.events import last_step, tell
 from gshard.distributed import unfinished
 from gshard.distributed.places import Group, Meeting, Member, Server
 from gshard.distributed.rendezvous import Address
@@ -126,6 +127,7 @@ class Watchdog:
                 await self._end_all(f"{self._sentence(wait, groups)} {_ADVICE}")
             elif wait.seconds >= due:
                 self._due[wait.what_runs] = wait.seconds + max(_AGAIN, wait.seconds)
+                tell("wait", last_step(), wait.seconds, what=wait.text)
                 if self._speaks(groups) and not spoke:
                     spoke = True  # of several waits at once, as of a save and the call for its end
                     _say(f"gshard: {self._sentence(wait, groups)} {self._outlook(groups)}")
@@ -213,6 +215,7 @@ class Watchdog:
 
     async def _end(self, why: str) -> None:
         unfinished.exits_with_error()
+        tell("hang", last_step(), why=why)
         _say_stacks()
         if path := activity.last_saved():
             _say(f"{LAST_SAVED}{path}")

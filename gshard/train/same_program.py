@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax import core
 
+from gshard._util import events
 from gshard._util.activity import called, doing
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line
@@ -86,10 +87,14 @@ class ProgramCheck:
         `small` selects a small array from the results, which is kept until the next call. It is the
         smallest one by default, unless that is large.
         """
-        if not self._is_on:
-            return program(*args)
-        with doing(f"compiling {self._what}") if self._is_new else nullcontext():
-            results = program(*args)
+        events.calling = self._what
+        try:
+            if not self._is_on:
+                return program(*args)
+            with doing(f"compiling {self._what}") if self._is_new else nullcontext():
+                results = program(*args)
+        finally:
+            events.calling = ""
         self._calls += 1
         array = _smallest(results) if small is None else small(results)
         if array is not None:

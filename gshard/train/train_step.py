@@ -254,7 +254,7 @@ class TrainStep:
         """Runs one step; arguments and result as in `make_train_step`."""
         self._latest.after_interrupt()
         state, parts, (leaves, structure), batch = self._take(args)
-        self._watch.look(parts.opt_state.guard)
+        self._watch.look(parts.opt_state.guard, parts.step)
         self._late_checks.look()
         batch = self._place(batch)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])

@@ -20,6 +20,7 @@ import optax
 from jax import core, lax
 
 from gshard._util.errors import GShardError, NonFiniteError
+from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
 
 
@@ -216,24 +217,34 @@ class Watch:
         self._most = most
         self._seen: deque[Guard] = deque()
         self._last: Any = None  # of the state that the last step returned
+        self._row = 0  # that of the last guard that was checked
+        self._number = StepNumber()
 
     def add(self, guard: Guard, after: Guard) -> None:
         """Records the guard of a step, not to be donated, and its copy in the new state."""
-        if self._most is not None and not isinstance(guard.row, core.Tracer):
+        if isinstance(guard.row, core.Tracer):
+            return
+        self._number.end(guard.row)
+        if self._most is not None:
             self._seen.append(guard)
             self._last = after.row
 
-    def look(self, before: Guard) -> None:
-        """Checks earlier steps, before a step starts with a state that has the guard `before`.
+    def look(self, before: Guard, step: Any) -> None:
+        """Checks earlier steps, before one starts with a state of the guard and step number given.
 
         Recorded guards do not belong to a state that the last step did not return. Raises a
         `NonFiniteError` if `most` steps in a row were not finite.
         """
         if before.row is not self._last:
             self._seen.clear()
+            self._row = 0
+        self._number.begin(step)
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0])):
             guard = self._seen.popleft()
             row = int(guard.row)
+            if row > self._row:  # not one of weight 0
+                self._number.skipped(int(guard.first), row)
+            self._row = row
             if self._most is not None and row >= self._most:
                 self._seen.clear()
                 raise NonFiniteError(

@@ -10,6 +10,7 @@ import pytest
 
 from gshard.distributed import env_vars, unfinished
 from gshard.distributed import exit as leaving
+from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import End, report
 from gshard.distributed.unfinished import Work
 from tests.jobs import ROOT, launch, running
@@ -30,15 +31,31 @@ def process(monkeypatch, tmp_path):
     return exited
 
 
-def test_a_process_that_fails_waits_for_its_save(process, tmp_path):
+@pytest.fixture
+def work(process, tmp_path):
+    """Reads the work of the process as its launcher does."""
+    log = EventLog(tmp_path, 0, 2**20)
+    status = Status(tmp_path / "status", 0, log)
+
+    def read():
+        status.update()
+        return status.work
+
+    yield read
+    status.close()
+    log.close()
+
+
+def test_a_process_that_fails_waits_for_its_save(process, work):
+    assert work() == Work()
     with unfinished.finished_first("an earlier save"):
         pass
     with unfinished.finished_first("the save of step 3"):
         leaving.at_exit_with(1)
         assert not process.wait(0.4)
-        assert unfinished.read_work(tmp_path / "status").running == ("the save of step 3",)
+        assert work().running == ("the save of step 3",)
     assert process.wait(10)
-    assert unfinished.read_work(tmp_path / "status") == Work((), ("the save of step 3",))
+    assert work() == Work((), ("the save of step 3",))
 
 
 def test_the_launchers_grace_limits_the_wait(process, monkeypatch):
@@ -55,10 +72,6 @@ def test_the_report_says_what_became_of_the_save():
     said = report([End(0, 1, work=work), End(1, 0)], 0, "log")
     assert "Rank 0 finished the save of step 8 before it ended." in said
     assert "Rank 0 ended before the save of step 9 was finished: --grace is the limit" in said
-
-
-def test_work_that_nobody_reports_is_none(tmp_path):
-    assert unfinished.read_work(tmp_path / "missing") == Work()
 
 
 @pytest.mark.slow  # real processes, and a disk that takes longer than other threads may

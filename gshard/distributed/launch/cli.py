@@ -15,12 +15,13 @@ from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.background_writer import background_output, drain_output
+from gshard.distributed.launch.event_log import EventLog
 from gshard.distributed.launch.exit_status import first_cause, report
 from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
+from gshard.distributed.launch.restarts import Failure, Restarts
 from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
 from gshard.distributed.watchdog import HANG_TIMEOUT
 
-_BEFORE_RESTART = 1.0  # seconds
 _EXAMPLES = """examples:
   gshard launch --nproc_per_node 4 --virtual_devices 2 train.py --steps 100
       four processes of two virtual CPU devices each, on this machine
@@ -48,17 +49,30 @@ def main(words: list[str]) -> int:
 
 
 def _run(asked: Request, signals: list[int]) -> int:
-    restarts = 0
-    while (outcome := run_job(asked, restarts, signals)).failed:
-        _say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
-        if restarts == asked.max_restarts or signals:
-            break
-        restarts += 1
-        _say(f"gshard: starting all processes again ({restarts} of {asked.max_restarts})")
-        until = time.monotonic() + _BEFORE_RESTART
-        while time.monotonic() < until and not signals:
-            time.sleep(0.05)
-    return _exit_code(outcome)
+    began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)
+    events = EventLog(asked.log_dir, asked.rank or 0, asked.log_size * 2**20)
+    try:
+        while (outcome := run_job(asked, count, signals, events)).failed:
+            _say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+            if signals or not asked.max_restarts:
+                break
+            decision = restarts.after(Failure.of(outcome.ends))
+            if not decision.again:
+                _say(f"gshard: not starting again: {decision.why}")
+                events.write("give_up", why=decision.why)
+                break
+            count += 1
+            after = f"in {decision.seconds:.0f} s ({decision.why})"
+            _say(f"gshard: starting all processes again {after}")
+            events.write("restart", seconds=decision.seconds, why=decision.why)
+            until = time.monotonic() + decision.seconds
+            while time.monotonic() < until and not signals:
+                time.sleep(0.05)
+        code = _exit_code(outcome)
+        events.write("exit", seconds=time.monotonic() - began, code=code)
+    finally:
+        events.close()
+    return code
 
 
 def _exit_code(outcome: Outcome) -> int:
@@ -93,8 +107,11 @@ def _say(text: str) -> None:
 # name: default, least, unit in messages, metavar, help
 _INTEGERS = {
     "nnodes": (1, 1, "", "N", "machines of the job (default 1)"),
-    "max_restarts": (0, 0, "", "N", "start all processes again, so often, when one has failed "
-                     "(default 0)"),
+    "log_size": (256, 1, " of megabytes", "MB", "a log that grows larger is renamed to rank-R.log.1"
+                 ", in place of the one before (default 256)"),
+    "max_restarts": (0, 0, "", "N", "start all processes again when one has failed, at most so "
+                     "often in a row without progress, after 1, 2, 4, ... 60 seconds; not after "
+                     "the same error at the same step (default 0)"),
     "grace": (30, 0, "", "SECONDS", "after SIGTERM, or when one has failed, the processes have so "
               "long to save (default 30)"),
     "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
@@ -127,8 +144,9 @@ def _parser() -> argparse.ArgumentParser:
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
     add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
         "instead of GPUs")  # fmt: skip
-    add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log, "
-        "readable by its owner alone, to which each run is appended (default: log)")  # fmt: skip
+    add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log "
+        "and events.jsonl, readable by their owner alone, to which each run is appended "
+        "(default: log)")  # fmt: skip
     for name, (default, _, _, metavar, meaning) in _INTEGERS.items():
         add(f"--{name}", type=int, default=default, metavar=metavar, help=meaning)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")

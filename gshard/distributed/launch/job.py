@@ -18,11 +18,13 @@ from typing import NamedTuple
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
+from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import End
-from gshard.distributed.launch.output import Lines, Log, Stream
+from gshard.distributed.launch.log_file import Log
+from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
-from gshard.distributed.unfinished import Work, read_work
+from gshard.distributed.unfinished import Work
 
 _RUN = Path(__file__).with_name("run_script.py")
 
@@ -40,6 +42,7 @@ class Request(argparse.Namespace):
     devices: str | None
     virtual_devices: int | None
     log_dir: Path
+    log_size: int
     max_restarts: int
     grace: int
     heartbeat_timeout: int
@@ -67,12 +70,13 @@ class Outcome(NamedTuple):
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
 
-def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
+def run_job(request: Request, restarts: int, signals: list[int], events: EventLog) -> Outcome:
     """Starts the processes and waits for all of them; if one fails, ends the others.
 
     Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait.
     """
     alone, kills = request.world_size == 1, _memory_kills()
+    events.write("start", processes=request.world_size, restarts=restarts)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
     port = None if alone or request.rank else ReservedPort(*master)
     try:
@@ -81,7 +85,8 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
         try:
             for local in range(len(request.variables)):
                 if not signals:
-                    supervisor.add(_start(request, local, restarts, port, Path(status.name)))
+                    found = _start(request, local, restarts, port, Path(status.name), events)
+                    supervisor.add(found)
             while supervisor.running:
                 supervisor.tick()
                 if signals:
@@ -105,7 +110,12 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
 
 
 def _start(
-    request: Request, local: int, restarts: int, port: ReservedPort | None, status: Path
+    request: Request,
+    local: int,
+    restarts: int,
+    port: ReservedPort | None,
+    folder: Path,
+    events: EventLog,
 ) -> Worker:
     rank = (request.rank or 0) * len(request.variables) + local
     position = env_vars.process_variables(
@@ -119,15 +129,17 @@ def _start(
         restarts=restarts,
         port_is_kept=port is not None,
     )
+    status = Status(folder / str(rank), rank, events)
     own = {
         "PYTHONUNBUFFERED": "1",
         env_vars.GRACE: str(request.grace),
-        env_vars.STATUS_FILE: str(status / str(rank)),
+        env_vars.STATUS_FILE: str(status.path),
     }
     variables = {**os.environ, **request.variables[local], **position, **own}
     command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
-    return Worker(rank, command, variables, Log(request.log_dir, rank), tag)
+    log = Log(request.log_dir, rank, request.log_size * 2**20)
+    return Worker(rank, command, variables, log, tag, status, events)
 
 
 def _stop_in_order(supervisor: Supervisor, signals: list[int], grace: float) -> None:
@@ -143,12 +155,20 @@ def _stop_in_order(supervisor: Supervisor, signals: list[int], grace: float) -> 
 
 
 class Worker(Child):
-    """A process that runs the script, with a log."""
+    """A process that runs the script, with a log, and with a file for its events."""
 
     def __init__(
-        self, rank: int, command: list[str], environment: dict[str, str], log: Log, tag: str
+        self,
+        rank: int,
+        command: list[str],
+        environment: dict[str, str],
+        log: Log,
+        tag: str,
+        status: Status,
+        events: EventLog,
     ):
-        self._log, self._status = log, Path(environment.get(env_vars.STATUS_FILE, os.devnull))
+        self._log, self._status, self._events = log, status, events
+        self._began, self._has_ended = time.monotonic(), False
         self._process = subprocess.Popen(
             [sys.executable, str(_RUN), *command],
             env=environment,
@@ -165,10 +185,17 @@ class Worker(Child):
             if pipe is not None
         }
         super().__init__(rank, self._process.pid, outputs, lines)
+        events.write("start", rank, pid=self._process.pid)
 
     def exit_code(self) -> int | None:
-        """Returns the exit code that the system reports."""
-        return self._process.poll()
+        """Returns the exit code that the system reports, after its events were passed on."""
+        code = self._process.poll()
+        self._status.update()
+        if code is not None and not self._has_ended:
+            self._has_ended = True
+            seconds = time.monotonic() - self._began
+            self._events.write("exit", self.rank, self.work().step, seconds, code=code)
+        return code
 
     def wait(self) -> None:
         """Waits until the process has ended."""
@@ -176,12 +203,13 @@ class Worker(Child):
 
     def work(self) -> Work:
         """Returns what it has to finish, as it says itself."""
-        return read_work(self._status)
+        return self._status.work
 
     def close(self) -> None:
         """Closes its pipes and its log."""
         super().close()
         self._log.close()
+        self._status.close()
 
 
 def _memory_kills() -> int:

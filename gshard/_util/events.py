@@ -1,0 +1,127 @@
+"""What this process tells `gshard launch`: events, and the number of its last step.
+
+The launcher names a file. Its first line is the number of the last step, which is overwritten in
+place in a memory map, so that a step makes no system call; a killed process leaves it behind. Each
+line after it is an event in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import Any
+
+import jax
+from jax import core
+
+STATUS_FILE = "GSHARD_STATUS_FILE"
+WIDTH = 20  # characters of the number of the last step
+NO_STEP = b"".ljust(WIDTH) + b"\n"  # the first line of a new file
+
+_LONG_COMPILATION = 1.0  # seconds; of the programs of gshard's own every one is told
+
+calling = ""  # the program of gshard that is being called
+_restores = 0
+_has_stepped = False
+
+
+def now() -> str:
+    """The time as events and logs have it: UTC, ISO 8601, milliseconds."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def tell(event: str, step: int | None = None, seconds: float | None = None, **more: Any) -> None:
+    """Tells the launcher of an event; does nothing without one.
+
+    Args:
+      event: its name, such as `save`.
+      step: the number of the step that it belongs to.
+      seconds: how long it took.
+      **more: anything else that JSON holds.
+    """
+    path = os.environ.get(STATUS_FILE)
+    if not path:
+        return
+    said = {"time": now(), "event": event, "step": step, "seconds": rounded(seconds), **more}
+    said = {name: value for name, value in said.items() if value is not None}
+    with suppress(OSError), open(path, "ab") as file:
+        file.write(json.dumps(said).encode() + b"\n")
+
+
+def rounded(seconds: float | None) -> float | None:
+    """Seconds with milliseconds."""
+    return None if seconds is None else round(seconds, 3)
+
+
+def restored(step: int, seconds: float) -> None:
+    """Tells of a restored checkpoint, from whose step train steps count on."""
+    global _restores
+    _restores += 1
+    tell("restore", step, seconds)
+
+
+class StepNumber:
+    """The number of the last step of a train step, counted without waiting for the devices."""
+
+    def __init__(self) -> None:
+        self._number, self._restores, self._began = 0, -1, 0.0
+
+    def begin(self, step: Any) -> None:
+        """Begins a call; at the first one, and after a restore, `step` is the number before it."""
+        if _map is None or self._restores == _restores or isinstance(step, core.Tracer):
+            return
+        self._restores, self._number, self._began = _restores, int(step), time.monotonic()
+
+    def end(self, result: Any) -> None:
+        """Ends a call; `result` is there once the devices have finished it."""
+        if _map is None:
+            return
+        self._number += 1
+        _map[:WIDTH] = b"%20d" % self._number
+        if not _has_stepped:
+            self._first(result)
+
+    def skipped(self, step: int, row: int) -> None:
+        """Tells of a step that changed nothing since its gradient was not finite."""
+        self._number -= 1
+        tell("skip", step, row=row)
+
+    def _first(self, result: Any) -> None:
+        global _has_stepped
+        _has_stepped = True
+        step, began = self._number, self._began
+
+        def wait() -> None:
+            with suppress(Exception):  # it failed: whoever reads the result learns of that
+                jax.block_until_ready(result)
+                tell("first_step", step, time.monotonic() - began)
+
+        threading.Thread(target=wait, name="gshard-first-step", daemon=True).start()
+
+
+def last_step() -> int | None:
+    """The number of the last step; None if it is not known."""
+    text = b"" if _map is None else _map[:WIDTH].strip()
+    return int(text) if text else None
+
+
+def _mapped() -> mmap.mmap | None:
+    """The first line of the file; None without a launcher."""
+    with suppress(OSError, ValueError), open(os.environ[STATUS_FILE], "r+b") as file:
+        return mmap.mmap(file.fileno(), len(NO_STEP))
+    return None
+
+
+def _compiled(name: str, seconds: float, fun_name: str = "", **_: Any) -> None:
+    if name.endswith("backend_compile_duration") and (calling or seconds >= _LONG_COMPILATION):
+        tell("compile", last_step(), seconds, what=calling or fun_name)
+
+
+_map = _mapped() if os.environ.get(STATUS_FILE) else None
+if _map is not None:
+    jax.monitoring.register_event_duration_secs_listener(_compiled)

@@ -1,0 +1,93 @@
+"""`events.jsonl`: what happens in a job, for programs that watch it; one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gshard._util.events import NO_STEP, WIDTH, now, rounded
+from gshard.distributed.launch.log_file import LogFile
+from gshard.distributed.unfinished import Work
+
+
+class EventLog:
+    """The events of a job's processes on this machine, in the order in which they were learned of.
+
+    Machine 0 writes `events.jsonl`, machine 1 `events-1.jsonl`, and so on: they may share a folder.
+    If it cannot be written, one line says so, and the job goes on.
+    """
+
+    def __init__(self, folder: Path, machine: int, limit: int):
+        self._file: LogFile | None = None
+        self._began = time.monotonic()
+        path = folder / (f"events-{machine}.jsonl" if machine else "events.jsonl")
+        try:
+            self._file = LogFile(path, limit)
+        except OSError as error:
+            print(
+                f"gshard: {path} cannot be written ({error.strerror}): the job runs without it.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def write(
+        self,
+        event: str,
+        rank: int | None = None,
+        step: int | None = None,
+        seconds: float | None = None,
+        time: str | None = None,
+        **more: Any,
+    ) -> None:
+        """Appends an event of a process, or of the launcher itself."""
+        if self._file is not None:
+            said = {"time": time or now(), "event": event, "rank": rank}
+            found = {"step": step, "seconds": rounded(seconds), **more}
+            said |= {name: value for name, value in found.items() if value is not None}
+            self._file.write(json.dumps(said).encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Status:
+    """The file in which a process tells its events (`gshard._util.events`), as the launcher reads it.
+
+    Its events are passed on to `log`.
+    """
+
+    def __init__(self, path: Path, rank: int, log: EventLog):
+        self.path, self._rank, self._log = path, rank, log
+        self._work = Work()
+        path.write_bytes(NO_STEP)
+        self._read = path.open("rb", buffering=0)
+        self._read.seek(len(NO_STEP))
+        self._begun = b""  # a line without its end
+
+    def update(self) -> None:
+        """Reads what the process has told since."""
+        *lines, self._begun = (self._begun + self._read.read()).split(b"\n")
+        for line in lines:
+            with suppress(ValueError, TypeError, KeyError, AttributeError):  # a stranger's line
+                self._take(json.loads(line))
+
+    def _take(self, event: dict[str, Any]) -> None:
+        self._log.write(**{**event, "rank": self._rank})
+        self._work = self._work.after(event)
+
+    @property
+    def work(self) -> Work:
+        """What the process has to finish, and how far it came."""
+        text = os.pread(self._read.fileno(), WIDTH, 0).strip()
+        return self._work._replace(step=int(text) if text.isdigit() else None)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._read.close()
