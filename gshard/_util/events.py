@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ _has_stepped = False
 
 def now() -> str:
     """The time as events and logs have it: UTC, ISO 8601, milliseconds."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def tell(event: str, step: int | None = None, seconds: float | None = None, **more: Any) -> None:
@@ -117,9 +117,10 @@ def _mapped() -> mmap.mmap | None:
     return None
 
 
-def _compiled(name: str, seconds: float, fun_name: str = "", **_: Any) -> None:
-    if name.endswith("backend_compile_duration") and (calling or seconds >= _LONG_COMPILATION):
-        tell("compile", last_step(), seconds, what=calling or fun_name)
+def _compiled(event: str, duration_secs: float, **more: Any) -> None:
+    if event.endswith("backend_compile_duration"):
+        if calling or duration_secs >= _LONG_COMPILATION:
+            tell("compile", last_step(), duration_secs, what=calling or more.get("fun_name"))
 
 
 _map = _mapped() if os.environ.get(STATUS_FILE) else None

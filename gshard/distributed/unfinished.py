@@ -57,9 +57,7 @@ class Work(NamedTuple):
 
 
 @contextmanager
-def finished_first(
-    what: str, kind: str = "save", step: int | None = None
-) -> Iterator[dict[str, Any]]:
+def finished_first(what: str, kind: str = "save", step: int | None = None) -> Iterator[Any]:
     """Lets this process finish what the context does, such as `the save of step 3`.
 
     The launcher is told of the events `save_begin` and `save`; the latter has also what the context

@@ -58,7 +58,7 @@ class EventLog:
 
 
 class Status:
-    """The file in which a process tells its events (`gshard._util.events`), as the launcher reads it.
+    """The file in which a process tells its events (`gshard._util.events`), for the launcher.
 
     Its events are passed on to `log`.
     """

@@ -93,8 +93,8 @@ class Restarts:
             return Decision(
                 False,
                 0.0,
-                f"rank {failure.rank} failed again {failure.at} with the same error, so it is a bug "
-                f"or bad data and no lost machine: {failure.error[:_SHOWN]}",
+                f"rank {failure.rank} failed again {failure.at} with the same error, so it is a "
+                f"bug or bad data and no lost machine: {failure.error[:_SHOWN]}",
             )
         further = ""
         if last is not None and self._furthest != before:

@@ -19,6 +19,7 @@ import gshard
 from gshard.cli.main import main
 from gshard.distributed.launch import output
 from gshard.distributed.launch.cli import request
+from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import (
     End,
     Readable,
@@ -28,7 +29,6 @@ from gshard.distributed.launch.exit_status import (
     report,
     silent_ranks,
 )
-from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.job import Worker
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
