@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -86,10 +87,11 @@ class StepNumber:
         if not _has_stepped:
             self._first(result)
 
-    def skipped(self, step: int, row: int) -> None:
+    def skipped(self, step: int, row: int, leaves: Callable[[], str]) -> None:
         """Tells of a step that changed nothing since its gradient was not finite."""
-        self._number -= 1
-        tell("skip", step, row=row)
+        if _map is not None:
+            self._number -= 1
+            tell("skip", step, row=row, leaves=leaves() or None)
 
     def _first(self, result: Any) -> None:
         global _has_stepped

@@ -59,7 +59,8 @@ class Gradients:
     weight: jax.Array  # by which sums over the batch were divided
     norm: jax.Array  # of the full gradient
     updates: dict[str, Any]  # non-trainable state that the loss changed or its gradient replaces
-    numbers: jax.Array | None = None  # sums over the devices, for `BatchNumbers`
+    numbers: jax.Array | None  # sums over the devices, for `BatchNumbers`
+    finite_leaves: jax.Array  # booleans (devices, leaves): which gradients are finite on a device
 
     @property
     def finite(self) -> jax.Array:
@@ -163,11 +164,11 @@ class GradientStage:
         plan, options = self.plan, self.options
         how = accumulation(plan, options.micro_batches, options.accumulate)
         end = partial(reduce, plan=plan, accumulate=how, options=options)
-        (grads, value, aux, weight, norm, sums), updates = self._on_devices(
+        (grads, value, aux, weight, norm, sums, finite), updates = self._on_devices(
             end, reduce_out_specs(plan), how, parts, batch, rng, scale, numbers=numbers
         )
         grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
-        return Gradients(grads, value, aux, weight, norm, updates, sums)
+        return Gradients(grads, value, aux, weight, norm, updates, sums, finite)
 
     def local(
         self,

@@ -26,6 +26,7 @@ from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
+from gshard.train.nonfinite_leaves import flags_sharding, watch_of
 from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
 from gshard.train.options import (
     MAX_BAD_STEPS,
@@ -40,7 +41,7 @@ from gshard.train.replicas import ReplicaCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
-from gshard.train_state.nonfinite import GradScaler, Guard, Watch
+from gshard.train_state.nonfinite import GradScaler, Guard
 
 State = TypeVar("State")
 
@@ -206,7 +207,7 @@ class TrainStep:
         self.loss_transfers: tuple[Transfer, ...] | None = None
         self._skip_nonfinite = skips_nonfinite(plan, options)
         self._name = f"the loss {place_of(loss_fn)}"
-        self._loss_fn, self._watch = loss_fn, Watch(options.max_bad_steps)
+        self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
         scaler = options.scaler
         self._scaler = scaler if scaler is not None and scaler.enable else None
         of_devices = options.loss_semantics == "per_device"
@@ -217,12 +218,12 @@ class TrainStep:
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
-        shardings = [x.sharding for x in jax.tree.leaves(wanted)]
+        shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self.jitted = jax.jit(
             self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
-            out_shardings=(shardings, plan.sharding(), plan.sharding(), plan.sharding()),
+            out_shardings=(shardings, same, same, same, flags_sharding(plan)),
         )
 
     @property
@@ -265,11 +266,10 @@ class TrainStep:
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
         run = partial(self._check_program.run, jitted, small=lambda x: x[1]["loss"])
-        results = self._latest.run(run, state, *given, numbers(program))
-        leaves, metrics, guard, sums = results
+        leaves, metrics, guard, sums, flags = self._latest.run(run, state, *given, numbers(program))
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
-        self._watch.add(guard, new.opt_state.guard)
+        self._watch.add(guard, new.opt_state.guard, flags)
         self.numbers.add(batch, program, sums)
         self._replicas.after_call(new.params, new.step)
         self._late_checks.end_call()
@@ -314,7 +314,7 @@ class TrainStep:
 
     def _run(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
-    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
         # XLA names the arguments of the program after these parameters: the report of a compiled
         # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
         with _paused_collector():
@@ -322,7 +322,7 @@ class TrainStep:
 
     def _stages(
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard, Any]:
+    ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
         """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
         plan, options = self.plan, self.options
         parts: Components = jax.tree.unflatten(structure, leaves)
@@ -365,7 +365,7 @@ class TrainStep:
         )
         if options.post_update is not None:
             new = apply_post_update(options.post_update, new, parts.static, plan, updates)
-        return jax.tree.leaves(new), metrics, guard, result.numbers
+        return jax.tree.leaves(new), metrics, guard, result.numbers, result.finite_leaves
 
     def _take(
         self, args: tuple[Any, ...], abstract: bool = False

@@ -190,8 +190,10 @@ def finish_reduction(sums: LocalGradients, plan: Plan, options: StepOptions) -> 
     order = list(range(len(leaves)))
     end = partial(reduce, plan=plan, accumulate=sums.accumulate, options=options, order=order)
     given = (leaves, sums.loss, sums.weight, sums.aux)
-    grads, value, aux, weight, norm, _ = _on_devices(end, given, reduce_out_specs(plan), plan)
-    return Gradients(jax.tree.unflatten(structure, grads), value, aux, weight, norm, {})
+    grads, *more = _on_devices(end, given, reduce_out_specs(plan), plan)
+    value, aux, weight, norm, numbers, finite = more
+    grads = jax.tree.unflatten(structure, grads)
+    return Gradients(grads, value, aux, weight, norm, {}, numbers, finite)
 
 
 def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) -> dict[str, Any]:

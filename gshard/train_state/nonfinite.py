@@ -8,8 +8,9 @@ those of Paddle's `GradScaler`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -213,20 +214,24 @@ class Watch:
     Several processes check exactly `LATE` steps after it, so that all stop at the same step.
     """
 
-    def __init__(self, most: int | None):
-        self._most = most
-        self._seen: deque[Guard] = deque()
+    def __init__(self, most: int | None, describe: Callable[..., str]):
+        self._most, self._describe = most, describe
+        self._seen: deque[tuple[Guard, Any]] = deque()
+        self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
         self._row = 0  # that of the last guard that was checked
         self._number = StepNumber()
 
-    def add(self, guard: Guard, after: Guard) -> None:
-        """Records the guard of a step, not to be donated, and its copy in the new state."""
+    def add(self, guard: Guard, after: Guard, flags: Any) -> None:
+        """Records a step: its guard, not to be donated, and the copy in the new state.
+
+        The flags say which gradients are finite; `describe(flags)` names the others.
+        """
         if isinstance(guard.row, core.Tracer):
             return
         self._number.end(guard.row)
         if self._most is not None:
-            self._seen.append(guard)
+            self._seen.append((guard, flags))
             self._last = after.row
 
     def look(self, before: Guard, step: Any) -> None:
@@ -239,20 +244,23 @@ class Watch:
             self._seen.clear()
             self._row = 0
         self._number.begin(step)
-        while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0])):
-            guard = self._seen.popleft()
+        while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
+            guard, flags = self._seen.popleft()
             row = int(guard.row)
             if row > self._row:  # not one of weight 0
-                self._number.skipped(int(guard.first), row)
+                named = partial(self._describe, flags, everywhere=False)
+                self._number.skipped(int(guard.first), row, named)
+                self._bad = self._bad if self._row else flags
             self._row = row
             if self._most is not None and row >= self._most:
                 self._seen.clear()
+                named = self._describe(self._bad)
                 raise NonFiniteError(
                     f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
-                    f"finite, from step {int(guard.first)} on. They changed nothing: the state is "
-                    "that before them. Look at the batches and the loss of that step "
-                    "(jax_debug_nans finds the operation), lower the learning rate, or with "
-                    "float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
+                    f"finite, from step {int(guard.first)} on: first that of {named}. They changed "
+                    "nothing: the state is that before them. Look at the batches and the loss of "
+                    "that step (jax_debug_nans finds the operation), lower the learning rate, or "
+                    "with float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
                 )
 
     def _has_ended(self, guard: Guard) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.sharding.layout import Layout
@@ -49,7 +50,7 @@ def reduce_micro_batch(
 def reduce_out_specs(plan: Plan) -> tuple[Any, ...]:
     """Returns the `out_specs` of the results of `reduce`."""
     specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
-    return specs, jax.P(), jax.P(), jax.P(), jax.P(), jax.P()
+    return specs, jax.P(), jax.P(), jax.P(), jax.P(), jax.P(), plan.batch_spec
 
 
 def reduce(
@@ -60,13 +61,14 @@ def reduce(
     order: Sequence[int],
     scale: jax.Array | None = None,
     numbers: jax.Array | None = None,
-) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Sums over all devices, and divides once by the weight of the global batch.
 
     `own` are one device's gradients, loss, weight and aux, as sums; `order` is the order in which
     gradients become available, `scale` the factor by which they were multiplied. A weight of None
     is 1 for the whole batch. `numbers` are summed in the collective of the loss. Returns gradients,
-    loss, aux, weight, the norm of the gradient and the sums: the fields of `Gradients`.
+    loss, aux, weight, the norm of the gradient, the sums, and which of the device's gradients are
+    finite: the fields of `Gradients`.
     """
     grads, value, weight, aux = own
     axes = plan.group.axes
@@ -84,13 +86,15 @@ def reduce(
     factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
     grads = [_quotient(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
+    norm, finite = _norm(grads, plan)
     return (
         grads,
         value / (1 if divisor is None else divisor),
         plan.output(reduce_sums(aux, divisor, axes)),
         jnp.ones((), jnp.float32) if weight is None else weight,
-        _norm(grads, plan),
+        norm,
         numbers,
+        finite,
     )
 
 
@@ -102,16 +106,40 @@ def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:
     return (g * (1 / by.astype(dtype))).astype(g.dtype)
 
 
-def _norm(grads: list[jax.Array], plan: Plan) -> jax.Array:
-    """Computes the norm of the gradient, float32 and the same on every device."""
-    squares = jnp.zeros((), jnp.float32)
-    for g, layout in zip(grads, jax.tree.leaves(plan.grads), strict=True):
-        times = plan.group.devices if layout.dim is None else plan.group.replicas
-        # not `jax.numpy`, whose calls take three times as long to trace
-        square = lax.square(lax.convert_element_type(lax.abs(g), jnp.float32))
-        total = lax.reduce_sum(square, range(g.ndim))
-        squares = lax.add(squares, lax.div(total, jnp.float32(times)))
-    return jnp.sqrt(reduce_scalar(squares, plan.group.axes))
+def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """Computes the norm of the gradient, float32 and the same on every device.
+
+    Also returns which gradients have a finite sum of squares on this device: booleans (1, leaves),
+    with model-parallel axes (devices of these, leaves).
+    """
+    layouts, group = jax.tree.leaves(plan.grads), plan.group
+
+    def sums(grads: list[jax.Array]) -> jax.Array:
+        totals = [jnp.zeros(1, jnp.float32)]  # for a tree without leaves
+        for g in grads:
+            # not `jax.numpy`, whose calls take three times as long to trace
+            square = lax.square(lax.convert_element_type(lax.abs(g), jnp.float32))
+            totals.append(lax.reshape(lax.reduce_sum(square, range(g.ndim)), (1,)))
+        return lax.concatenate(totals, 0)[None]
+
+    if group.model_axes:  # not each sum over these axes too, but that of all
+        names = tuple(name for name, _ in group.model_axes)
+        specs = [layout.model_spec for layout in layouts]
+        sums = jax.shard_map(
+            sums, in_specs=(specs,), out_specs=jax.P(names), axis_names={*names}, check_vma=False
+        )
+    every = sums(grads)
+    copies = np.array([1, *(_copies(layout) for layout in layouts)], np.float32)
+    squares = lax.reduce_sum(lax.div(every, np.broadcast_to(copies, every.shape)), (0, 1))
+    return jnp.sqrt(reduce_scalar(squares, group.axes)), lax.is_finite(every)[:, 1:]
+
+
+def _copies(layout: Layout) -> int:
+    """The number of devices that store the same shard."""
+    group = layout.group
+    data = group.devices if layout.dim is None else group.replicas
+    used = {name for names in layout.model_axes for name in names}
+    return data * math.prod(size for name, size in group.model_axes if name not in used)
 
 
 def _sum_over_devices(

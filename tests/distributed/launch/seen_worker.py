@@ -24,13 +24,17 @@ def main(steps: int, *what: str) -> None:
     state, plan = gshard.shard_train_state(
         (params, optax.sgd(0.01)), gshard.make_mesh(), "zero3", min_shard_size=0
     )
-    step = gshard.make_train_step(lambda p, b: ((b @ p["w"] + p["b"]) ** 2).mean(), plan)
+
+    def loss_fn(p, b):  # what is bad spoils one entry of `w`, which the last device stores
+        return ((b["x"] @ p["w"] + p["b"]) ** 2).mean() + (p["w"][15, 7] * b["bad"]).mean()
+
+    step = gshard.make_train_step(loss_fn, plan, max_bad_steps=5)
     with gshard.Checkpointer("steps") as checkpointer:
         if checkpointer.latest_step() is not None:
             state = checkpointer.restore(like=state).state
         for number in range(int(state.step) + 1, steps + 1):
-            x = np.full((8, 16), np.nan if number in at.get("bad", []) else 1.0, np.float32)
-            state, _ = step(state, x)
+            bad = np.full(8, np.nan if number in at.get("bad", []) else 0.0, np.float32)
+            state, _ = step(state, {"x": np.ones((8, 16), np.float32), "bad": bad})
             if number % 4 == 0:
                 checkpointer.save(int(state.step), state)
                 checkpointer.wait()

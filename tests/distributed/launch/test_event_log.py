@@ -93,6 +93,23 @@ def test_a_job_is_seen_from_outside(tmp_path):
     assert 0 < seen["compile"]["seconds"] < seen["first_step"]["seconds"]
     assert [seen[name].get("step") for name in ("first_step", "skip", "save")] == [1, 5, 7]
     assert (seen["exit"]["step"], seen["exit"]["code"]) == (7, 0)
+    assert (seen["skip"]["row"], seen["skip"]["leaves"]) == (1, "w")
+
+
+@pytest.mark.slow
+def test_steps_that_are_not_finite_are_seen_from_outside(tmp_path):
+    """All processes name a parameter of which one alone stores the bad entry."""
+    command = launch("--nproc_per_node", 2, "--virtual_devices", 1, WORKER, 30, "bad")
+    with running([*command, *map(str, range(5, 30))], tmp_path) as job:
+        assert job.code() == 1
+        for rank in (0, 1):
+            said = (
+                rf"\[rank {rank}\] .*NonFiniteError: 5 steps .* from step 4 on: first that of w\."
+            )
+            assert re.search(said, job.err), job.err
+    skips = [event for event in read(tmp_path / "log") if event["event"] == "skip"]
+    assert {(x["rank"], x["step"], x.get("leaves")) for x in skips} == {(0, 4, None), (1, 4, "w")}
+    assert sorted(x["row"] for x in skips) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.slow
