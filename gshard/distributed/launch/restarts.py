@@ -89,7 +89,8 @@ class Restarts:
         """Decides after a failure."""
         last, self._last = self._last, failure
         before, self._furthest = self._furthest, tuple(map(max, self._furthest, failure.furthest))
-        if last is not None and failure.error and _same(failure, last):
+        progress = last is not None and self._furthest != before
+        if last is not None and failure.error and not progress and _same(failure, last):
             return Decision(
                 False,
                 0.0,
@@ -97,7 +98,7 @@ class Restarts:
                 f"bug or bad data and no lost machine: {failure.error[:_SHOWN]}",
             )
         further = ""
-        if last is not None and self._furthest != before:
+        if progress:
             self._row = 0
             further = f", since it got further than before ({_progress(before, self._furthest)})"
         self._row += 1

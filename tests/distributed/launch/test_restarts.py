@@ -61,14 +61,18 @@ def test_the_same_error_at_the_same_step_is_not_tried_again():
 
 @pytest.mark.parametrize(
     "second",
-    [failure("", 12), failure("KeyError: 'x'", 12), failure("ValueError: x", 11)],
-    ids=["a lost node", "another error", "another step"],
+    [
+        failure("", 12),
+        failure("KeyError: 'x'", 12),
+        failure("ValueError: x", 11),
+        failure("ValueError: x", 12, saved=4),
+    ],
+    ids=["a lost node", "another error", "another step", "a new checkpoint"],
 )
 def test_what_is_tried_again(second):
     restarts = Restarts(9)
-    for _ in range(2):
-        assert restarts.after(failure("ValueError: x", 12)).again
-        assert restarts.after(second).again
+    assert restarts.after(failure("ValueError: x", 12)).again
+    assert restarts.after(second).again
 
 
 ENDS = {
