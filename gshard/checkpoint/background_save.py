@@ -25,7 +25,7 @@ from gshard.checkpoint.checksums import (
     write_combined_manifest,
     write_process_manifest,
 )
-from gshard.checkpoint.directory import data_state_name
+from gshard.checkpoint.data_state import data_state_name
 from gshard.distributed import unfinished
 
 _POLL, _LONGEST_POLL = 0.02, 2.0  # seconds between looks for the manifests of other processes

@@ -36,7 +36,7 @@ def test_a_roll_call_of_thousands_under_a_soft_limit_of_1024_files(tmp_path):
     processes = min(10_000, HARD - 300)
     zero, others = run(tmp_path, "roll", "answer", processes, 1024, HARD)
     assert "all arrived" in zero
-    assert others.startswith(f"{processes - 1} were told ['{{\"go\": {{\"port\": 1}}}}")
+    assert others.startswith(f'{processes - 1} were told [\'{{"go": {{"port": 1}}}}')
     assert seconds_of(zero) < 2.0 * processes / 10_000
     assert ("Raise the hard limit" in zero) == (2 * processes + 128 > HARD)
 
