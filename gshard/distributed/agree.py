@@ -1,7 +1,8 @@
 """Exchanges texts between the processes of a mesh, outside the step, by all-gathers.
 
 The first has a hash of each text and its beginning. A long text follows where the hashes differ,
-which they rarely do. Each waits for the others; the watchdog says so where that takes long, and ends a job that hangs.
+which they rarely do. Each waits for the others; the watchdog says so where that takes long, and
+ends a job that hangs.
 """
 
 from __future__ import annotations
