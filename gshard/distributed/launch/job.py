@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
+from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.output import Lines, Log, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
@@ -40,6 +41,7 @@ class Request(argparse.Namespace):
     devices: str | None
     virtual_devices: int | None
     log_dir: Path
+    compilation_cache: str | None
     max_restarts: int
     grace: int
     heartbeat_timeout: int
@@ -73,6 +75,8 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
     Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait.
     """
     alone, kills = request.world_size == 1, _memory_kills()
+    on_cpu = request.virtual_devices is not None
+    cache = cache_variables(request.compilation_cache, request.log_dir, request.nnodes, on_cpu)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
     port = None if alone or request.rank else ReservedPort(*master)
     try:
@@ -81,7 +85,7 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
         try:
             for local in range(len(request.variables)):
                 if not signals:
-                    supervisor.add(_start(request, local, restarts, port, Path(status.name)))
+                    supervisor.add(_start(request, local, restarts, port, Path(status.name), cache))
             while supervisor.running:
                 supervisor.tick()
                 if signals:
@@ -105,7 +109,12 @@ def run_job(request: Request, restarts: int, signals: list[int]) -> Outcome:
 
 
 def _start(
-    request: Request, local: int, restarts: int, port: ReservedPort | None, status: Path
+    request: Request,
+    local: int,
+    restarts: int,
+    port: ReservedPort | None,
+    status: Path,
+    cache: Mapping[str, str],
 ) -> Worker:
     rank = (request.rank or 0) * len(request.variables) + local
     position = env_vars.process_variables(
@@ -124,7 +133,7 @@ def _start(
         env_vars.GRACE: str(request.grace),
         env_vars.STATUS_FILE: str(status / str(rank)),
     }
-    variables = {**os.environ, **request.variables[local], **position, **own}
+    variables = {**os.environ, **request.variables[local], **position, **own, **cache}
     command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
     return Worker(rank, command, variables, Log(request.log_dir, rank), tag)
