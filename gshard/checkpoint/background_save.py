@@ -20,14 +20,16 @@ from gshard._util.activity import doing, saved
 from gshard._util.durable import rename
 from gshard.checkpoint import orbax
 from gshard.checkpoint.checksums import (
+    PROCESS_MANIFESTS,
     process_manifest,
     write_combined_manifest,
     write_process_manifest,
 )
-from gshard.checkpoint.directory import data_state_name
+from gshard.checkpoint.data_state import data_state_name
 from gshard.distributed import unfinished
 
-_POLL = 0.02  # seconds between looks for the manifests of other processes
+_POLL, _LONGEST_POLL = 0.02, 2.0  # seconds between looks for the manifests of other processes
+_REST = 200  # times as long as such a look takes, which the thread leaves the training loop
 _EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
@@ -126,18 +128,26 @@ class BackgroundSave:
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""
-        missing = [self.folder / process_manifest(rank) for rank in range(self.processes)]
-        own, end = missing[self.process], None
+        expected = {Path(process_manifest(rank)).name for rank in range(self.processes)}
+        own, end = Path(process_manifest(self.process)).name, None
+        folder, began = self.folder / PROCESS_MANIFESTS, time.monotonic()
         with doing(f"the save of step {self.step}, for the files of the others", waits=True):
-            while missing := [path for path in missing if not path.exists()]:
-                if self._given_up.wait(_POLL):
+            while True:
+                looked = time.monotonic()
+                written = {*os.listdir(folder)}
+                missing = expected - written
+                now = time.monotonic()
+                if not missing:
                     break
-                if not own.exists():  # somebody has deleted the folder
-                    raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(own))
+                if own not in written:  # somebody has deleted the folder
+                    raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(folder / own))
                 if end is None and _program_over.is_set():
-                    end = time.monotonic() + _EXIT_TIMEOUT
-                if end is not None and time.monotonic() > end:
-                    raise TimeoutError(f"{missing[0]} was not written by its process")
+                    end = now + _EXIT_TIMEOUT
+                if end is not None and now > end:
+                    raise TimeoutError(f"{folder / min(missing)} was not written by its process")
+                pause = max(_POLL, (now - began) / 20, _REST * (now - looked))
+                if self._given_up.wait(min(pause, _LONGEST_POLL)):
+                    break
         return not self._given_up.is_set()
 
 

@@ -18,14 +18,13 @@ from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
 from gshard.checkpoint.checksums import Damage, find_undamaged, steps_everywhere, verify_step
+from gshard.checkpoint.data_state import packed_data_state, read_data_state
 from gshard.checkpoint.directory import (
     RetentionPolicy,
     StepInfo,
     as_directory,
     as_metadata,
     existing_step,
-    packed_data_state,
-    read_data_state,
     steps_in,
 )
 from gshard.checkpoint.optimizer_info import difference, optimizer_info

@@ -1,9 +1,11 @@
 """Checksums of every byte of a step, what a damaged byte belongs to, and which steps are undamaged.
 
 Every process lists the files that it wrote in `manifests/process_K.json`. The first process lists
-all other files and these manifests in `manifest.json`, the combined manifest, which is written
-last. A file is a sequence of segments, each with its CRC-32: the bytes of one array, or the bytes
-between two of them. So every difference is found, and its array can be named.
+all other files and these manifests in `manifest.json`, the combined manifest, which is written last
+and names the files that they list. So a process that verifies its share of a step reads the
+combined manifest and its share of the others, however many processes wrote it. A file is a sequence
+of segments, each with its CRC-32: the bytes of one array, or the bytes between two of them. So
+every difference is found, and its array can be named.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -39,6 +41,7 @@ _SHOWN = 5  # damages of a step that a message lists
 
 Range = tuple[int, int, str]  # offset and number of bytes in a file, and the path of their array
 Segment = tuple[int, int, str | None]  # number of bytes, their CRC-32, and the path of their array
+Listed = dict[str, list[Segment] | None]  # by file; None where another manifest has its segments
 Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
 
 
@@ -177,13 +180,14 @@ def write_process_manifest(
 
 def write_combined_manifest(step: Path, processes: int) -> None:
     """Lists the files that no process listed, and all manifests: then the step is complete."""
-    known: set[str] = set()
+    known: Listed = {}
     for rank in range(processes):
-        known |= _unsealed((step / process_manifest(rank)).read_bytes()).keys()
-    rest = sorted(_files(step) - known)
+        listed = _unsealed((step / process_manifest(rank)).read_bytes())
+        known |= {name: listed[name] if _is_in(DATA, name) else None for name in listed}
+    rest = sorted(_files(step) - known.keys())
     for name in rest:
         fsync(step / name)
-    write_file(step / MANIFEST, _sealed({name: _segments(step / name, ()) for name in rest}))
+    write_file(step / MANIFEST, _sealed(known | {x: _segments(step / x, ()) for x in rest}))
     for folder, _, _ in os.walk(step):
         fsync(Path(folder))
 
@@ -200,31 +204,66 @@ def find_damages(
 ) -> list[Damage]:
     """The files of a step that differ from what was written.
 
-    With the share `(i, n)` it reads every n-th file from the i-th on, but finds all missing and
-    additional files. It warns of additional ones that nothing reads. `progress` is called for each
-    block that was read.
+    With the share `(i, n)` it reads the files in every n-th manifest from the i-th on, or a part
+    of them where there are fewer manifests. The first share finds all additional files, and warns
+    of those that nothing reads. `progress` is called for each block that was read.
     """
-    try:
-        listed = _read_manifest(step, MANIFEST, None)
-        own = [x for x in listed if PurePosixPath(x).parent.as_posix() == PROCESS_MANIFESTS]
-        if not own:  # another manifest in its place
-            return [Damage(MANIFEST, "differs from what was written")]
-        for name in own:
-            listed |= _read_manifest(step, name, listed[name])
-        present = _files(step) - {MANIFEST}
-    except _DamagedError as error:
-        return [error.args[0]]
-    missing = sorted(listed.keys() - present)
-    found = [Damage(name, "is missing", _arrays_in(listed[name])) for name in missing]
-    extra = sorted(present - listed.keys())
-    harmless = [name for name in extra if _is_harmless(step, name)]
-    found += [Damage(name, "is not of this step") for name in extra if name not in harmless]
     number, count = share
-    if harmless and number == 0:
-        warn(f"{step} holds files that are not of this step, and are not read: {some(harmless)}.")
-    for name in sorted(present & listed.keys())[number::count]:
-        found += _damages_of_file(step, name, listed[name], progress)
+    try:
+        listed = read_combined_manifest(step)
+        manifests = sorted(name for name in listed if _is_in(PROCESS_MANIFESTS, name))
+        rest = sorted(listed.keys() - manifests - {x for x in listed if _is_in(DATA, x)})
+        rest = [name for name in rest if listed[name] is not None]
+        own = {name: listed[name] for name in rest[number::count]}
+        for name, part, parts in _share(manifests, number, count):
+            of_process = _read_manifest(step, name, listed[name])
+            own |= {x: of_process[x] for x in sorted(of_process)[part::parts]}
+        found = _find_additional(step, listed) if number == 0 else []
+    except DamagedFileError as error:
+        return [error.args[0]]
+    for name in sorted(own):
+        found += _damages_of_file(step, name, own[name], progress)
     return found
+
+
+def _share(manifests: Sequence[str], number: int, count: int) -> list[tuple[str, int, int]]:
+    """The manifests that one of `count` processes reads, and which part of each, of how many."""
+    known = len(manifests)
+    return [
+        (manifests[i], number // known, max(1, -((i - count) // known)))
+        for i in range(number % known, known, count)
+    ]
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return PurePosixPath(name).parent.as_posix() == folder
+
+
+def _find_additional(step: Path, listed: Collection[str]) -> list[Damage]:
+    """The files that are not of a step; it warns of those that nothing reads."""
+    extra = sorted(_files(step) - {MANIFEST} - {*listed})
+    harmless = [name for name in extra if _is_harmless(step, name)]
+    if harmless:
+        warn(f"{step} holds files that are not of this step, and are not read: {some(harmless)}.")
+    return [Damage(name, "is not of this step") for name in extra if name not in harmless]
+
+
+def read_combined_manifest(step: Path) -> Listed:
+    """The files of a step, but for this manifest; None for one that a process's manifest lists.
+
+    The segments of data states are in it too, so that they can be compared without being read.
+
+    Raises:
+      DamagedFileError: it, or a manifest that it needs, is damaged.
+    """
+    listed = _read_manifest(step, MANIFEST, None)
+    manifests = [name for name in listed if _is_in(PROCESS_MANIFESTS, name)]
+    if not manifests:  # another manifest in its place
+        raise DamagedFileError(Damage(MANIFEST, "differs from what was written"))
+    if None not in listed.values():  # an earlier gshard wrote it, without these names
+        for name in manifests:
+            listed |= _read_manifest(step, name, listed[name])
+    return listed
 
 
 def size_of(step: Path) -> int:
@@ -242,31 +281,29 @@ def _is_harmless(step: Path, name: str) -> bool:
     return stat.S_ISREG((step / name).lstat().st_mode)
 
 
-class _DamagedError(Exception):
+class DamagedFileError(Exception):
     """Raised with the `Damage` because of which the other files are not known."""
 
 
-def _read_manifest(
-    step: Path, name: str, segments: Sequence[Segment] | None
-) -> dict[str, list[Segment]]:
+def _read_manifest(step: Path, name: str, segments: Sequence[Segment] | None) -> Listed:
     """The files that a manifest lists; it is compared with its own segments first, if given."""
     if found := _damages_of_file(step, name, segments):
-        raise _DamagedError(found[0])
+        raise DamagedFileError(found[0])
     try:
         return _unsealed(read_regular(step / name, _MOST))
     except OSError as error:
-        raise _DamagedError(Damage(name, f"cannot be read ({error.strerror})")) from error
+        raise DamagedFileError(Damage(name, f"cannot be read ({error.strerror})")) from error
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise _DamagedError(Damage(name, "differs from what was written")) from None
+        raise DamagedFileError(Damage(name, "differs from what was written")) from None
 
 
-def _sealed(listed: Mapping[str, Sequence[Segment]]) -> bytes:
+def _sealed(listed: Mapping[str, Sequence[Segment] | None]) -> bytes:
     """A manifest: one line of JSON, and one with its CRC-32."""
     line = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode() + b"\n"
     return line + b"%08x\n" % zlib.crc32(line)
 
 
-def _unsealed(data: bytes) -> dict[str, list[Segment]]:
+def _unsealed(data: bytes) -> Listed:
     line, end, seal = data[:-9], data[-10:-9], data[-9:]
     if end != b"\n" or seal != b"%08x\n" % zlib.crc32(line):
         raise ValueError("the seal is broken")
@@ -275,7 +312,7 @@ def _unsealed(data: bytes) -> dict[str, list[Segment]]:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name:
             raise ValueError("a name that leaves the step")
-    return {name: [_segment(*x) for x in segments] for name, segments in listed.items()}
+    return {x: s and [_segment(*segment) for segment in s] for x, s in listed.items()}
 
 
 def _segment(length: Any, checksum: Any, array: Any) -> Segment:
@@ -292,7 +329,7 @@ def _files(step: Path) -> set[str]:
 
     def refuse(error: OSError) -> None:
         name = Path(str(error.filename)).relative_to(step).as_posix()
-        raise _DamagedError(Damage(name, f"cannot be read ({error.strerror})"))
+        raise DamagedFileError(Damage(name, f"cannot be read ({error.strerror})"))
 
     found: set[str] = set()
     for folder, folders, names in os.walk(step, onerror=refuse):

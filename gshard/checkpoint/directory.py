@@ -6,7 +6,6 @@ complete, and renamed before it is deleted, so a folder with a number is always 
 
 from __future__ import annotations
 
-import base64
 import datetime
 import json
 import os
@@ -22,7 +21,7 @@ import jax
 import numpy as np
 
 from gshard._util.durable import read_regular, remove_folder, rename, write_file
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
@@ -35,7 +34,7 @@ _DEBRIS = re.compile(rf"({_STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
 FORMAT = 2
-_MOST = 2**28  # bytes of a description or a data state
+MOST = 2**28  # bytes of a description or a data state
 
 
 class DamagedInfoError(GShardError):
@@ -157,7 +156,7 @@ class StepInfo:
         """Reads the description of a step; refuses a missing or damaged one, or another format."""
         path = folder / DESCRIPTION
         try:
-            table = json.loads(read_regular(path, _MOST))
+            table = json.loads(read_regular(path, MOST))
             if table["format"] > FORMAT:
                 raise GShardError(
                     f"{folder} was written by a later gshard, {table['made_by'].get('gshard')} "
@@ -206,47 +205,10 @@ def as_metadata(metadata: Any) -> dict[str, Any]:
         return {}
     if not isinstance(metadata, Mapping):
         raise GShardError(f"metadata={shown(metadata)} must be a dictionary.")
-    return _json_values("metadata", dict(metadata))
+    return json_values("metadata", dict(metadata))
 
 
-def data_state_name(process: int) -> str:
-    """The file of one process's data state, within a step."""
-    return f"{DATA}/process_{process}.json"
-
-
-def packed_data_state(data_state: Any) -> bytes:
-    """A data state, JSON values or bytes, as the content of its file."""
-    if isinstance(data_state, bytes):
-        return json.dumps({"base64": base64.b64encode(data_state).decode()}).encode()
-    return json.dumps({"json": _json_values("data_state", data_state)}).encode()
-
-
-def read_data_state(folder: Path, processes: int) -> Any:
-    """This process's data state; after a change of their number, the one that all processes had."""
-    files = [folder / data_state_name(i) for i in range(processes)]
-    try:
-        found = [read_regular(path, _MOST) if path.exists() else None for path in files]
-    except OSError as error:
-        raise GShardError(f"{folder / DATA} cannot be read: {error.strerror}.") from error
-    now = jax.process_count()
-    if processes != now and any(data != found[0] for data in found):
-        warn(
-            f"{folder / DATA} holds another data state for each of the {processes} processes that "
-            f"wrote it, and there are {now} now: none is restored. A gshard.DataLoader has one "
-            "that holds for any number of processes."
-        )
-        return None
-    own = found[jax.process_index() if processes == now else 0] if found else None
-    if own is None:
-        return None
-    try:
-        table = json.loads(own)
-        return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise GShardError(f"{folder / DATA} is damaged.") from error
-
-
-def _json_values(name: str, value: Any) -> Any:
+def json_values(name: str, value: Any) -> Any:
     """A value as it would be read from JSON."""
 
     def number(x: Any) -> Any:

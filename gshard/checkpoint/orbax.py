@@ -75,7 +75,7 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
     how = {path: _how_to_read(x) for path, x in wanted.items()}
     arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
     try:
-        return _handler().restore(_epath(step / ARRAYS), args=arguments)
+        return _reader().restore(_epath(step / ARRAYS), args=arguments)
     except Exception as error:
         raise GShardError(f"{_unreadable(error)} `gshard verify` names the files.") from error
 
@@ -135,6 +135,18 @@ def _handler() -> Any:
 
     # Weights hardly compress; without it, writing is as fast as the disk.
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+
+
+def _reader() -> Any:
+    """A handler that reads the files of this process's shards, and none for each process."""
+    import orbax.checkpoint as ocp
+
+    # Array metadata is a file of each process; what it holds is only of use for random keys.
+    arrays = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=registry
+    )
 
 
 def _epath(folder: Path) -> Any:

@@ -19,7 +19,8 @@ from gshard.checkpoint import orbax
 from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.checksums import PROCESS_MANIFESTS
-from gshard.checkpoint.directory import DATA, RetentionPolicy, StepInfo, data_state_name
+from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.directory import DATA, RetentionPolicy, StepInfo
 from gshard.checkpoint.directory_lock import is_locked_by, lock, unlock
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
 

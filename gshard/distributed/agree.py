@@ -1,6 +1,8 @@
-"""Exchanges short texts between the processes of a mesh, outside the step, in one all-gather.
+"""Exchanges texts between the processes of a mesh, outside the step, by all-gathers.
 
-Each waits for the others; the watchdog says so where that takes long, and ends a job that hangs.
+The first has a hash of each text and its beginning. A long text follows where the hashes differ,
+which they rarely do. Each waits for the others; the watchdog says so where that takes long, and
+ends a job that hangs.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _CALLS = {
     "program": "compiles a step",
 }
 _WAITS = {"state": "shard_train_state", "program": "a comparison of programs"}
-_TEXT = 1024  # bytes of the first message; a longer text is sent again where all of it is needed
-_LENGTH = struct.Struct("<I")
+_TEXT = 1024  # bytes of a text that are sent where not all of it is needed
+_HEADER = struct.Struct("<I16s")  # number of bytes, and a hash
+_FIRST = 128 - _HEADER.size  # bytes of a text in the first message; most are not longer
 
 
 def exchange_texts(
@@ -131,14 +134,19 @@ def _hash(lines: Sequence[str]) -> str:
 def _exchange(
     text: str, all_gather: Callable[[bytes], dict[int, bytes]], full: bool
 ) -> dict[int, str]:
-    encoded, size = text.encode(), _TEXT
+    encoded, size = text.encode(), _FIRST
+    header = _HEADER.pack(len(encoded), hashlib.blake2b(encoded, digest_size=16).digest())
     while True:
-        found = all_gather(_LENGTH.pack(len(encoded)) + encoded[:size].ljust(size, b"\0"))
-        longest = max(_LENGTH.unpack_from(message)[0] for message in found.values())
-        if longest <= size or not full:
+        found = all_gather(header + encoded[:size].ljust(size, b"\0"))
+        headers = {_HEADER.unpack_from(message) for message in found.values()}
+        if len(headers) == 1:  # all have this text
+            return dict.fromkeys(found, text)
+        longest = max(length for length, _ in headers)
+        needed = longest if full else min(longest, _TEXT)
+        if needed <= size:
             break
-        size = longest
-    texts = [message[_LENGTH.size :].rstrip(b"\0") for message in found.values()]
+        size = 1 << (needed - 1).bit_length()  # few sizes: each is a program
+    texts = [message[_HEADER.size :].rstrip(b"\0") for message in found.values()]
     return {r: x.decode(errors="ignore") for r, x in zip(found, texts, strict=True)}
 
 
@@ -174,15 +182,27 @@ def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
     `process_allgather` would also wait for processes without a device in the mesh, and needs the
     same number of devices on each.
     """
-    devices = list(mesh.devices.flat)
-    meet(device.process_index for device in devices)
-    flat = Mesh(np.array(devices), ("all",))
+    by_process = _mesh_of_processes(mesh)
+    ranks = [device.process_index for device in by_process.devices[:, 0]]
+    meet(ranks)
     mine = np.frombuffer(message, np.uint8)[None]
-    sharded, full = NamedSharding(flat, jax.P("all")), NamedSharding(flat, jax.P())
-    sent = jax.make_array_from_callback((len(devices), mine.size), sharded, lambda _: mine)
+    sharded = NamedSharding(by_process, jax.P("process"))
+    full = NamedSharding(by_process, jax.P())
+    sent = jax.make_array_from_callback((len(ranks), mine.size), sharded, lambda _: mine)
     got = np.asarray(jax.jit(_identity, out_shardings=full)(sent).addressable_data(0))
-    by_rank = {d.process_index: row.tobytes() for d, row in zip(devices, got, strict=True)}
-    return dict(sorted(by_rank.items()))
+    return {rank: row.tobytes() for rank, row in zip(ranks, got, strict=True)}
+
+
+def _mesh_of_processes(mesh: Mesh) -> Mesh:
+    """A mesh with a row for each process, of the devices that it has in another mesh.
+
+    Where some have more than others, not all of theirs take part.
+    """
+    rows: dict[int, list[Any]] = {}
+    for device in mesh.devices.flat:
+        rows.setdefault(device.process_index, []).append(device)
+    least = min(len(row) for row in rows.values())
+    return Mesh(np.array([rows[rank][:least] for rank in sorted(rows)]), ("process", "device"))
 
 
 def _identity(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once

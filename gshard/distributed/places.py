@@ -3,6 +3,8 @@
 Process 0 serves `Places`, which every process joins over TCP with a token that the rendezvous gave
 it. A process that waits long asks; process 0 then asks all, and answers with what they say, in a
 few groups however many processes there are. A process that ends the job tells all of them why.
+Of one that has ended only those hear who meet it: with thousands of processes, each message to all
+about each of them would be too many.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gshard._util.activity import Place
-from gshard.distributed.rendezvous import Address
+from gshard.distributed.rendezvous import BACKLOG, Address
 
 _ANSWER = 3.0  # seconds that processes have to say where they are
 _GROUPS = 8  # of processes at the same place; the rest is only counted
@@ -53,7 +55,14 @@ class Meeting:
     name: str  # the same on all of them
     ranks: list[int]
     over: threading.Event = field(default_factory=threading.Event)
-    without: int | None = None
+    without: tuple[int, str] | None = None  # its rank, and how it has ended
+
+
+class _Awaited(NamedTuple):
+    """A meeting as process 0 knows it."""
+
+    ranks: set[int]
+    arrived: set[int]
 
 
 class Server:
@@ -64,7 +73,8 @@ class Server:
         self._joined: dict[int, asyncio.StreamWriter] = {}
         self._left: dict[int, str] = {}
         self._said: dict[int, Place] = {}
-        self._arrived: dict[str, set[int]] = {}
+        self._gone: dict[int, str] = {}  # how they have ended
+        self._meetings: dict[str, _Awaited] = {}
         self._end: str | None = None
         self._asking: asyncio.Task[list[list[Any]]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +92,9 @@ class Server:
     async def start(self) -> None:
         """Serves in the running loop."""
         self._listener.setblocking(False)
-        self._server = await asyncio.start_server(self._serve, sock=self._listener, limit=_LONGEST)
+        self._server = await asyncio.start_server(
+            self._serve, sock=self._listener, limit=_LONGEST, backlog=BACKLOG
+        )
 
     def close(self) -> None:
         """Stops to serve."""
@@ -93,7 +105,7 @@ class Server:
     async def everyone_else_has_left(self, rank: int | None, seconds: float) -> None:
         """Waits until no process but `rank` is joined, or for so many seconds."""
         for _ in range(int(seconds / 0.05)):
-            if not self._joined.keys() - {rank}:
+            if len(self._joined) == (rank in self._joined):
                 break
             await asyncio.sleep(0.05)
 
@@ -107,13 +119,15 @@ class Server:
             rank = int(hello["rank"])
             self._joined[rank] = writer
             if self._end is not None:  # it comes late
-                _send(writer, {"end": self._end})
+                _send(writer, _line({"end": self._end}))
             while line := await reader.readline():
                 self._take(rank, writer, json.loads(line))
         writer.close()
         if rank is not None:
             self._joined.pop(rank, None)
-            self._tell_all({"gone": [rank, self._left.setdefault(rank, _GONE)]})
+            self._gone[rank] = self._left.setdefault(rank, _GONE)
+            for name in [x for x, meeting in self._meetings.items() if rank in meeting.ranks]:
+                self._end_meeting(name, rank)
 
     def _take(self, rank: int, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if "place" in message:
@@ -124,27 +138,34 @@ class Server:
             task.add_done_callback(self._tasks.discard)
         elif "end" in message:
             self._end = message["end"]
-            self._tell_all({"end": self._end})
+            self._tell(self._joined, {"end": self._end})
         elif "leave" in message:
             self._left[rank] = message["leave"]
         elif "meet" in message:
-            meeting, ranks = message["meet"]
-            arrived = self._arrived.setdefault(meeting, set())
-            arrived.add(rank)
-            if arrived >= set(ranks):
-                del self._arrived[meeting]
-                for other in arrived & self._joined.keys():
-                    _send(self._joined[other], {"met": meeting})
+            name, ranks = message["meet"]
+            gone = None
+            if name not in self._meetings:
+                meeting = self._meetings[name] = _Awaited(set(_unpacked(ranks)), set())
+                gone = min(meeting.ranks & self._gone.keys(), default=None)
+            meeting = self._meetings[name]
+            meeting.arrived.add(rank)
+            if gone is not None or len(meeting.arrived) == len(meeting.ranks):
+                self._end_meeting(name, gone)
+
+    def _end_meeting(self, name: str, gone: int | None) -> None:
+        """Ends a meeting to which all have come, or one will not come."""
+        without = None if gone is None else [gone, self._gone[gone]]
+        self._tell(self._meetings.pop(name).arrived, {"met": [name, without]})
 
     async def _answer(self, writer: asyncio.StreamWriter) -> None:
         if self._asking is None or self._asking.done():  # one round for all that ask together
             self._asking = asyncio.ensure_future(self._ask_all())
         found = await asyncio.shield(self._asking)
-        _send(writer, {"places": found})
+        _send(writer, _line({"places": found}))
 
     async def _ask_all(self) -> list[list[Any]]:
         self._said.clear()
-        self._tell_all({"where": True})
+        self._tell(self._joined, {"where": True})
         for _ in range(int(_ANSWER / 0.02)):
             if self._joined.keys() <= self._said.keys():
                 break
@@ -163,11 +184,12 @@ class Server:
                 group.has_ended or has_ended,
             )
         found = sorted(groups.values(), key=lambda x: (not x.has_ended, len(x.ranks)))
-        return [list(group) for group in found[:_GROUPS]]
+        return [[x.text, _packed(x.ranks), *x[2:]] for x in found[:_GROUPS]]
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
-        for writer in list(self._joined.values()):
-            _send(writer, message)
+    def _tell(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
+        line = _line(message)
+        for writer in [self._joined[rank] for rank in ranks if rank in self._joined]:
+            _send(writer, line)
 
 
 @dataclass
@@ -182,10 +204,10 @@ class Member:
     token: str
     place: Callable[[], Place]
     end: Callable[[str], None]
-    gone: dict[int, str] = field(default_factory=dict)
     _writer: asyncio.StreamWriter | None = None
     _meetings: dict[str, Meeting] = field(default_factory=dict)
     _answers: list[asyncio.Future[list[Group]]] = field(default_factory=list)
+    _server_has_ended: bool = False
 
     async def join(self, timeout: float) -> None:
         """Joins, and answers from now on in the running loop.
@@ -229,8 +251,9 @@ class Member:
     def meet(self, meeting: Meeting) -> None:
         """Tells process 0 that this one has come to a meeting, which is over when all have."""
         self._meetings[meeting.name] = meeting
-        self._say({"meet": [meeting.name, meeting.ranks]})
-        self._end_meetings()
+        self._say({"meet": [meeting.name, _packed(meeting.ranks)]})
+        if self._server_has_ended:
+            self._end_meeting(meeting.name, (0, "has ended"))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(OSError, ValueError, asyncio.IncompleteReadError):
@@ -241,34 +264,49 @@ class Member:
                 elif "end" in message:
                     self.end(message["end"])
                 elif "met" in message:
-                    self._meetings.pop(message["met"]).over.set()
-                elif "gone" in message:
-                    rank, words = message["gone"]
-                    self.gone[rank] = words
-                    self._end_meetings()
+                    name, without = message["met"]
+                    self._end_meeting(name, without and tuple(without))
                 elif "places" in message:
-                    groups = [Group(*group) for group in message["places"]]
+                    groups = [Group(x, _unpacked(y), *z) for x, y, *z in message["places"]]
                     for answer in self._answers:
                         if not answer.done():
                             answer.set_result(groups)
                     self._answers.clear()
         self.close()
-        self.gone.setdefault(0, "has ended")  # it serves
-        self._end_meetings()
+        self._server_has_ended = True
+        for name in [*self._meetings]:
+            self._end_meeting(name, (0, "has ended"))
 
-    def _end_meetings(self) -> None:
-        """Ends those that a process will not come to."""
-        for meeting in list(self._meetings.values()):
-            if (rank := next((r for r in meeting.ranks if r in self.gone), None)) is not None:
-                meeting.without = rank
-                meeting.over.set()
-                del self._meetings[meeting.name]
+    def _end_meeting(self, name: str, without: tuple[int, str] | None) -> None:
+        meeting = self._meetings.pop(name)
+        meeting.without = without
+        meeting.over.set()
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._writer is not None:
-            _send(self._writer, message)
+            _send(self._writer, _line(message))
 
 
-def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _send(writer: asyncio.StreamWriter, line: bytes) -> None:
     with suppress(OSError, RuntimeError):  # it has left
-        writer.write(json.dumps(message).encode() + b"\n")
+        writer.write(line)
+
+
+def _packed(ranks: Sequence[int]) -> list[list[int]]:
+    """Ascending ranks as ranges: first, number and stride. Most sets of ranks are one or two."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and (found[-1][1] == 1 or rank == found[-1][0] + found[-1][1] * found[-1][2]):
+            first, count, stride = found[-1]
+            found[-1] = [first, count + 1, stride if count > 1 else rank - first]
+        else:
+            found.append([rank, 1, 1])
+    return found
+
+
+def _unpacked(ranges: Sequence[Sequence[int]]) -> list[int]:
+    return [x + i * stride for x, count, stride in ranges for i in range(count)]

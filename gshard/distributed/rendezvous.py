@@ -15,16 +15,19 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-from gshard._util.errors import CallOrderError, GShardError, some
+from gshard._util.errors import CallOrderError, GShardError, some, warn
+from gshard._util.open_files import allow_open_files
 from gshard._util.validation import shown
 
 LOOPBACK = "127.0.0.1"
 _LONGEST = 1024  # bytes of a line; a longer one comes from another program
 _RETRY, _SILENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
+_OTHER_FILES = 256  # that process 0 may open besides its connections
+BACKLOG = 2**15  # connections that may wait to be accepted; systems have a lower limit
 
 
 class NotArrivedError(CallOrderError):
@@ -66,10 +69,10 @@ class _Reminder:
         """Seconds until the deadline."""
         return self._end - time.monotonic()
 
-    def remind(self, what: str) -> None:
+    def remind(self, what: Callable[[], str]) -> None:
         if self.timeout - self.left >= self._next:
             self._next += _REMIND
-            print(f"gshard: {what} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
+            print(f"gshard: {what()} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
 
 
 @dataclass(eq=False)
@@ -83,19 +86,32 @@ class _Peer:
 
 
 class _RollCall:
-    """Process 0 collects the other processes, and answers all of them at once."""
+    """Process 0 collects the other processes, and answers all of them at once.
+
+    Nothing that it does for one connection takes longer the more of them there are.
+    """
 
     def __init__(self, at: Address, processes: int, reminder: _Reminder, port_is_reserved: bool):
         self._at, self._processes, self._reminder = at, processes, reminder
+        # Later JAX's coordinator and the watchdog's server each keep a connection to every process.
+        needed = 2 * processes + _OTHER_FILES
+        self._limit = allow_open_files(needed)
+        if self._limit < needed - _OTHER_FILES // 2:
+            warn(
+                f"Process 0 of {processes} processes may open {self._limit} files, and needs about "
+                f"{needed}, for two connections to each. Raise the hard limit (`ulimit -Hn`)."
+            )
         self._listener = listen(at, reserved=port_is_reserved)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._peers: list[_Peer] = []
+        self._silent: dict[_Peer, None] = {}  # have not sent their line; the oldest first
+        self._arrived: set[_Peer] = set()
+        self._ranks = {0}
 
     def run(self, tell: dict[str, Any]) -> None:
         try:
-            while len(self._arrived()) < self._processes - 1:
+            while len(self._arrived) < self._processes - 1:
                 if self._reminder.left <= 0:
                     error = (
                         f"not all of {self._processes} processes reached {self._at} within "
@@ -104,34 +120,48 @@ class _RollCall:
                     )
                     self._fail(NotArrivedError(error))
                 self._receive(min(self._reminder.left, _RETRY))
-                for peer in list(self._peers):  # the silent must not keep others out
-                    if peer.rank is None and time.monotonic() - peer.since > _SILENCE:
-                        self._drop(peer)
-                self._reminder.remind(f"process 0 waits at {self._at}: {self._state()}")
+                now = time.monotonic()
+                while self._silent and now - (peer := next(iter(self._silent))).since > _SILENCE:
+                    self._drop(peer)  # the silent must not keep others out
+                self._reminder.remind(lambda: f"process 0 waits at {self._at}: {self._state()}")
             self._answer({"go": tell})
         finally:
-            for connection in (self._listener, *(peer.connection for peer in self._peers)):
+            peers = (*self._silent, *self._arrived)
+            for connection in (self._listener, *(peer.connection for peer in peers)):
                 connection.close()
             self._selector.close()
 
-    def _arrived(self) -> list[_Peer]:
-        return [peer for peer in self._peers if peer.rank is not None]
-
     def _state(self) -> str:
-        here = {0, *(peer.rank for peer in self._arrived())}
-        missing = sorted({*range(self._processes)} - here)
-        return f"arrived: {some(sorted(here), 16)}; missing: {some(missing, 16)}"
+        missing = sorted({*range(self._processes)} - self._ranks)
+        return f"arrived: {some(sorted(self._ranks), 16)}; missing: {some(missing, 16)}"
 
     def _receive(self, seconds: float) -> None:
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._read(key.data)
                 continue
-            with contextlib.suppress(OSError):  # it has left again
+            try:
                 connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                self._peers.append(_Peer(connection, time.monotonic()))
-                self._selector.register(connection, selectors.EVENT_READ, self._peers[-1])
+            except OSError as error:  # it has left again, or
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    self._make_room(error)
+                continue
+            connection.setblocking(False)
+            peer = _Peer(connection, time.monotonic())
+            self._silent[peer] = None
+            self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _make_room(self, error: OSError) -> None:
+        """Drops a connection when no more can be opened; raises if all are of this job."""
+        if self._silent:
+            self._drop(next(iter(self._silent)))
+            return
+        fault = (
+            f"process 0 cannot open a connection to each of {self._processes} processes: "
+            f"{error.strerror} (EMFILE), with {len(self._arrived)} connected and a limit of "
+            f"{self._limit}. Raise the hard limit of its machine (`ulimit -Hn`)."
+        )
+        self._fail(GShardError(fault))
 
     def _read(self, peer: _Peer) -> None:
         more = b""
@@ -149,7 +179,10 @@ class _RollCall:
 
     def _drop(self, peer: _Peer) -> None:
         self._selector.unregister(peer.connection)
-        self._peers.remove(peer)
+        self._silent.pop(peer, None)
+        if peer in self._arrived:
+            self._arrived.remove(peer)
+            self._ranks.discard(peer.rank or 0)
         peer.connection.close()
 
     def _admit(self, peer: _Peer, line: bytes) -> None:
@@ -167,12 +200,15 @@ class _RollCall:
                 f"process {rank} was started for a job of {processes} processes, and process 0 for "
                 f"one of {self._processes}. Start all of them with the same number."
             )
-        elif any(rank == other.rank for other in self._peers):
+        elif rank in self._ranks:
             fault = (
                 f"two processes say that they are rank {rank} of {processes}. Give every process a "
                 "rank of its own."
             )
         peer.rank = rank
+        del self._silent[peer]
+        self._arrived.add(peer)
+        self._ranks.add(rank)
         if fault:
             self._fail(GShardError(fault))
 
@@ -182,20 +218,25 @@ class _RollCall:
 
     def _answer(self, answer: dict) -> None:
         """Answers, and waits for the others to close: who closes first blocks its port a minute."""
-        for peer in self._arrived():
+        line = json.dumps(answer).encode() + b"\n"
+        for peer in self._arrived:
             with contextlib.suppress(OSError):  # it has left: JAX's own heartbeat will say so
-                peer.connection.sendall(json.dumps(answer).encode() + b"\n")
+                peer.connection.sendall(line)
         self._selector.unregister(self._listener)
         end = time.monotonic() + 1
-        while self._arrived() and time.monotonic() < end:
+        while self._arrived and time.monotonic() < end:
             self._receive(0.05)
 
 
 def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> dict[str, Any]:
     line = json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
     reason = "nobody answered"
+
+    def waiting() -> str:
+        return f"process {rank} of {processes} waits for process 0 at {at}: {reason}"
+
     while (left := reminder.left) > 0:
-        reminder.remind(f"process {rank} of {processes} waits for process 0 at {at}: {reason}")
+        reminder.remind(waiting)
         answer = None
         try:
             with socket.create_connection(at, min(left, _SILENCE)) as connection:
@@ -228,7 +269,7 @@ def _read_answer(connection: socket.socket, reminder: _Reminder, state: str) -> 
         except TimeoutError:
             if reminder.left < -_SILENCE:  # process 0's own deadline comes first
                 return None
-            reminder.remind(f"{state} for the others")
+            reminder.remind(lambda: f"{state} for the others")
             continue
         if not more or len(received) > 64 * _LONGEST:
             return None
@@ -289,7 +330,7 @@ def listen(at: Address, *, reserved: bool = False) -> socket.socket:
     With `reserved` a `ReservedPort` of another process of this user holds the port for this one.
     """
     listener = _bind(at, shared=reserved)
-    listener.listen(1024)  # connections that may wait; one for each process
+    listener.listen(BACKLOG)
     return listener
 
 

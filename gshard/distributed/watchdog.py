@@ -196,10 +196,9 @@ class Watchdog:
         while not meeting.over.wait(1.0):  # with a timeout, so that Ctrl-C ends it
             pass
         if meeting.without is not None:
-            words = self._member.gone[meeting.without]
+            rank, words = meeting.without
             raise ConnectionError(
-                f"this process lost its connection to another one: process {meeting.without} "
-                f"{words}"
+                f"this process lost its connection to another one: process {rank} {words}"
             )
 
     async def _end_all(self, why: str) -> None:

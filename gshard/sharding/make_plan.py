@@ -22,6 +22,8 @@ from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
+_MOST_PADDED = 1.1  # times the elements of sharded parameters, stored without a warning
+_LEAST_PADDING = 2**20  # elements of padding that are worth a warning
 _SMALL = 2**14  # elements of an array that stays on the device if it belongs to no parameter
 
 
@@ -123,6 +125,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     if request.offload:
         plan = _offloaded(plan)
     _warn_of_replicated_params(jax.tree.leaves(trained), level, request.advice)
+    _warn_of_padding(list(known.values()), request.rule, level)
     _warn_of_idle_axes(list(known.values()), group)
     _warn_of_data_axes(mesh_names, group)
     warn_of_unused("scan_axes", request.scan_axes, list(known))
@@ -237,6 +240,54 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
             f"{share:.0%} of the parameters are replicated on every device at level "
             f"{level.name!r}: {named}. {advice}"
         )
+
+
+def _warn_of_padding(layouts: Sequence[Layout], rule: Rule, level: Level) -> None:
+    """Warns when padding takes more than 10 % of sharded parameters, and says what replicas do."""
+    sharded = [x for x in layouts if x.dim is not None]
+    padded, size = _padded(sharded), sum(x.local().size for x in sharded)
+    if padded <= _MOST_PADDED or (padded - 1) * size < _LEAST_PADDING:
+        return
+    group = sharded[0].group
+
+    def over(devices: int) -> list[Layout]:
+        """The same arrays in shard groups of so many devices."""
+        other = dataclasses.replace(group, shard=group.shard[:1], sizes=(devices,))
+        return [
+            lay_out(
+                x.path,
+                jax.ShapeDtypeStruct(x.shape, x.dtype),
+                other,
+                rule,
+                scan_dim=x.scan_dim,
+                model_axes=x.model_axes,
+                params_replicated=not level.shards_params,
+            )
+            for x in sharded
+        ]
+
+    divisors = (n for n in range(2, group.size + 1) if group.size % n == 0)
+    replicas, better = next(
+        (n, found) for n in divisors if _padded(found := over(group.size // n)) <= _MOST_PADDED
+    )
+    short = [x for x in sharded if x.padding]
+    worst = sorted(short, key=lambda x: x.local().size - x.local().stored_size)
+    named = some([f"{x.path} {list(x.shape)} in dimension {x.dim}" for x in worst], most=3)
+    memory = [sum(x.bytes_per_device for x in found) for found in (sharded, better)]
+    warn(
+        f"sharded over {group.size:,} devices, parameters take {padded:.2f} times as many elements "
+        "as they have, in memory and in every all-gather and reduce-scatter: their dimensions are "
+        f"too short and are padded, most of all {named}. "
+        f"gshard.make_mesh(replica={group.replicas * replicas}) shards over "
+        f"{group.size // replicas:,}: {_padded(better):.2f} times as many elements, and "
+        f"{memory[1] / memory[0]:.2f} times the memory of each device."
+    )
+
+
+def _padded(layouts: Sequence[Layout]) -> float:
+    """How many times as many elements are stored as the arrays have."""
+    found = [x.local() for x in layouts]
+    return sum(x.stored_size for x in found) / (sum(x.size for x in found) or 1)
 
 
 def _warn_of_idle_axes(layouts: Sequence[Layout], group: Group) -> None:

@@ -94,7 +94,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         together.restore(2, like=run.state)
     except gshard.DamagedCheckpointError as error:
         found["damaged"] = [error.damages[2][0].file]
-    together.save(3, run.state)
+    together.save(3, run.state, data_state={"rank": me})
     together.close()
     found["left"] = sorted(x.name for x in (directory / "together").iterdir())
     np.savez(file, **found)

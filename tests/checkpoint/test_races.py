@@ -188,7 +188,7 @@ def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     waiting.start()
     waiting.join(10)
     saving.give_up()
-    assert said == [str(folder / "manifests" / "process_0.json")]
+    assert said == [str(folder / "manifests")]
 
 
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):

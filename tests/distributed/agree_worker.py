@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gshard
+from gshard.distributed import agree
 
 
 def params(seed: int = 0, dtype: str = "float32") -> dict[str, Any]:
@@ -73,6 +74,7 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
         return str([float(jnp.sum(x)) for x in jax.tree.leaves(nnx.state(model, nnx.Param))])
 
     return {
+        "rows": lambda: dict(agree._mesh_of_processes(gshard.make_mesh()).shape),
         "equal": lambda: values(sharded()[0]),
         "seeds": lambda: sharded(rank),
         "seeds_at_p_g_os": lambda: sharded(rank, "p_g_os"),

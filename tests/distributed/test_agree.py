@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 
+from gshard.distributed.agree import _exchange
 from tests.processes import run_workers
 
 
@@ -48,6 +53,50 @@ def test_the_values_of_one_process_are_taken(states):
     assert first["equal"] == first["equal_again"] == first["broadcast"] == first["broadcast_equal"]
     assert first["init_broadcast"] == first["init"]
     assert first["broadcast_from_1"] != first["equal"]
+
+
+def test_a_message_is_sent_once_for_each_process(states):
+    for process in states:
+        assert str(process["rows"]) == "{'process': 2, 'device': 2}"
+
+
+def exchanged(texts, full):
+    """What each process learns, and the number and bytes of its messages: threads as processes."""
+    ranks = range(len(texts))
+    barrier, slots, sizes = threading.Barrier(len(texts)), {}, {rank: [] for rank in ranks}
+
+    def all_gather(rank, message):
+        sizes[rank].append(len(message))
+        slots[rank] = message
+        barrier.wait(10)
+        found = dict(sorted(slots.items()))
+        barrier.wait(10)
+        assert len({len(x) for x in found.values()}) == 1
+        return found
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        run = lambda rank: _exchange(texts[rank], partial(all_gather, rank), full)  # noqa: E731
+        found = list(pool.map(run, ranks))
+    assert all(x == found[0] for x in found)
+    return list(found[0].values()), sizes[0]
+
+
+LONG, OTHER = "x" * 5000, "x" * 4999 + "y"
+
+
+@pytest.mark.parametrize(
+    ("texts", "full", "learned", "sizes"),
+    [
+        (["a", "bc", ""], True, ["a", "bc", ""], [128]),
+        ([LONG] * 3, True, [LONG] * 3, [128]),
+        ([LONG] * 3, False, [LONG] * 3, [128]),
+        ([LONG, OTHER], True, [LONG, OTHER], [128, 20 + 8192]),
+        ([LONG, OTHER], False, [LONG[:1024]] * 2, [128, 20 + 1024]),
+        (["é" * 60, "a"], True, ["é" * 60, "a"], [128, 20 + 128]),
+    ],
+)
+def test_long_texts_travel_only_where_they_differ(texts, full, learned, sizes):
+    assert exchanged(texts, full) == (learned, sizes)
 
 
 @pytest.fixture(scope="module")

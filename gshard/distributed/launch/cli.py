@@ -15,6 +15,7 @@ from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.background_writer import background_output, drain_output
+from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.event_log import EventLog
 from gshard.distributed.launch.exit_status import first_cause, report
 from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
@@ -147,6 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log "
         "and events.jsonl, readable by their owner alone, to which each run is appended "
         "(default: log)")  # fmt: skip
+    add("--compilation_cache", metavar="DIR", help="folder in which JAX keeps compiled programs "
+        f"for the next start, shared by all machines; {OFF} for none (default: in the folder of "
+        f"the logs, for GPUs and TPUs of one machine, unless {VARIABLE} is set)")  # fmt: skip
     for name, (default, _, _, metavar, meaning) in _INTEGERS.items():
         add(f"--{name}", type=int, default=default, metavar=metavar, help=meaning)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")

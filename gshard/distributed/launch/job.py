@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
+from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.log_file import Log
@@ -43,6 +44,7 @@ class Request(argparse.Namespace):
     virtual_devices: int | None
     log_dir: Path
     log_size: int
+    compilation_cache: str | None
     max_restarts: int
     grace: int
     heartbeat_timeout: int
@@ -77,6 +79,8 @@ def run_job(request: Request, restarts: int, signals: list[int], events: EventLo
     """
     alone, kills = request.world_size == 1, _memory_kills()
     events.write("start", processes=request.world_size, restarts=restarts)
+    on_cpu = request.virtual_devices is not None
+    cache = cache_variables(request.compilation_cache, request.log_dir, request.nnodes, on_cpu)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
     port = None if alone or request.rank else ReservedPort(*master)
     try:
@@ -85,8 +89,8 @@ def run_job(request: Request, restarts: int, signals: list[int], events: EventLo
         try:
             for local in range(len(request.variables)):
                 if not signals:
-                    found = _start(request, local, restarts, port, Path(status.name), events)
-                    supervisor.add(found)
+                    where = port, Path(status.name)
+                    supervisor.add(_start(request, local, restarts, *where, events, cache))
             while supervisor.running:
                 supervisor.tick()
                 if signals:
@@ -116,6 +120,7 @@ def _start(
     port: ReservedPort | None,
     folder: Path,
     events: EventLog,
+    cache: Mapping[str, str],
 ) -> Worker:
     rank = (request.rank or 0) * len(request.variables) + local
     position = env_vars.process_variables(
@@ -135,7 +140,7 @@ def _start(
         env_vars.GRACE: str(request.grace),
         env_vars.STATUS_FILE: str(status.path),
     }
-    variables = {**os.environ, **request.variables[local], **position, **own}
+    variables = {**os.environ, **request.variables[local], **position, **own, **cache}
     command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
     log = Log(request.log_dir, rank, request.log_size * 2**20)

@@ -1,0 +1,91 @@
+"""Parameters whose dimensions are too short for the number of devices: replicas are advised."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gshard
+from gshard.analysis.aot.target import parse_target
+from gshard.analysis.forecast import abstract_mesh
+from gshard.analysis.setup import Config
+from gshard.analysis.tune import advise
+
+LAYERS, WIDTH, HIDDEN, WORDS = 32, 4096, 14336, 128256
+
+
+def llama_8b():
+    """The matrices of Llama 3 8B, abstract."""
+    layer = {
+        "q": (WIDTH, WIDTH), "k": (WIDTH, 1024), "v": (WIDTH, 1024), "o": (WIDTH, WIDTH),
+        "up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH),
+    }  # fmt: skip
+    shapes = {f"layer_{i}": layer for i in range(LAYERS)}
+    shapes |= {"embed": (WORDS, WIDTH), "head": (WIDTH, WORDS)}
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=is_shape)
+
+
+def planned(params, devices, replica=1, level="p_g_os"):
+    """The plan over so many devices, and the warnings that it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = abstract_mesh(devices, replica)
+        _, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, level)
+    return plan, [str(x.message) for x in caught]
+
+
+def factor(plan):
+    leaves = jax.tree.leaves(plan.grads)
+    return sum(x.stored_size for x in leaves) / sum(x.size for x in leaves)
+
+
+def bytes_of_gradients(plan):
+    return sum(x.bytes_per_device for x in jax.tree.leaves(plan.grads))
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+def test_a_model_on_too_many_devices_is_told_of_replicas(level):
+    params = llama_8b()
+    plan, (warning,) = planned(params, 16384, level=level)
+    assert factor(plan) > 1.5
+    assert f"take {factor(plan):.2f} times as many elements" in warning
+    assert "most of all layer_0/" in warning and "embed" not in warning
+    assert "gshard.make_mesh(replica=4) shards over 4,096: 1.0" in warning
+    there, none = planned(params, 16384, replica=4, level=level)
+    assert factor(there) < 1.1 and none == []
+    ratio = bytes_of_gradients(there) / bytes_of_gradients(plan)
+    assert f"and {ratio:.2f} times the memory of each device" in warning
+
+
+def test_the_replicas_there_are_count():
+    _, (warning,) = planned(llama_8b(), 32768, replica=2)
+    assert "sharded over 16,384 devices" in warning and "make_mesh(replica=8)" in warning
+
+
+@pytest.mark.parametrize(("devices", "level"), [(4096, "p_g_os"), (16384, "dp")])
+def test_who_wastes_nothing_hears_nothing(devices, level):
+    assert planned(llama_8b(), devices, level=level)[1] == []
+
+
+@pytest.mark.filterwarnings("ignore:sharded over .* devices, parameters take")
+def test_advice_prefers_replicas_to_padding():
+    target = parse_target("h100:512x8")
+    arguments = {"width": 1024, "layers": 2}  # 1024 rows for 4096 devices
+    model = Config("tests.setups:mlp", arguments, ("p_g_os",), target.devices, target)
+    found = [x for x in advise(model) if x.option.choices.reshard_after_forward is True]
+    by_replica = {x.option.replica: x for x in found}
+    first, better = by_replica[1], by_replica[4]
+    assert found.index(better) < found.index(first)
+    assert better.needs < first.needs and better.cost.wire < first.cost.wire
+
+
+def test_a_small_model_hears_nothing():
+    params = {"w": jax.ShapeDtypeStruct((9, 5), jnp.float32)}
+    mesh = gshard.make_mesh()
+    _, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, "os", min_shard_size=0)
+    assert factor(plan) > 1.1
