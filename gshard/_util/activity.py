@@ -97,20 +97,21 @@ class Place(NamedTuple):
     has_ended: bool = False
 
 
-def meet(ranks: Iterable[int]) -> None:
+def meet(ranks: Iterable[int], call: str) -> None:
     """Waits on the host until all of these processes have called it, before they run a collective.
 
-    So a process that makes another call instead never meets a collective of this one. It returns at
-    once where gshard's rendezvous did not join the processes.
+    So a collective of this call never meets one of another call. It returns at once where gshard's
+    rendezvous did not join the processes. `call` names the call and is the same on all of them.
 
     Raises:
+      GShardError: the processes make different calls.
       ConnectionError: one of them has ended.
     """
     for wait in meeting_points:
-        wait(ranks)
+        wait(ranks, call)
 
 
-meeting_points: list[Callable[[Iterable[int]], None]] = []  # that of the watchdog
+meeting_points: list[Callable[[Iterable[int], str], None]] = []  # that of the watchdog
 
 
 def called(what: str, number: int, result: Any) -> None:
@@ -159,7 +160,7 @@ def place(unfinished: Call | None) -> Place:
     own = [x for x in running() if x.thread == main]
     others = [x for x in running() if x.thread != main]
     line = main_line()
-    if own:
+    if own and not _script_ended:
         found = own[-1]
         return Place(f"{found}{at(line)}", now - found.began, not found.waits)
     if unfinished is not None:

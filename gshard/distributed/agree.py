@@ -33,6 +33,7 @@ _CALLS = {
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",
 }
+_DATA = "a comparison of data"
 _WAITS = {"state": "shard_train_state", "program": "a comparison of programs"}
 _TEXT = 1024  # bytes of a text that are sent where not all of it is needed
 _HEADER = struct.Struct("<I16s")  # number of bytes, and a hash
@@ -54,10 +55,10 @@ def exchange_texts(
       full: whether texts longer than 1024 bytes are returned in full.
     """
     if fault is not None:
-        gather: Any = partial(_all_gather_or_raise, fault, mesh=plan.mesh)
-        return _exchange(text, gather, full)
-    with doing(f"a comparison of data, because {change}", waits=True, mesh=plan.mesh):  # pyright: ignore[reportArgumentType]
-        return _exchange(text, lambda message: _all_gather(message, plan.mesh), full)  # pyright: ignore[reportArgumentType]
+        return _exchange(text, partial(_all_gather_or_raise, fault, mesh=plan.mesh), full)
+    mesh: Any = plan.mesh
+    with doing(f"{_DATA}, because {change}", waits=True, mesh=mesh):
+        return _exchange(text, partial(_all_gather, mesh=mesh, call=_DATA), full)
 
 
 def all_gather_text(text: str, mesh: Mesh | None = None, *, what: str) -> dict[int, str]:
@@ -69,7 +70,7 @@ def all_gather_text(text: str, mesh: Mesh | None = None, *, what: str) -> dict[i
         return {jax.process_index(): text}
     everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
     with doing(what, waits=True, mesh=mesh):
-        return _exchange(text, lambda message: _all_gather(message, everyone), full=True)
+        return _exchange(text, partial(_all_gather, mesh=everyone, call=what), full=True)
 
 
 def check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:
@@ -156,7 +157,7 @@ def _all_gather_or_raise(fault: GShardError, message: bytes, mesh: Any) -> dict[
 
     def run() -> None:
         try:
-            result.append(_all_gather(message, mesh))
+            result.append(_all_gather(message, mesh, _DATA))
         except Exception as error:  # raised where the caller waits
             result.append(error)
 
@@ -176,7 +177,7 @@ def _all_gather_or_raise(fault: GShardError, message: bytes, mesh: Any) -> dict[
     raise fault from (result[0] if result else None)
 
 
-def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
+def _all_gather(message: bytes, mesh: Mesh, call: str) -> dict[int, bytes]:
     """All-gathers messages of equal length from every process of the mesh; waits for all.
 
     `process_allgather` would also wait for processes without a device in the mesh, and needs the
@@ -184,7 +185,7 @@ def _all_gather(message: bytes, mesh: Mesh) -> dict[int, bytes]:
     """
     by_process = _mesh_of_processes(mesh)
     ranks = [device.process_index for device in by_process.devices[:, 0]]
-    meet(ranks)
+    meet(ranks, call)
     mine = np.frombuffer(message, np.uint8)[None]
     sharded = NamedSharding(by_process, jax.P("process"))
     full = NamedSharding(by_process, jax.P())

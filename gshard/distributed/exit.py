@@ -40,7 +40,8 @@ PREEMPTED_EXIT_CODE = 75
 # words are looked for in what the user's program prints, too.
 LOST_PEER = re.compile(
     r"gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
-    r"remote process exited|nccl(remote|system)error|lost its connection to another one",
+    r"remote process exited|nccl(remote|system)error|lost its connection to another one|"
+    r"has gone from the job",
     re.IGNORECASE,
 )
 

@@ -192,14 +192,19 @@ def _join(
         without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         os.environ["no_proxy"] = f"{without},{at.host}" if without else at.host
     reserved = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
-    server = Server.listening(count, listen(Address(bind.host, 0))) if rank == 0 else None
+    servers: list[Server] = []
+
+    def serve() -> dict[str, Any]:
+        servers.append(Server.listening(count, listen(Address(bind.host, 0))))
+        return {"watchdog": servers[0].invitation}
+
     told = meet(
         bind if rank == 0 else at,
         count,
         rank,
         options["initialization_timeout"],
         reserved,
-        tell=None if server is None else {"watchdog": server.invitation},
+        tell=serve,
     )
     _initialize(
         coordinator_address=str(at),
@@ -210,7 +215,7 @@ def _join(
         **options,
     )
     port, token = told["watchdog"]
-    Watchdog(rank, hang_timeout, Address(at.host, port), token, server).start()
+    Watchdog(rank, hang_timeout, Address(at.host, port), token, *servers).start()
 
 
 def _join_detected(
@@ -290,7 +295,7 @@ def barrier() -> None:
     """
     if process_count() > 1:
         with activity.doing("barrier()", waits=True):
-            activity.meet(range(process_count()))
+            activity.meet(range(process_count()), "barrier()")
             multihost_utils.sync_global_devices("gshard.distributed.barrier")
 
 

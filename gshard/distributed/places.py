@@ -3,31 +3,38 @@
 Process 0 serves `Places`, which every process joins over TCP with a token that the rendezvous gave
 it. A process that waits long asks; process 0 then asks all, and answers with what they say, in a
 few groups however many processes there are. A process that ends the job tells all of them why.
-Of one that has ended only those hear who meet it: with thousands of processes, each message to all
-about each of them would be too many.
+Before processes run a collective outside a step they meet here, each with the name of its call. A
+process whose connection is lost joins again; until then the others do not wait for it here, and
+their collective does. Of one that has ended only those hear who meet it: with thousands of
+processes, each message to all about each of them would be too many.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from gshard._util.activity import Place
+from gshard.distributed.messages import line_of, packed, send, unpacked
 from gshard.distributed.rendezvous import BACKLOG, Address
 
 _ANSWER = 3.0  # seconds that processes have to say where they are
 _GROUPS = 8  # of processes at the same place; the rest is only counted
 _LONGEST = 2**16  # bytes of a line
 _NO_ANSWER = "does not answer"
-_GONE = "has ended without its exit functions, as by os._exit or a signal"
+_LOST = "has lost its connection, or ended without its exit functions"
+_JOIN = 20.0  # seconds in which all processes join
+_PAUSE, _TRIES = 1.0, 20  # seconds between attempts to join again, and how many
 
 
 class Group(NamedTuple):
@@ -50,19 +57,40 @@ class Group(NamedTuple):
 
 @dataclass
 class Meeting:
-    """Where processes wait for each other; `without` is one that has ended and will not come."""
+    """Where processes wait for each other, before a collective.
 
-    name: str  # the same on all of them
+    Attributes:
+      ranks: those that meet, in order.
+      number: how many meetings of these ranks there were, from 1.
+      call: what they are about to do, the same on all of them.
+      where: the same with the line of the user's code, for messages.
+      over: set when it is over.
+      without: rank and last words of a process that has ended and will not come.
+      others: by rank what each does, if they do different things.
+    """
+
     ranks: list[int]
+    number: int
+    call: str
+    where: str
     over: threading.Event = field(default_factory=threading.Event)
-    without: tuple[int, str] | None = None  # its rank, and how it has ended
+    without: tuple[int, str] | None = None
+    others: dict[int, str] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> str:
+        """A short name of the ranks."""
+        return hashlib.blake2b(str(self.ranks).encode(), digest_size=8).hexdigest()
 
 
-class _Awaited(NamedTuple):
+@dataclass
+class _Awaited:
     """A meeting as process 0 knows it."""
 
     ranks: set[int]
-    arrived: set[int]
+    number: int
+    arrived: dict[int, tuple[str, str]] = field(default_factory=dict)  # the call, and where
+    differs: bool = False  # the calls
 
 
 class Server:
@@ -73,8 +101,10 @@ class Server:
         self._joined: dict[int, asyncio.StreamWriter] = {}
         self._left: dict[int, str] = {}
         self._said: dict[int, Place] = {}
-        self._gone: dict[int, str] = {}  # how they have ended
         self._meetings: dict[str, _Awaited] = {}
+        self._met: dict[str, tuple[Any, ...]] = {}  # number and outcome of the last, by their key
+        self._seen: set[int] = set()  # those that have joined once
+        self._all_joined = False  # or have had the time to
         self._end: str | None = None
         self._asking: asyncio.Task[list[list[Any]]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,9 +125,10 @@ class Server:
         self._server = await asyncio.start_server(
             self._serve, sock=self._listener, limit=_LONGEST, backlog=BACKLOG
         )
+        asyncio.get_running_loop().call_later(1.5 * _JOIN, self._nobody_joins_late)
 
     def close(self) -> None:
-        """Stops to serve."""
+        """Stops serving."""
         self._server.close()
         for writer in self._joined.values():
             writer.close()
@@ -118,16 +149,19 @@ class Server:
                 return
             rank = int(hello["rank"])
             self._joined[rank] = writer
+            self._seen.add(rank)
             if self._end is not None:  # it comes late
-                _send(writer, _line({"end": self._end}))
+                send(writer, line_of({"end": self._end}))
             while line := await reader.readline():
                 self._take(rank, writer, json.loads(line))
         writer.close()
-        if rank is not None:
-            self._joined.pop(rank, None)
-            self._gone[rank] = self._left.setdefault(rank, _GONE)
-            for name in [x for x, meeting in self._meetings.items() if rank in meeting.ranks]:
-                self._end_meeting(name, rank)
+        if rank is not None and self._joined.get(rank) is writer:
+            del self._joined[rank]
+            self._look_at_meetings()
+
+    def _nobody_joins_late(self) -> None:
+        self._all_joined = True
+        self._look_at_meetings()
 
     def _take(self, rank: int, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if "place" in message:
@@ -142,26 +176,51 @@ class Server:
         elif "leave" in message:
             self._left[rank] = message["leave"]
         elif "meet" in message:
-            name, ranks = message["meet"]
-            gone = None
-            if name not in self._meetings:
-                meeting = self._meetings[name] = _Awaited(set(_unpacked(ranks)), set())
-                gone = min(meeting.ranks & self._gone.keys(), default=None)
-            meeting = self._meetings[name]
-            meeting.arrived.add(rank)
-            if gone is not None or len(meeting.arrived) == len(meeting.ranks):
-                self._end_meeting(name, gone)
+            key, number, ranks, call, where = message["meet"]
+            last, *outcome = self._met.get(key, (0, None, []))
+            if number <= last:  # it comes after the end
+                self._tell([rank], {"met": [key, *outcome]})
+                return
+            if key not in self._meetings:
+                self._meetings[key] = _Awaited(set(unpacked(ranks)), number)
+            meeting = self._meetings[key]
+            meeting.arrived[rank] = call, where
+            meeting.differs |= call != next(iter(meeting.arrived.values()))[0]
+            self._look_at_meeting(key)
+        elif "withdraw" in message and message["withdraw"] in self._meetings:
+            self._meetings[message["withdraw"]].arrived.pop(rank, None)
 
-    def _end_meeting(self, name: str, gone: int | None) -> None:
-        """Ends a meeting to which all have come, or one will not come."""
-        without = None if gone is None else [gone, self._gone[gone]]
-        self._tell(self._meetings.pop(name).arrived, {"met": [name, without]})
+    def _look_at_meetings(self) -> None:
+        for key in [*self._meetings]:
+            self._look_at_meeting(key)
+
+    def _look_at_meeting(self, key: str) -> None:
+        """Ends a meeting to which all have come, or one will not come, or for different calls."""
+        meeting = self._meetings[key]
+        arrived, without, others = meeting.arrived, None, list[Any]()
+        all_joined = len(self._joined) == self._processes  # then none is looked at
+        missing = meeting.ranks - arrived.keys() if not all_joined else set[int]()
+        if meeting.differs:
+            others = [[rank, where] for rank, (_, where) in sorted(arrived.items())[:_GROUPS]]
+        elif ended := missing & self._left.keys() - self._joined.keys():
+            without = [min(ended), self._left[min(ended)]]
+        elif len(arrived) < len(meeting.ranks) and (
+            all_joined or not all(self._cannot_come(rank) for rank in missing)
+        ):
+            return
+        del self._meetings[key]
+        self._met[key] = meeting.number, without, others
+        self._tell(arrived, {"met": [key, without, others]})
+
+    def _cannot_come(self, rank: int) -> bool:
+        """Whether a process is not connected; its collective is waited for instead."""
+        return rank not in self._joined and (rank in self._seen or self._all_joined)
 
     async def _answer(self, writer: asyncio.StreamWriter) -> None:
         if self._asking is None or self._asking.done():  # one round for all that ask together
             self._asking = asyncio.ensure_future(self._ask_all())
         found = await asyncio.shield(self._asking)
-        _send(writer, _line({"places": found}))
+        send(writer, line_of({"places": found}))
 
     async def _ask_all(self) -> list[list[Any]]:
         self._said.clear()
@@ -172,7 +231,8 @@ class Server:
             await asyncio.sleep(0.02)
         groups: dict[str, Group] = {}
         for rank in range(self._processes):
-            said = self._said.get(rank) or Place(self._left.get(rank, _NO_ANSWER), 0.0)
+            missing = _LOST if rank in self._seen - self._joined.keys() else _NO_ANSWER
+            said = self._said.get(rank) or Place(self._left.get(rank, missing), 0.0)
             has_ended = said.has_ended or (rank in self._left and rank not in self._joined)
             group = groups.setdefault(said.text, Group(said.text, []))
             group.ranks.append(rank)
@@ -184,12 +244,12 @@ class Server:
                 group.has_ended or has_ended,
             )
         found = sorted(groups.values(), key=lambda x: (not x.has_ended, len(x.ranks)))
-        return [[x.text, _packed(x.ranks), *x[2:]] for x in found[:_GROUPS]]
+        return [[x.text, packed(x.ranks), *x[2:]] for x in found[:_GROUPS]]
 
     def _tell(self, ranks: Iterable[int], message: dict[str, Any]) -> None:
-        line = _line(message)
+        line = line_of(message)
         for writer in [self._joined[rank] for rank in ranks if rank in self._joined]:
-            _send(writer, line)
+            send(writer, line)
 
 
 @dataclass
@@ -207,21 +267,48 @@ class Member:
     _writer: asyncio.StreamWriter | None = None
     _meetings: dict[str, Meeting] = field(default_factory=dict)
     _answers: list[asyncio.Future[list[Group]]] = field(default_factory=list)
-    _server_has_ended: bool = False
+    _descriptor: int | None = None
+    _is_lost: bool = False  # for good
 
-    async def join(self, timeout: float) -> None:
-        """Joins, and answers from now on in the running loop.
+    async def join(self) -> None:
+        """Joins, and answers from now on in the running loop; joins again after a lost connection.
 
         Raises:
           OSError: process 0 cannot be reached.
         """
-        opening = asyncio.open_connection(*self.at, limit=_LONGEST)
-        reader, self._writer = await asyncio.wait_for(opening, timeout)
-        descriptor = self._writer.get_extra_info("socket").fileno()
         # Otherwise a forked data worker keeps the connection of a process that has ended.
-        os.register_at_fork(after_in_child=lambda: os.close(descriptor))
+        os.register_at_fork(after_in_child=self._close_in_child)
+        reader = await self._connect()
+        self._staying = asyncio.ensure_future(self._stay(reader))
+
+    async def _connect(self) -> asyncio.StreamReader:
+        opening = asyncio.open_connection(*self.at, limit=_LONGEST)
+        reader, self._writer = await asyncio.wait_for(opening, _JOIN)
+        connection = self._writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._descriptor = connection.fileno()
         self._say({"token": self.token, "rank": self.rank})
-        self._reading = asyncio.ensure_future(self._read(reader))
+        for meeting in self._meetings.values():
+            self._say_meeting(meeting)
+        return reader
+
+    async def _stay(self, reader: asyncio.StreamReader) -> None:
+        while not self._is_lost:
+            await self._read(reader)
+            self._disconnect()
+            for _ in range(0 if self._is_lost else _TRIES):
+                await asyncio.sleep(_PAUSE)
+                with suppress(OSError, TimeoutError):
+                    reader = await self._connect()
+                    break
+            else:
+                self._is_lost = True
+        for key in [*self._meetings]:
+            self._end_meeting(key, None, [])
+
+    def _close_in_child(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     async def ask(self) -> list[Group]:
         """Returns where all processes are, in groups; empty if process 0 does not answer."""
@@ -240,7 +327,12 @@ class Member:
         self._say({"end": why})
 
     def close(self) -> None:
-        """Closes the connection, without a word."""
+        """Closes the connection for good, without a word."""
+        self._is_lost = True
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._descriptor = None
         if self._writer is not None:
             self._writer.close()
 
@@ -250,10 +342,20 @@ class Member:
 
     def meet(self, meeting: Meeting) -> None:
         """Tells process 0 that this one has come to a meeting, which is over when all have."""
-        self._meetings[meeting.name] = meeting
-        self._say({"meet": [meeting.name, _packed(meeting.ranks)]})
-        if self._server_has_ended:
-            self._end_meeting(meeting.name, (0, "has ended"))
+        self._meetings[meeting.key] = meeting
+        if self._is_lost:
+            self._end_meeting(meeting.key, None, [])
+        else:
+            self._say_meeting(meeting)
+
+    def withdraw(self, meeting: Meeting) -> None:
+        """Tells process 0 that this one does not wait at a meeting any more."""
+        if self._meetings.pop(meeting.key, None) is not None:
+            self._say({"withdraw": meeting.key})
+
+    def _say_meeting(self, meeting: Meeting) -> None:
+        ranks = packed(meeting.ranks)
+        self._say({"meet": [meeting.key, meeting.number, ranks, meeting.call, meeting.where]})
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(OSError, ValueError, asyncio.IncompleteReadError):
@@ -264,49 +366,20 @@ class Member:
                 elif "end" in message:
                     self.end(message["end"])
                 elif "met" in message:
-                    name, without = message["met"]
-                    self._end_meeting(name, without and tuple(without))
+                    self._end_meeting(*message["met"])
                 elif "places" in message:
-                    groups = [Group(x, _unpacked(y), *z) for x, y, *z in message["places"]]
+                    groups = [Group(x, unpacked(y), *z) for x, y, *z in message["places"]]
                     for answer in self._answers:
                         if not answer.done():
                             answer.set_result(groups)
                     self._answers.clear()
-        self.close()
-        self._server_has_ended = True
-        for name in [*self._meetings]:
-            self._end_meeting(name, (0, "has ended"))
 
-    def _end_meeting(self, name: str, without: tuple[int, str] | None) -> None:
-        meeting = self._meetings.pop(name)
-        meeting.without = without
-        meeting.over.set()
+    def _end_meeting(self, key: str, without: Any, others: list[Any]) -> None:
+        meeting = self._meetings.pop(key, None)
+        if meeting is not None:  # else it has withdrawn
+            meeting.without, meeting.others = without and tuple(without), dict(others)
+            meeting.over.set()
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._writer is not None:
-            _send(self._writer, _line(message))
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
-def _send(writer: asyncio.StreamWriter, line: bytes) -> None:
-    with suppress(OSError, RuntimeError):  # it has left
-        writer.write(line)
-
-
-def _packed(ranks: Sequence[int]) -> list[list[int]]:
-    """Ascending ranks as ranges: first, number and stride. Most sets of ranks are one or two."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and (found[-1][1] == 1 or rank == found[-1][0] + found[-1][1] * found[-1][2]):
-            first, count, stride = found[-1]
-            found[-1] = [first, count + 1, stride if count > 1 else rank - first]
-        else:
-            found.append([rank, 1, 1])
-    return found
-
-
-def _unpacked(ranges: Sequence[Sequence[int]]) -> list[int]:
-    return [x + i * stride for x, count, stride in ranges for i in range(count)]
+            send(self._writer, line_of(message))

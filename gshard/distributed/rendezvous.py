@@ -15,7 +15,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -44,16 +44,18 @@ def meet(
     rank: int,
     timeout: float,
     port_is_reserved: bool,
-    tell: Mapping[str, Any] | None = None,
+    tell: Callable[[], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
     """Waits until all processes have arrived; if some have not in time, all others raise.
 
-    Returns what process 0 tells, a short JSON object.
+    Returns what `tell` returned on process 0, a short JSON object.
     """
     reminder = _Reminder(timeout)
     if rank == 0:
-        _RollCall(at, processes, reminder, port_is_reserved).run({**(tell or {})})
-        return {**(tell or {})}
+        roll_call = _RollCall(at, processes, reminder, port_is_reserved)
+        told = tell()
+        roll_call.run(told)
+        return told
     return _report(at, processes, rank, reminder)
 
 

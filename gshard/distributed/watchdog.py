@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import hashlib
 import os
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 from gshard._util import activity
 from gshard._util.activity import Call, Place, at, doing
-from gshard._util.errors import some
+from gshard._util.errors import GShardError, some
 from gshard._util.events import last_step, tell
 from gshard.distributed import unfinished
 from gshard.distributed.places import Group, Meeting, Member, Server
@@ -35,10 +34,9 @@ LAST_SAVED = "gshard: the last complete checkpoint is "
 _THREAD, _DEVICES_THREAD = "gshard-watchdog", "gshard-devices"
 _TICK = 1.0  # seconds between looks
 _AGAIN = 60.0  # seconds until the second line; each later one takes twice as long
-_LONG_STEP = 3.0  # times the longest call so far, which a call may take before a line
-_BUSY = 6  # times `hang_timeout` that the others wait for one that compiles or writes
+_LONG_STEP = 3.0  # times the longest call so far, which a call of all may take before a line
+_BUSY = 6  # times `hang_timeout`, where it is not certain that a job hangs
 _LAST_WORK = 30.0  # seconds that a save may go on when the job is ended
-_JOIN = 10.0  # seconds to reach process 0
 
 
 class _Wait(NamedTuple):
@@ -74,6 +72,7 @@ class Watchdog:
             self._member = Member(rank, at, token, self._place, self._end_soon)
         self._devices = _Devices()
         self._due: dict[object, float] = {}  # when a wait is mentioned, in seconds of its age
+        self._at_end: doing | None = None  # the end of the script
         self._ending = False
         self._joining = threading.Event()  # set when `_member` can be asked, or never will be
         self._met: dict[tuple[int, ...], int] = {}  # how many meetings, by ranks
@@ -92,22 +91,27 @@ class Watchdog:
         self._loop.run_until_complete(self._watch())
 
     async def _watch(self) -> None:
-        if self._server is not None:
-            await self._server.start()
-        if self._member is not None:
-            try:
-                await self._member.join(_JOIN)
-            except (OSError, TimeoutError) as error:
-                _say(
-                    f"gshard: process {self._rank} cannot reach the watchdog of process 0 at "
-                    f"{self._member.at} ({error or 'no answer'}), so that it cannot say where the "
-                    "others are when it waits long. Open the ports between the machines."
-                )
-                self._member = None
-        self._joining.set()
+        try:
+            if self._server is not None:
+                await self._server.start()
+            if self._member is not None:
+                await self._member.join()
+        except (OSError, TimeoutError) as error:
+            at = "" if self._member is None else f" at {self._member.at}"
+            _say(
+                f"gshard: process {self._rank} cannot reach the watchdog of process 0{at} "
+                f"({error or 'no answer'}). Reports of long waits will not say where the other "
+                "processes are. Allow TCP connections between the machines."
+            )
+            self._member = None
+        finally:
+            self._joining.set()
         while True:
             await asyncio.sleep(_TICK)
-            await self._look()
+            try:
+                await self._look()
+            except Exception:  # of the watchdog itself: the job goes on
+                _say(f"gshard: the watchdog failed:\n{traceback.format_exc()}")
 
     async def _look(self) -> None:
         self._devices.look()
@@ -117,42 +121,46 @@ class Watchdog:
         for wait in waits:
             due = self._due.get(wait.what_runs)
             if due is None:
-                longest = self._devices.longest if isinstance(wait.what_runs, Call) else 0.0
-                due = self._due[wait.what_runs] = max(REMIND, _LONG_STEP * longest)
+                due = self._due[wait.what_runs] = REMIND
             hangs = 0 < self._hang_timeout <= wait.seconds
             if not hangs and wait.seconds < due:
                 continue
             groups = await self._member.ask() if self._member is not None else []
-            if self._waits_in_vain(wait, groups) or (hangs and not self._is_busy(wait, groups)):
-                await self._end_all(f"{self._sentence(wait, groups)} {_ADVICE}")
+            usual = _LONG_STEP * self._devices.longest
+            if self._ends(wait, groups):
+                await self._end_all(wait, groups)
+            elif len(groups) == 1 and isinstance(wait.what_runs, Call) and wait.seconds < usual:
+                self._due[wait.what_runs] = usual  # all are in a call that takes long
             elif wait.seconds >= due:
                 self._due[wait.what_runs] = wait.seconds + max(_AGAIN, wait.seconds)
                 tell("wait", last_step(), wait.seconds, what=wait.text)
                 if self._speaks(groups) and not spoke:
                     spoke = True  # of several waits at once, as of a save and the call for its end
-                    _say(f"gshard: {self._sentence(wait, groups)} {self._outlook(groups)}")
+                    _say(f"gshard: {self._sentence(wait, groups)} {self._outlook(wait, groups)}")
 
     def _waits(self) -> list[_Wait]:
         now = time.monotonic()
-        waits = [_Wait(x, f"{x}{at(x.line)}", now - x.began) for x in activity.running() if x.waits]
+        waits = [
+            _Wait(x, x.what if x is self._at_end else f"{x}{at(x.line)}", now - x.began)
+            for x in activity.running()
+            if x.waits
+        ]
         call = self._devices.unfinished
         if call is not None:
             text = f"in {call}{at(activity.main_line())}"
             waits.append(_Wait(call, text, now - self._devices.since))
         return waits
 
-    def _waits_in_vain(self, wait: _Wait, groups: list[Group]) -> bool:
-        """Whether one that it waits for makes no further call."""
+    def _ends(self, wait: _Wait, groups: list[Group]) -> bool:
+        """Whether a wait ends the job."""
+        if not self._hang_timeout or wait.what_runs is self._at_end:  # JAX ends that one
+            return False
         ranks = wait.what_runs.ranks
-        return any(
-            group.has_ended and (ranks is None or not ranks.isdisjoint(group.ranks))
-            for group in groups
-        )
-
-    def _is_busy(self, wait: _Wait, groups: list[Group]) -> bool:
-        """Whether another process works by itself, and is given more time."""
-        limit = _BUSY * self._hang_timeout
-        return wait.seconds < limit and any(group.is_busy for group in groups)
+        if any(x.has_ended and (ranks is None or not ranks.isdisjoint(x.ranks)) for x in groups):
+            return True  # one that it waits for makes no further call
+        # A process may compile or write, all may be in one long call, or nothing is known.
+        uncertain = len(groups) < 2 or any(group.is_busy for group in groups)
+        return wait.seconds >= self._hang_timeout * (_BUSY if uncertain else 1)
 
     def _speaks(self, groups: list[Group]) -> bool:
         """Whether this process speaks for those that are at the same place."""
@@ -164,7 +172,7 @@ class Watchdog:
         others = [Group(x.text, [r for r in x.ranks if r != self._rank], *x[2:]) for x in groups]
         others = [group for group in others if group.ranks]
         if len(groups) == 1 and others:
-            return f"{said} All processes are there."
+            return f"{said} All processes are in this call."
         for group in others:
             seconds = f" for {group.seconds:.0f} s" if group.seconds >= 1 else ""
             many = "processes" if len(group.ranks) > 1 else "process"
@@ -173,35 +181,55 @@ class Watchdog:
             said += " Process 0 does not answer."
         return said
 
-    def _outlook(self, groups: list[Group]) -> str:
-        limit = self._hang_timeout
-        end = f" The job is ended after {limit:g} s of it (hang_timeout)." if limit else ""
+    def _outlook(self, wait: _Wait, groups: list[Group]) -> str:
+        limit = self._hang_timeout * (_BUSY if len(groups) < 2 else 1)
+        end = f" If this lasts {limit:g} s, the job is ended (hang_timeout)." if limit else ""
+        if wait.what_runs is self._at_end:
+            return "JAX waits 5 minutes at the end of a script for the others, then it fails."
         if len(groups) == 1:
-            return f"It takes long, or waits for a call that not all processes made.{end}"
-        return f"All processes must make the same calls, in the same order.{end}"
+            return (
+                "Either the computation is slow, or a collective waits for a call that one process "
+                f"did not make.{end}"
+            )
+        return f"{_SAME_CALLS} Work on one process alone is fine if it is meant.{end}"
 
     def _place(self) -> Place:
         return activity.place(self._devices.not_known_finished())
 
-    def _meet(self, ranks: Iterable[int]) -> None:
+    def _meet(self, ranks: Iterable[int], call: str) -> None:
         self._joining.wait()
-        if self._member is None:
+        member, found = self._member, sorted({*ranks})
+        if member is None:
             return
-        found = sorted({*ranks})
         key = tuple(found)
-        self._met[key] = self._met.get(key, 0) + 1
-        name = f"{self._met[key]} of {hashlib.blake2b(str(found).encode()).hexdigest()[:16]}"
-        meeting = Meeting(name, found)
-        self._loop.call_soon_threadsafe(self._member.meet, meeting)
-        while not meeting.over.wait(1.0):  # with a timeout, so that Ctrl-C ends it
-            pass
+        self._met[key] = number = self._met.get(key, 0) + 1
+        where = f"{call}{at(activity.user_line(sys._getframe()))}"
+        meeting = Meeting(found, number, call, where)
+        self._loop.call_soon_threadsafe(member.meet, meeting)
+        try:
+            # With a timeout, so that Ctrl-C ends it.
+            while not meeting.over.wait(1.0) and self._thread.is_alive():
+                pass
+        except BaseException:
+            self._met[key] -= 1
+            self._loop.call_soon_threadsafe(member.withdraw, meeting)
+            raise
+        if meeting.others:
+            calls = "; ".join(f"process {rank}: {text}" for rank, text in meeting.others.items())
+            raise GShardError(f"the processes do not make the same call: {calls}. {_SAME_CALLS}")
         if meeting.without is not None:
             rank, words = meeting.without
-            raise ConnectionError(
-                f"this process lost its connection to another one: process {rank} {words}"
-            )
+            raise ConnectionError(f"process {rank} has gone from the job: {words}")
 
-    async def _end_all(self, why: str) -> None:
+    async def _end_all(self, wait: _Wait, groups: list[Group]) -> None:
+        if not any(x.what_runs is wait.what_runs for x in self._waits()):
+            return  # it has ended just now
+        advice = (
+            "Look for a call under `if rank == 0`, a loop that ends earlier on one process, or "
+            "data and disks that do not answer. If it is meant to take so long, raise hang_timeout "
+            "(gshard launch --hang_timeout SECONDS)."
+        )
+        why = f"{self._sentence(wait, groups)} {_SAME_CALLS} {advice}"
         if self._member is not None:
             self._member.end_all(why)
             await asyncio.sleep(2 * _TICK)  # this one is told too
@@ -229,8 +257,14 @@ class Watchdog:
 
     def _leave(self) -> None:
         """Tells the others that the script of this process has ended."""
-        activity.script_has_ended(failed=unfinished.is_exiting())
+        failed = unfinished.is_exiting()
+        while not failed and self._devices.is_working():  # a thread of JAX must not outlive Python
+            time.sleep(0.02)
+        activity.script_has_ended(failed)
         unfinished.left()
+        if not failed:
+            self._at_end = doing("at the end of its script", waits=True)
+            self._at_end.__enter__()
         if self._member is None or not self._thread.is_alive():
             return
         told = threading.Event()
@@ -247,19 +281,25 @@ class _Devices:
         self.since = 0.0
         self.longest = 0.0  # seconds, of a call that was looked at
         self._finished: Call | None = None
-        self._wake = threading.Event()
+        self._wake, self._lock = threading.Event(), threading.Lock()
         self._is_started = False
 
     def look(self) -> None:
         """Begins to wait for the last call, unless one is waited for."""
-        last = activity.last_call()
-        if self.unfinished is not None or last is None or last is self._finished:
-            return
-        self.since, self.unfinished = time.monotonic(), last
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(target=self._wait, name=_DEVICES_THREAD, daemon=True).start()
-        self._wake.set()
+        with self._lock:
+            last = activity.last_call()
+            if self.unfinished is not None or last is None or last is self._finished:
+                return
+            self.since, self.unfinished = time.monotonic(), last
+            if not self._is_started:
+                self._is_started = True
+                threading.Thread(target=self._wait, name=_DEVICES_THREAD, daemon=True).start()
+            self._wake.set()
+
+    def is_working(self) -> bool:
+        """Whether the last call has not finished, as far as is known; looks again."""
+        self.look()
+        return self.not_known_finished() is not None
 
     def not_known_finished(self) -> Call | None:
         """The call that is waited for, or the last one, unless it was seen to have finished."""
@@ -276,10 +316,7 @@ class _Devices:
                 self.unfinished, self._finished = None, call
 
 
-_ADVICE = (
-    "All processes must make the same calls, in the same order: look for a call under "
-    "`if rank == 0`, a loop that ends earlier on one process, or data and disks that do not answer."
-)
+_SAME_CALLS = "All processes must make the same calls, in the same order."
 
 
 def _say_stacks() -> None:
@@ -293,5 +330,5 @@ def _say_stacks() -> None:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError, ValueError):
+    with suppress(Exception):  # stderr may be any object of the user's
         print(line, file=sys.stderr, flush=True)

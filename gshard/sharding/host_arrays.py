@@ -96,7 +96,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
     if layout.on_host:  # an all-gather needs device memory
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     with doing("a gather of full arrays, such as full_params", waits=True):
-        meet(device.process_index for device in x.sharding.device_set)
+        meet((device.process_index for device in x.sharding.device_set), "a gather of full arrays")
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 

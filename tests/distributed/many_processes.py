@@ -20,7 +20,7 @@ def roll_call(host: str, port: str, processes: str, soft: str, hard: str) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), int(hard)))
     began = time.process_time()
     try:
-        meet(Address(host, int(port)), int(processes), 0, 60.0, True, tell={"port": 1})
+        meet(Address(host, int(port)), int(processes), 0, 60.0, True, tell=lambda: {"port": 1})
         print("all arrived")
     except Exception as error:
         print(error)
@@ -73,12 +73,12 @@ async def join(host: str, port: str, processes: str) -> None:
     at = Address(host, int(port))
     members = [Member(rank, at, "token", lambda: place, print) for rank in ranks]
     await until_listens(at)
-    await asyncio.gather(*(member.join(60.0) for member in members))
+    await asyncio.gather(*(member.join() for member in members))
     groups = await members[3].ask()
     print([(x.text, len(x.ranks)) for x in groups], groups[0].ranks == ranks)
 
-    async def meet(name: str, coming: list[int]) -> list[Meeting]:
-        meetings = [Meeting(name, ranks) for _ in coming]
+    async def meet(number: int, coming: list[int]) -> list[Meeting]:
+        meetings = [Meeting(ranks, number, "save", "save") for _ in coming]
         for rank, meeting in zip(coming, meetings, strict=True):
             members[rank].meet(meeting)
         for _ in range(600):
@@ -87,11 +87,11 @@ async def join(host: str, port: str, processes: str) -> None:
             await asyncio.sleep(0.05)
         return meetings
 
-    print([*{(x.over.is_set(), x.without) for x in await meet("the first", ranks)}])
+    print([*{(x.over.is_set(), x.without) for x in await meet(1, ranks)}])
     members[5].leave("has left")
     members[5].close()
     rest = [rank for rank in ranks if rank != 5]
-    print([*{(x.over.is_set(), x.without) for x in await meet("the second", rest)}])
+    print([*{(x.over.is_set(), x.without) for x in await meet(2, rest)}])
     for rank in rest:  # all at once, as at the end of a job
         members[rank].leave("has ended")
         members[rank].close()

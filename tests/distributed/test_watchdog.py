@@ -15,6 +15,7 @@ import pytest
 
 from gshard._util import activity
 from gshard._util.activity import Place
+from gshard.distributed import places
 from gshard.distributed.places import Meeting, Member, Server
 from gshard.distributed.rendezvous import Address, listen
 from tests.processes import run_together
@@ -150,21 +151,22 @@ def test_a_place_is_what_runs_and_the_line_of_the_user():
 class Job:
     """Processes that have joined a server, all in one event loop."""
 
-    def __init__(self, processes: int):
-        self.server = Server.listening(processes, listen(Address("127.0.0.1", 0)))
+    def __init__(self, members: int, processes: int | None = None):
+        listener = listen(Address("127.0.0.1", 0))
+        self.server = Server.listening(processes or members, listener)
         port, self.token = self.server.invitation
-        self.at, self.ended, self.places = Address("127.0.0.1", port), [], {}
-        self.members = [self.member(rank) for rank in range(processes)]
+        self.at, self.ended, self.at_places = Address("127.0.0.1", port), [], {}
+        self.members = [self.member(rank) for rank in range(members)]
 
     def member(self, rank: int, token: str | None = None) -> Member:
-        place = lambda: self.places.get(rank, Place("training", 1.0))  # noqa: E731
+        place = lambda: self.at_places.get(rank, Place("training", 1.0))  # noqa: E731
         end = lambda why: self.ended.append((rank, why))  # noqa: E731
         return Member(rank, self.at, self.token if token is None else token, place, end)
 
     async def __aenter__(self):
         await self.server.start()
         for member in self.members:
-            await member.join(5)
+            await member.join()
         await until(lambda: len(self.server._joined) == len(self.members))
         return self
 
@@ -187,8 +189,8 @@ async def until(condition) -> None:
 def test_processes_at_the_same_place_are_one_group():
     async def ask():
         async with Job(300) as job:
-            job.places[7] = Place("compiling", 40.0, is_busy=True)
-            job.places[9] = Place("compiling", 50.0, is_busy=True)
+            job.at_places[7] = Place("compiling", 40.0, is_busy=True)
+            job.at_places[9] = Place("compiling", 50.0, is_busy=True)
             job.members[11].close()  # without a word
             await until(lambda: 11 not in job.server._joined)
             together = await asyncio.gather(*(x.ask() for x in job.members[:5]))
@@ -196,7 +198,7 @@ def test_processes_at_the_same_place_are_one_group():
             return together[0]
 
     gone, compiling, training = asyncio.run(ask())
-    assert gone.ranks == [11] and gone.has_ended and "without its exit functions" in gone.text
+    assert gone.ranks == [11] and not gone.has_ended and "lost its connection" in gone.text
     assert compiling == ("compiling", [7, 9], 50.0, True, False)
     assert training.ranks == [r for r in range(300) if r not in (7, 9, 11)]
 
@@ -207,7 +209,7 @@ def test_the_end_of_the_job_reaches_every_process():
             job.members[3].end_all("why")
             await until(lambda: len(job.ended) == 5)
             late = job.member(5)  # it has not joined before
-            await late.join(5)
+            await late.join()
             await until(lambda: len(job.ended) == 6)
             late.close()
             return sorted(job.ended)
@@ -215,31 +217,94 @@ def test_the_end_of_the_job_reaches_every_process():
     assert asyncio.run(end()) == [(rank, "why") for rank in range(6)]
 
 
+def meeting(ranks: list[int], number: int, call: str = "save") -> Meeting:
+    return Meeting(ranks, number, call, f"{call}, at train.py:3")
+
+
 def test_a_meeting_is_over_when_all_of_its_ranks_have_come_or_one_has_ended():
     async def meet():
         async with Job(4) as job:
-            first, other = Meeting("1", [1, 3]), Meeting("1", [1, 3])
+            first, other = meeting([1, 3], 1), meeting([1, 3], 1)
             job.members[1].meet(first)
-            job.members[0].meet(Meeting("2", [0, 2]))
+            job.members[0].meet(meeting([0, 2], 1))
             await asyncio.sleep(0.1)
             assert not first.over.is_set()
             job.members[3].meet(other)
             await until(lambda: first.over.is_set() and other.over.is_set())
-            assert first.without is None
-            late = Meeting("3", [1, 3])
+            assert first.without is None and not first.others
+            late = meeting([1, 3], 2)
             job.members[1].meet(late)
             job.members[3].leave("has ended with an error")
             job.members[3].close()
             await until(late.over.is_set)
             assert late.without == (3, "has ended with an error")
-            later = Meeting("4", [1, 3])
-            job.members[1].meet(later)  # process 0 knows already
+            later = meeting([1, 3], 3)
+            job.members[1].meet(later)
             await until(later.over.is_set)
-            job.server.close()
-            await until(lambda: job.members[1]._server_has_ended)
-            last = Meeting("5", [1, 2])
-            job.members[1].meet(last)
-            assert last.without == (0, "has ended")
+            assert later.without == (3, "has ended with an error")
+
+    asyncio.run(meet())
+
+
+def test_a_meeting_of_different_calls_tells_each_what_the_others_do():
+    async def meet():
+        async with Job(2) as job:
+            save, gather = meeting([0, 1], 1), meeting([0, 1], 1, "a gather")
+            job.members[0].meet(save)
+            job.members[1].meet(gather)
+            await until(lambda: save.over.is_set() and gather.over.is_set())
+            assert save.others == gather.others
+            assert save.others == {0: "save, at train.py:3", 1: "a gather, at train.py:3"}
+            again = [meeting([0, 1], 2), meeting([0, 1], 2)]
+            for member, own in zip(job.members, again, strict=True):
+                member.meet(own)
+            await until(lambda: all(x.over.is_set() and not x.others for x in again))
+
+    asyncio.run(meet())
+
+
+def test_who_has_withdrawn_is_waited_for_again():
+    async def meet():
+        async with Job(2) as job:
+            interrupted, other = meeting([0, 1], 1), meeting([0, 1], 1)
+            job.members[0].meet(interrupted)
+            job.members[0].withdraw(interrupted)
+            job.members[1].meet(other)
+            await asyncio.sleep(0.2)
+            assert not other.over.is_set()
+            job.members[0].meet(meeting([0, 1], 1))
+            await until(other.over.is_set)
+
+    asyncio.run(meet())
+
+
+def test_a_lost_connection_is_made_again_and_ends_no_job():
+    async def lose():
+        async with Job(2) as job:
+            first, other = meeting([0, 1], 1), meeting([0, 1], 1)
+            job.members[1].meet(first)
+            await asyncio.sleep(0.1)
+            job.server._joined[1].close()  # as a firewall between them does
+            await until(lambda: 1 not in job.server._joined)
+            await until(lambda: 1 in job.server._joined)
+            job.members[0].meet(other)
+            await until(lambda: first.over.is_set() and other.over.is_set())
+            assert first.without is None is other.without
+            assert [len(x.ranks) for x in await job.members[0].ask()] == [2]
+
+    asyncio.run(lose())
+
+
+def test_a_process_that_cannot_join_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(places, "_JOIN", 0.2)
+
+    async def meet():
+        async with Job(2, processes=3) as job:  # the third cannot reach the server
+            mine, other = meeting([0, 1, 2], 1), meeting([0, 1, 2], 1)
+            job.members[0].meet(mine)
+            job.members[1].meet(other)
+            await until(lambda: mine.over.is_set() and other.over.is_set())
+            assert mine.without is None and not mine.others
 
     asyncio.run(meet())
 
@@ -267,7 +332,7 @@ def test_another_program_is_not_admitted():
     async def intrude():
         async with Job(2) as job:
             stranger = job.member(1, token="guessed")
-            await stranger.join(5)
+            await stranger.join()
             stranger.end_all("mischief")
             await until(lambda: stranger._writer.is_closing())
             assert not job.ended and len(job.server._joined) == 2
