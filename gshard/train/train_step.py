@@ -260,11 +260,8 @@ class TrainStep:
             return self._call(args, by_name)
 
     def _call(self, args: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
-        if by_name:
-            call = f"step({', '.join((*self.plan.kind.arguments, 'batch'))})"
-            raise GShardError(f"{call} takes its arguments by position, not {some(by_name)}=.")
         self._latest.after_interrupt()
-        state, parts, (leaves, structure), batch = self._take(args)
+        state, parts, (leaves, structure), batch = self._take(args, by_name)
         self._watch.look(parts.opt_state.guard, parts.step)
         self._late_checks.look()
         batch = self._place(batch)
@@ -311,7 +308,7 @@ class TrainStep:
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step for these arguments; the mesh of the plan may be abstract."""
-        *_, (leaves, structure), batch = self._take(args, abstract=True)
+        *_, (leaves, structure), batch = self._take(args, {}, abstract=True)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
         row = self.numbers.row(batch, 0)
@@ -385,14 +382,15 @@ class TrainStep:
         return jax.tree.leaves(new), metrics, guard, result.numbers, result.finite_leaves
 
     def _take(
-        self, args: tuple[Any, ...], abstract: bool = False
+        self, args: tuple[Any, ...], by_name: dict[str, Any], abstract: bool = False
     ) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
         """Returns state, components, their leaves and structure, and batch, after checking them."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments
         call = f"step({', '.join((*wanted, 'batch'))})"
-        if len(state) != len(wanted):
-            raise GShardError(f"{call} was called with {len(args)} arguments.")
+        if len(state) != len(wanted) or by_name:
+            named = f" and {some(by_name)}= by name" if by_name else ""
+            raise GShardError(f"{call} was called with {len(args)} arguments{named}.")
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
         refuse_iterator(batch)

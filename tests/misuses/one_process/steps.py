@@ -190,7 +190,7 @@ ROWS = {
         lambda _: kept()[2](kept()[0], BATCH["x"], BATCH["y"]), "step(state, batch)", "3 arguments"
     ),
     "a step with the batch by name": refused(
-        lambda _: kept()[2](kept()[0], batch=BATCH), "step(state, batch)", "by position"
+        lambda _: kept()[2](kept()[0], batch=BATCH), "step(state, batch)", "batch= by name"
     ),
     "what a step returned, as a whole, as the state": refused(returned_tuple, "step(state, batch)"),
     "the metrics as the state": refused(metrics_as_state, "step(state, batch)", "a dict"),
