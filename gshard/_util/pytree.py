@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
@@ -98,9 +99,19 @@ def check_array(x: Any, where: str) -> None:
             f"{where} is a NumPy masked array, whose mask would be dropped. Pass x.filled(0), and "
             "the mask as an array of its own."
         )
+    if isinstance(x, jax.Array) and not isinstance(x, core.Tracer) and x.is_deleted():
+        raise GShardError(
+            f"{where} was deleted: its memory was given to a jit with donate_argnums=, or to a "
+            "step. Pass what that returned, or a copy made before."
+        )
     try:
-        _ = jnp.shape(x), jnp.result_type(x)
+        _ = jnp.result_type(x), jnp.shape(x)
     except (TypeError, ValueError) as error:
+        if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
+            raise GShardError(
+                f"{where} has dtype {x.dtype.str}, in an order of bytes or a size that JAX does "
+                "not take: pass x.astype(np.float32), or another type of NumPy's."
+            ) from error
         raise GShardError(
             f"{where} is {shown(x)} ({type(x).__module__}) where an array is expected. Pass NumPy "
             "or JAX arrays: np.asarray(x) converts many others, on the host."

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 import reprlib
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, place_of
 
 
 def shown(value: Any) -> str:
@@ -53,6 +54,16 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise GShardError(f"{name}={shown(value)} must be True or False.")
     return bool(value)
+
+
+def check_takes(fun: Callable[..., Any], advice: str, *args: Any, **named: Any) -> None:
+    """Refuses a function that cannot be called with these arguments, as far as it says so."""
+    try:
+        inspect.signature(fun).bind(*args, **named)
+    except TypeError as error:
+        raise GShardError(f"{place_of(fun)}: {error}. {advice}") from error
+    except ValueError:  # it has no signature
+        pass
 
 
 def dimension(value: Any, rank: int) -> int | None:

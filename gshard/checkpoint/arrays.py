@@ -68,7 +68,11 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
             f"{differences(paths, list(layouts))}."
         )
     infos = {path: ArrayInfo(x.shape, str(x.dtype)) for path, x in layouts.items()}
-    pairs = [(path, x) for path, x in zip(paths, leaves, strict=True) if np.size(x)]
+    placed = [
+        x if isinstance(x, jax.Array) else shard_leaf(x, layout, plan)  # a step of Python's
+        for x, layout in zip(leaves, layouts.values(), strict=True)
+    ]
+    pairs = [(path, x) for path, x in zip(paths, placed, strict=True) if np.size(x)]
     return {p: jax.random.key_data(x) if _is_key(x.dtype) else x for p, x in pairs}, infos
 
 

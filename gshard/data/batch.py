@@ -7,6 +7,7 @@ pytree; its arrays share their leading dimension, and scalars are replicated.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
       P('shard',)
     """
     check_plan(plan, "shard_batch(batch, plan)")
+    refuse_iterator(batch)
     mesh = plan.mesh
     sharding = NamedSharding(mesh, plan.batch_spec)
     placed = [_is_global(x, sharding) for x in jax.tree.leaves(batch)]
@@ -132,6 +134,15 @@ def check_plan(plan: Any, call: str) -> None:
         raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
 
 
+def refuse_iterator(batch: Any) -> None:
+    """Refuses an iterator over batches, of which JAX warns as a leaf."""
+    if isinstance(batch, Iterator):
+        raise GShardError(
+            f"the batch is {shown(batch)}, which gives batches one by one: pass one of them, such "
+            "as next(batches), or iterate over gshard.global_batches(batches, plan)."
+        )
+
+
 def check_leaves(batch: Any, keys: bool = True) -> None:
     """Checks that the leaves are numeric, or with `keys` also PRNG keys of `jax.random`."""
     for path, x in zip(*flatten(batch)[:2], strict=True):
@@ -146,6 +157,8 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
         elif not (keys and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             if why := why_not_numeric(dtype):
                 raise GShardError(f"{where} {why}: pass numbers.")
+        if type(x) is np.ndarray and (x.dtype.char in "gG" or not x.dtype.isnative):
+            check_array(x, where)
         if isinstance(x, (int, np.ndarray, np.generic)):
             check_fits(x, canonicalize_dtype(jnp.result_type(x)), where)
 
@@ -200,4 +213,8 @@ def _is_global(x: Any, sharding: NamedSharding) -> bool:
     """Whether an array is already placed on the devices of the mesh."""
     if isinstance(x, core.Tracer):  # a step inside the user's own jit
         return True
-    return isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set
+    if not isinstance(x, jax.Array) or x.sharding.device_set != sharding.device_set:
+        return False
+    own: Any = sharding.mesh
+    mesh: Any = getattr(x.sharding, "mesh", own)  # a program takes one order of the devices
+    return mesh is own or [*mesh.devices.flat] == [*own.devices.flat]

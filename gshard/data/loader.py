@@ -20,6 +20,7 @@ from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.pytree import differences
 from gshard._util.validation import check_integer, flag, shown
 from gshard.data.batch import (
+    check_leaves,
     check_plan,
     local_positions,
     positions_by_process,
@@ -217,6 +218,7 @@ class DataLoader:
             # The loaders were compared when the `for` began, so nothing is compared here: that
             # would be a collective in a thread, in no order with those of the step.
             batch = self._source.read(of_devices[mine].reshape(-1), epoch)
+            check_leaves(batch)
             return put_batch(batch, self._plan, copy=False)
         except Exception as error:
             error.add_note(f"gshard.DataLoader was at batch {position} of epoch {epoch}.")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import differences, flatten, subscript, why_not_numeric
+from gshard._util.pytree import check_array, differences, flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
 from gshard.data.consistency import describe_structure
 
@@ -101,6 +101,8 @@ class Source:
         forms = []
         for path, x in zip(paths, leaves, strict=True):
             dtype = getattr(x, "dtype", None)
+            if dtype is not None and type(x) is not np.ndarray:
+                check_array(x, f"{self._name(0)}{subscript(path)}")
             if why := why_not_numeric(np.asarray(x).dtype if dtype is None else dtype):
                 raise GShardError(
                     f"{self._name(0)}{subscript(path)} {why}. Change or leave it out in transform=."
@@ -160,6 +162,8 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
                 f"source{subscript(paths[0])} has {leaves[0].shape[0]}. All arrays of a source "
                 "share their leading dimension."
             )
+        if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
+            check_array(x, f"source{subscript(path)}")
         why = why_not_numeric(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
             raise GShardError(

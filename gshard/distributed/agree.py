@@ -200,7 +200,7 @@ def _mesh_of_processes(mesh: Mesh) -> Mesh:
     Where some have more than others, not all of theirs take part.
     """
     rows: dict[int, list[Any]] = {}
-    for device in mesh.devices.flat:
+    for device in sorted(mesh.devices.flat, key=lambda d: d.id):  # the order may differ
         rows.setdefault(device.process_index, []).append(device)
     least = min(len(row) for row in rows.values())
     return Mesh(np.array([rows[rank][:least] for rank in sorted(rows)]), ("process", "device"))

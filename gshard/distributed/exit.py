@@ -169,6 +169,11 @@ def until_preempted(
       ...     for batch in gshard.distributed.until_preempted(batches, last=lambda: save(state)):
       ...         state, metrics = step(state, batch)
     """
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise GShardError(
+            f"until_preempted(batches): {shown(batches)} does not give batches one by one. Pass an "
+            "iterable, such as a list, a loader or range(steps)."
+        )
     if last is not None and not callable(last):
         raise GShardError(f"until_preempted(last={shown(last)}) is not a function.")
 

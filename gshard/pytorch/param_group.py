@@ -59,6 +59,8 @@ class ParamGroup(MutableMapping[str, Any]):
             raise ArgumentTypeError(
                 f"{self.name} needs {', '.join(lacking)}. Pass it by name, such as lr=1e-3."
             )
+        if isinstance(lr := every.get("learning_rate"), str):
+            raise ArgumentTypeError(f"lr={lr!r} must be a number, or a schedule of optax.")
         every = {name: _python(x) for name, x in every.items()}
         self.live, self.fixed = {}, every
         tx = self._make()

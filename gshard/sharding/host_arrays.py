@@ -13,7 +13,7 @@ from gshard._util.activity import doing, meet
 from gshard._util.errors import GShardError
 from gshard._util.pytree import map_leaves
 from gshard.sharding.layout import DEVICE, Layout
-from gshard.sharding.validate import refuse_abstract, refuse_donated
+from gshard.sharding.validate import refuse_abstract, refuse_donated, refuse_traced
 from gshard.train_state import PARAMETERS, Components, kind_of
 
 
@@ -71,6 +71,7 @@ def full_on_host(tree: Any, layouts: Any) -> Any:
     """Gathers a tree of stored arrays as NumPy arrays of logical shape (PRNG keys stay keys)."""
     refuse_abstract(jax.tree.leaves(tree))
     refuse_donated(jax.tree.leaves(tree))
+    refuse_traced(jax.tree.leaves(tree), "full_params, or what gathers as it does,")
     return map_leaves(_leaf_to_host, tree, layouts)
 
 

@@ -119,6 +119,18 @@ def _axis_sizes(argument: str, given: Any, example: str) -> dict[str, int]:
     return sizes
 
 
+def refuse_other_context(mesh: Mesh | AbstractMesh) -> None:
+    """Refuses to trace in the context of another mesh, or where its axes belong to a user's map."""
+    here = jax.sharding.get_abstract_mesh()
+    forms = [(x.axis_names, x.axis_sizes, x.axis_types) for x in (here, mesh)]
+    if not here.empty and forms[0] != forms[1]:
+        raise GShardError(
+            "this was called inside a loss, jax.set_mesh, jax.shard_map or jax.pmap, with the axes "
+            f"{dict(here.shape)}, and the plan's mesh is {dict(mesh.shape)}. gshard maps over its "
+            "axes itself: call it outside, with the global batch."
+        )
+
+
 def virtual_devices(count: int) -> None:
     """Makes JAX start with `count` virtual CPU devices. Call it before anything else uses JAX.
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
@@ -30,6 +30,18 @@ class ShardedTransformation(optax.GradientTransformationExtraArgs):
 
     plan: Plan
     fetch_sizes: Callable[[], tuple[int, ...]]  # returns `plan.fetched_at_once`
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ShardedTransformation:
+        return self  # it has no arrays
+
+    def __copy__(self) -> ShardedTransformation:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise GShardError(
+            "a sharded train state cannot be pickled: it belongs to the devices of this process. "
+            "Save it with gshard.Checkpointer, or pickle gshard.full_params(state)."
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -123,6 +123,15 @@ def refuse_abstract(leaves: list[Any]) -> None:
         )
 
 
+def refuse_traced(leaves: list[Any], call: str) -> None:
+    """Raises a `GShardError` if arrays are those of a trace, for a call that needs their values."""
+    if any(isinstance(x, core.Tracer) for x in leaves):
+        raise GShardError(
+            f"{call} was called inside jax.jit or another transform of JAX, where arrays have no "
+            "values. Call it outside."
+        )
+
+
 def refuse_donated(leaves: list[Any]) -> None:
     """Raises a `DonatedStateError` if the memory of an array was donated."""
     if any(x.is_deleted() for x in leaves if _is_array(x)):

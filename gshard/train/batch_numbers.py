@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.sharding import NamedSharding
@@ -22,6 +23,7 @@ from gshard.data.batch_number import number_of
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import late_checks
 from gshard.train.same_state import spans_processes
+from gshard.train_state import Components
 
 _MODULUS = 64  # of the numbers, so that sums of squares are exact in float32
 _MOST_DEVICES = 2**24 // _MODULUS**2
@@ -81,14 +83,38 @@ class BatchNumbers:
             late_checks(self._plan).add(partial(_fault_of, call, self._plan.group.devices))
 
 
+def with_state(row: jax.Array, parts: Components, plan: Plan) -> jax.Array:
+    """Adds a checksum of the step number and the optimizer's scalars, such as a learning rate.
+
+    Each device computes it from its own copy, inside the program.
+    """
+    on_device = (parts.step, () if plan.bytes_per_device["host"] else parts.opt_state)
+    number = jnp.uint32(0)
+    for x in jax.tree.leaves(on_device):
+        if not jnp.ndim(x) and jnp.issubdtype(x.dtype, np.number):
+            wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
+            number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
+    number = (number * jnp.uint32(2654435769)) >> 26  # its upper 6 bits: below _MODULUS
+    number = number.astype(jnp.float32)
+    own = jnp.broadcast_to(jnp.stack([number, number * number]), (len(row), 2))
+    return jnp.concatenate([row, own], axis=1)
+
+
 def _fault_of(call: _Call, devices: int) -> str:
     sums = np.nan_to_num(np.asarray(call.sums)).astype(int).tolist()
-    known, total, squares, program, program_squares = sums
+    known, total, squares, program, program_squares, state, state_squares = sums
     if program_squares * devices != program * program or known > devices:
         return (
             f"call {call.call} of this step met another program on another process: the "
             "processes did not call the same functions in the same order, such as two train "
             f"steps that alternate. {_ADVICE}"
+        )
+    if state_squares * devices != state * state:
+        return (
+            f"in call {call.call} of this step the processes gave different states: the step "
+            "number differs, or a scalar of the optimizer such as a learning rate. A process gave "
+            "an older state, or set another value. Keep what the step returns, and set "
+            "hyperparameters on all processes alike."
         )
     if squares * known == total * total:
         return ""

@@ -12,6 +12,7 @@ from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
+from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train.comm.buckets import BUCKET_SIZE
@@ -138,6 +139,7 @@ def evaluate_on_devices(
     all-gathered at its first use. Inside a loop pass `per_call=True`; otherwise XLA gathers
     everything before the loop.
     """
+    refuse_other_context(plan.mesh)
     stored = jax.tree.leaves(plan.params)
     n = len(stored)
     structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")

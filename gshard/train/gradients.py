@@ -22,6 +22,7 @@ from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
 from gshard.sharding.budget import accumulation
 from gshard.sharding.layout import all_replicated
+from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
@@ -112,6 +113,15 @@ class LocalGradients:
         if not isinstance(other, int) or other:
             self._refuse(shown(other))
         return self
+
+    def __truediv__(self, _: Any) -> NoReturn:
+        """As `1 / k` for k batches; scaling would be undone by the weight, or be wrong."""
+        raise GShardError(
+            "LocalGradients cannot be scaled: gshard.reduce_gradients divides the sums of all "
+            "calls by the weight of all examples. For another factor scale the reduced gradients."
+        )
+
+    __mul__ = __rmul__ = __truediv__
 
     def _refuse(self, other: str) -> NoReturn:
         raise GShardError(
@@ -214,6 +224,7 @@ class GradientStage:
         changed state is by name, in storage shapes.
         """
         plan, options, group = self.plan, self.options, self.plan.group
+        refuse_other_context(plan.mesh)
         stored = jax.tree.leaves(plan.params)
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         own_state = own_non_trainable or {}

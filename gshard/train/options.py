@@ -81,6 +81,7 @@ class TrainStepOptions(StepOptions):
                 f"post_update={shown(self.post_update)} is not a function. Linen: "
                 "post_update(state) -> state; NNX: post_update(model, optimizer), in place."
             )
+        flag("donate", self.donate)
         flag("check_loss", self.check_loss)
         if self.check_replicas is not None:
             check_integer("check_replicas", self.check_replicas, 1, " of steps (None: never)")

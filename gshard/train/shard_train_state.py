@@ -16,7 +16,7 @@ from gshard._util.chips import CHIPS, Chip, chip_of, memory_of
 from gshard._util.errors import GShardError, place_of, warn
 from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.text import bytes_of
-from gshard._util.validation import flag, shown
+from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.agree import all_gather_text, check_same_call
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
@@ -33,10 +33,12 @@ from gshard.sharding.rules import (
     frozen_paths,
     warn_of_unused,
 )
+from gshard.sharding.validate import refuse_traced
 from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train.same_program import compare_programs
 from gshard.train.same_state import agree_on_state, check_source
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
+from gshard.train_state.kind import is_optimizer
 from gshard.train_state.linen import TrainState
 from gshard.train_state.nnx import nnx
 
@@ -212,11 +214,18 @@ def shard_and_advise(
         )
     if made_by is None and init_args:
         raise GShardError("init_args= goes with an init function; state is not a function.")
+    if made_by is not None:
+        check_takes(made_by, "The init function is called with init_args=.", *init_args)
     given = abstract(made_by, *init_args) if made_by else as_state(state)
     kind = kind_of(given)
     template = abstract_like(given)
     kind.check(template)
     tx = kind.tx(template)
+    if not is_optimizer(tx):
+        raise GShardError(
+            f"the optimizer of the state, tx, is {shown(tx)}: pass an optax transformation, such "
+            "as TrainState.create(tx=optax.adam(1e-3), ...)."
+        )
     if isinstance(tx, ShardedTransformation):
         raise GShardError(
             "this state is already sharded. Convert it to a plain state with plan.unwrap(state) "
@@ -255,6 +264,7 @@ def shard_and_advise(
             isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
         ):
             return plan.abstract_state(), plan
+        refuse_traced(jax.tree.leaves(split), "shard_train_state")
         parts = shard_leaves(plan.with_master(split), plan)
     static = kind.split(template).static
     parts = dataclasses.replace(parts, static=static)
@@ -276,7 +286,8 @@ def trace_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
 
 def shard_leaves(parts: Components, plan: Plan) -> Components:
     """Copies every leaf to the layout that the plan gives it."""
-    return map_leaves(lambda layout, x: shard_leaf(x, layout, plan), plan.layouts, parts)
+    with jax.transfer_guard("allow"):  # these are asked for
+        return map_leaves(lambda layout, x: shard_leaf(x, layout, plan), plan.layouts, parts)
 
 
 def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
 import jax
 
-from gshard._util.errors import GShardError, place_of
+from gshard._util.errors import GShardError, place_of, some
 from gshard._util.text import text_of
 from gshard._util.validation import names_of
-from gshard.data.batch import check_examples, shard_batch
+from gshard.data.batch import check_examples, refuse_iterator, shard_batch
 from gshard.sharding.budget import Budget, budget
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
-from gshard.train.batch_numbers import BatchNumbers
+from gshard.train.batch_numbers import BatchNumbers, with_state
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
@@ -39,6 +38,7 @@ from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
 from gshard.train.replicas import ReplicaCheck
 from gshard.train.same_program import ProgramCheck
+from gshard.train.tracing import explain_debug_nans, paused_collector
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
 from gshard.train_state.nonfinite import GradScaler, Guard
@@ -213,7 +213,7 @@ class TrainStep:
         of_devices = options.loss_semantics == "per_device"
         self._check_loss = of_devices and options.check_loss and loss_check.is_on()
         wanted = plan.abstract_components()
-        self._latest = LatestState(plan.kind)
+        self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
@@ -233,6 +233,9 @@ class TrainStep:
         given = {name: getattr(self.options, name) for name in names}
         return budget(self.plan, **given, loss_transfers=self.loss_transfers or ())
 
+    def __deepcopy__(self, _: dict[int, Any]) -> TrainStep:
+        return TrainStep(self._loss_fn, self.plan, self.options)
+
     def __repr__(self) -> str:
         options = self.options
         head = (
@@ -251,10 +254,14 @@ class TrainStep:
     def __call__(self, state: State, batch: Any, /) -> tuple[State, dict[str, Any]]: ...
     @overload
     def __call__(self, model: Any, optimizer: Any, batch: Any, /) -> dict[str, Any]: ...
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
+        with self._in_use:  # of two threads with one state, the second is refused
+            return self._call(args, by_name)
+
+    def _call(self, args: tuple[Any, ...], by_name: dict[str, Any]) -> Any:
         self._latest.after_interrupt()
-        state, parts, (leaves, structure), batch = self._take(args)
+        state, parts, (leaves, structure), batch = self._take(args, by_name)
         self._watch.look(parts.opt_state.guard, parts.step)
         self._late_checks.look()
         batch = self._place(batch)
@@ -266,7 +273,12 @@ class TrainStep:
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
             loss_check.check_mean(loss, parts, batch, self.options, self.plan)
         run = partial(self._check_program.run, jitted, small=lambda x: x[1]["loss"])
-        leaves, metrics, guard, sums, flags = self._latest.run(run, state, *given, numbers(program))
+        try:
+            results = self._latest.run(run, state, *given, numbers(program))
+        except RuntimeError as error:
+            explain_debug_nans(error)
+            raise
+        leaves, metrics, guard, sums, flags = results
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
         self._watch.add(guard, new.opt_state.guard, flags)
@@ -291,12 +303,12 @@ class TrainStep:
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, concrete or abstract, without running it."""
-        with _paused_collector():
+        with paused_collector():
             return self.trace(*args).lower()
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step for these arguments; the mesh of the plan may be abstract."""
-        *_, (leaves, structure), batch = self._take(args, abstract=True)
+        *_, (leaves, structure), batch = self._take(args, {}, abstract=True)
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
         row = self.numbers.row(batch, 0)
@@ -317,7 +329,7 @@ class TrainStep:
     ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
         # XLA names the arguments of the program after these parameters: the report of a compiled
         # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
-        with _paused_collector():
+        with paused_collector():
             return self._stages(leaves, structure, batch, rng, row)
 
     def _stages(
@@ -335,6 +347,8 @@ class TrainStep:
         else:  # a key in the state would draw the same at every step
             keys = fold_keys(parts.non_trainable, parts.step)
             now = dataclasses.replace(parts, non_trainable=keys)
+        if row is not None:
+            row = with_state(row, parts, plan)
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
         result = stage.reduced(now, batch, rng, scale, row)
@@ -368,33 +382,19 @@ class TrainStep:
         return jax.tree.leaves(new), metrics, guard, result.numbers, result.finite_leaves
 
     def _take(
-        self, args: tuple[Any, ...], abstract: bool = False
+        self, args: tuple[Any, ...], by_name: dict[str, Any], abstract: bool = False
     ) -> tuple[Any, Components, tuple[list[Any], Any], Any]:
         """Returns state, components, their leaves and structure, and batch, after checking them."""
         *state, batch = args or (None,)
         wanted = self.plan.kind.arguments
         call = f"step({', '.join((*wanted, 'batch'))})"
-        if len(state) != len(wanted):
-            raise GShardError(f"{call} was called with {len(args)} arguments.")
+        if len(state) != len(wanted) or by_name:
+            named = f" and {some(by_name)}= by name" if by_name else ""
+            raise GShardError(f"{call} was called with {len(args)} arguments{named}.")
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
+        refuse_iterator(batch)
         parts = self.plan.kind.split(state)
         leaves = self._check(parts, batch, abstract)
         check_optimizer(state, self.plan, call)
         return state, parts, leaves, batch
-
-
-@contextmanager
-def _paused_collector() -> Iterator[None]:
-    """Pauses Python's garbage collector, while a step is traced or lowered.
-
-    A trace keeps nearly everything that it makes, and the collector would search through that again
-    and again, for a third of the time of a model with 1,000 parameters.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -14,6 +14,7 @@ from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.level import Accumulate
+from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.comm.collectives import mean_over_devices
@@ -204,6 +205,7 @@ def mean_non_trainable(own: dict[str, Any], plan: Plan, options: StepOptions) ->
 
 def _on_devices(end: Callable[[Any], Any], given: Any, out_specs: Any, plan: Plan) -> Any:
     """Runs `end` on each device's slice of arrays with a leading axis over the devices."""
+    refuse_other_context(plan.mesh)
     return jax.shard_map(
         lambda own: end(jax.tree.map(lambda x: x[0], own)),
         mesh=plan.mesh,

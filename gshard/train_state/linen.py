@@ -18,7 +18,7 @@ from flax.training.train_state import TrainState
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, path_of
-from gshard._util.validation import shown
+from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
 from gshard.train_state.frozen import (
     FROZEN,
@@ -182,6 +182,9 @@ class Linen(Kind):
             boxed = all_params(params, non_trainable)
             unboxed = jax.tree.map(
                 lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, boxed, is_leaf=_is_box
+            )
+            check_takes(
+                loss_fn, "A loss is called as loss_fn(params, batch).", unboxed, batch, **given
             )
             out = loss_fn(unboxed, batch, **given)
             return _take_updates(out, mutable) if mutable else (out, {})

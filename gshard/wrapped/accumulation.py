@@ -111,7 +111,7 @@ class Accumulation:
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
-    def __call__(self, loss_fn: Callable[..., Any], batch: Any) -> jax.Array:
+    def __call__(self, loss_fn: Callable[..., Any], batch: Any = None) -> jax.Array:
         """Adds the gradient to `model.grads`.
 
         Args:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,8 +15,9 @@ import pytest
 import gshard
 from gshard.analysis.hlo.program import read_program
 from gshard.data.batch_number import _numbers, number_of, set_number
-from gshard.train.batch_numbers import _Call, _fault_of
+from gshard.train.batch_numbers import _Call, _fault_of, with_state
 from gshard.train.late_checks import late_checks
+from gshard.train_state import Components
 from tests.tiers import quick
 
 PARAMS = {f"w{i}": np.full((8, 8), 0.1 + i, np.float32) for i in range(6)}
@@ -62,14 +65,14 @@ def test_the_numbers_change_no_result_and_arrive():
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
     sums = np.asarray(late_checks(plan)._due[0][1].args[0].sums)
-    np.testing.assert_array_equal(sums, 8 * np.array([1, 70 % 64, (70 % 64) ** 2, 0, 0]))
+    np.testing.assert_array_equal(sums[:5], 8 * np.array([1, 70 % 64, (70 % 64) ** 2, 0, 0]))
 
 
 @pytest.mark.parametrize("devices", [2, 8, 4096])
 @pytest.mark.parametrize(("own", "other"), [(5, 6), (64, 63), (63, 64), (10, 40), (129, 127)])
 def test_two_numbers_are_told_apart_and_named(devices, own, other):
     def fault(numbers):
-        rows = [[1, x % 64, (x % 64) ** 2, 3, 9] for x in numbers]
+        rows = [[1, x % 64, (x % 64) ** 2, 3, 9, 2, 4] for x in numbers]
         sums = np.sum(rows, axis=0, dtype=np.float32)
         return _fault_of(_Call(1, own, 3, sums), devices)  # pyright: ignore
 
@@ -80,8 +83,22 @@ def test_two_numbers_are_told_apart_and_named(devices, own, other):
 
 
 def test_a_batch_without_a_number_fits_any():
-    rows = [[1, 5, 25, 1, 1]] * 3 + [[0, 0, 0, 1, 1]] * 5
+    rows = [[1, 5, 25, 1, 1, 0, 0]] * 3 + [[0, 0, 0, 1, 1, 0, 0]] * 5
     assert not _fault_of(_Call(1, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
+
+
+def test_states_with_other_scalars_are_told_apart():
+    def numbers(count, rate):
+        parts = Components({}, {"count": jnp.int32(count), "rate": jnp.float32(rate)}, count, {})
+        return np.asarray(with_state(jnp.zeros((8, 5)), parts, plan))[0, 5:]
+
+    _, plan, _ = made("os", False)
+    found = [tuple(numbers(jnp.int32(i), rate)) for i in range(4) for rate in (0.1, 0.2, 1e-3)]
+    assert all(a != b for a, b in itertools.pairwise(found))
+    assert all(n**2 == square < 64**2 for n, square in found)
+    rows = [[0, 0, 0, 1, 1, *found[0]]] * 7 + [[0, 0, 0, 1, 1, *found[1]]]
+    said = _fault_of(_Call(4, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
+    assert said.startswith("in call 4 of this step the processes gave different states")
 
 
 def test_numbers_are_those_of_the_loader_and_of_no_other_array():

@@ -55,6 +55,8 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
       >>> attention(np.ones((8, 4)), np.ones((8, 4)), 2.0).shape
       (8, 4)
     """
+    if not callable(fun):
+        raise GShardError(f"by_examples({shown(fun)}): pass a function of arrays.")
     place = getattr(fun, "__qualname__", repr(fun))
 
     @functools.wraps(fun)

@@ -348,6 +348,8 @@ def with_gathered_operands(
 
 def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
     """Adds the equations that a `jit` calls as they were traced, not one by one: much faster."""
+    if "inline" not in eqn.params:  # with jax.disable_jit
+        return bind(eqn, values)
     kind = type(eqn.params["inline"])  # a boolean up to JAX 0.11, later `jax.Inline`
     early = True if kind is bool else kind.JAX_EARLY
     return bind(eqn.replace(params={**eqn.params, "inline": early}), values)

@@ -1,0 +1,40 @@
+"""What surrounds a traced program: the garbage collector, and errors of JAX's modes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from gshard._util.errors import GShardError
+
+
+def explain_debug_nans(error: RuntimeError) -> None:
+    """Raises a readable error where `jax_debug_nans` could not run a step again."""
+    config: Any = jax.config
+    if config.jax_debug_nans:
+        raise GShardError(
+            "a step made a NaN, and with jax_debug_nans JAX runs it again, one operation at a "
+            "time, which it cannot: its state was donated. Turn jax_debug_nans off: such a step is "
+            "skipped and counted. To find the operation, take the loss alone: "
+            "with jax.debug_nans(True): jax.grad(loss_fn)(gshard.full_params(state), batch)."
+        ) from error
+
+
+@contextmanager
+def paused_collector() -> Iterator[None]:
+    """Pauses Python's garbage collector, while a step is traced or lowered.
+
+    A trace keeps nearly everything that it makes, and the collector would search through that again
+    and again, for a third of the time of a model with 1,000 parameters.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,239 @@
+"""`gshard.paddle`, `gshard.pytorch` and `gshard.distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import gshard
+from tests.misuses.small import ADAM, BATCH, alone, loss_fn, model_loss, pair, params
+from tests.misuses.table import raw, refused, right, warned
+
+ZeRO = gshard.pytorch.ZeroRedundancyOptimizer
+
+
+def wrapped(level: Any = "os", tx: Any = ADAM, **options: Any) -> Any:
+    return gshard.paddle.group_sharded_parallel(pair()[0], tx, level, **options)
+
+
+def plain() -> Any:
+    return pair()[0]
+
+
+def wrap_twice(_):
+    model, optimizer, _ = wrapped()
+    gshard.paddle.group_sharded_parallel(model, optimizer, "os")
+
+
+def of_another_model(_):
+    other = nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
+    tx = nnx.Optimizer(other, ADAM, wrt=nnx.Param)
+    model, optimizer, _ = gshard.paddle.group_sharded_parallel(plain(), tx, "os")
+    model.backward(model_loss, BATCH)
+    optimizer.step()
+
+
+def step_first(_):
+    wrapped()[1].step()
+
+
+def gradients(model: Any) -> Any:
+    return nnx.grad(model_loss)(model, BATCH)
+
+
+def stepped(model: Any, *grads: Any) -> Any:
+    """A step of SGD with the sum of gradients."""
+    new = nnx.clone(model)
+    total = jax.tree.map(lambda *x: sum(x), *grads)
+    nnx.update(new, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(new), total))
+    return new
+
+
+def twice(_):
+    """The gradients are there until they are cleared, as in Paddle."""
+    model, optimizer, _ = wrapped(tx=optax.sgd(0.1))
+    model.backward(model_loss, BATCH)
+    optimizer.step()
+    optimizer.step()
+    grads = gradients(plain())
+    return model.state_dict(), gshard.paddle.state_dict(stepped(stepped(plain(), grads), grads))
+
+
+def not_cleared(_):
+    """`clear_grad` is forgotten: gradients of the next batch are added, as in Paddle."""
+    model, optimizer, _ = wrapped(tx=optax.sgd(0.1))
+    for _ in range(2):
+        model.backward(model_loss, BATCH)
+        optimizer.step()
+    grads = gradients(plain())
+    after = stepped(plain(), grads)
+    return model.state_dict(), gshard.paddle.state_dict(stepped(after, grads, gradients(after)))
+
+
+def eager_backward(_):
+    """`loss.backward()` of PyTorch."""
+    model, _, _ = wrapped()
+    model_loss(model, BATCH).backward()
+
+
+def zero(params_: Any = None, *args: Any, **options: Any) -> Any:
+    own = params() if params_ is None else params_
+    return ZeRO(own, *(args or (optax.adam,)), **({"lr": 0.1} | options))
+
+
+def one_step(_):
+    own = zero()
+    grads = jax.grad(loss_fn)(params(), BATCH)
+    return own.step(grads), alone(tx=optax.adam(0.1))
+
+
+def local_state(change: Any) -> Any:
+    own = zero()
+    own.load_state_dict(change(own.state_dict()))
+
+
+def missing_process(func: Any, *args: Any, **options: Any) -> Any:
+    return gshard.distributed.spawn(func, *args, **options)
+
+
+def saved(path: Any, model: Any, **options: Any) -> Any:
+    gshard.paddle.save_group_sharded_model(model, path / "out", **options)
+
+
+def data_parallel() -> Any:
+    return gshard.paddle.DataParallel(plain())
+
+
+ROWS = {
+    "group_sharded_parallel without a model": refused(
+        lambda _: gshard.paddle.group_sharded_parallel(None, None, "os"),
+        *("None", "group_sharded_parallel", "nnx.Module"),
+    ),
+    "group_sharded_parallel of parameters": refused(
+        lambda _: gshard.paddle.group_sharded_parallel(params(), ADAM, "os"), "nnx.Module"
+    ),
+    "model and optimizer are swapped": refused(
+        lambda _: gshard.paddle.group_sharded_parallel(ADAM, plain(), "os"), "nnx.Module"
+    ),
+    "level='p_g'": refused(lambda _: wrapped("p_g"), "'p_g'", "p_g_os"),
+    "level='4'": refused(lambda _: wrapped("4"), "level='4'", "p_g_os"),
+    "an NNX optimizer of another model": refused(of_another_model, "another optimizer", "tx.init"),
+    "the class of an optimizer": refused(lambda _: wrapped(tx=optax.adam), "optimizer"),
+    "a scaler that is a number": refused(lambda _: wrapped(scaler=1024.0), "scaler"),
+    "a group that is a number": refused(lambda _: wrapped(group=4), "group"),
+    "offload=1": refused(lambda _: wrapped(offload=1), "offload"),
+    "buffer_max_size=-1": refused(lambda _: wrapped(buffer_max_size=-1), "buffer_max_size"),
+    "a model that is wrapped already": refused(wrap_twice, "already"),
+    "step before backward": refused(step_first, "no gradients"),
+    "step twice": right(twice),
+    "clear_grad is forgotten": right(not_cleared),
+    "loss.backward()": raw(eager_backward, AttributeError, "backward"),
+    "backward with a loss that was computed": refused(
+        lambda _: (lambda m: m.backward(model_loss(plain(), BATCH)))(wrapped()[0]), "backward"
+    ),
+    "backward without a batch": refused(lambda _: wrapped()[0].backward(model_loss), "batch"),
+    "batch and loss are swapped": refused(
+        lambda _: wrapped()[0].backward(BATCH, model_loss), "backward"
+    ),
+    "backward with 13 examples": refused(
+        lambda _: wrapped()[0].backward(model_loss, {k: v[:13] for k, v in BATCH.items()}),
+        *("13 examples", "8 devices"),
+    ),
+    "a learning rate that is text": refused(
+        lambda _: wrapped(tx=optax.inject_hyperparams(optax.sgd)(0.1))[1].set_lr("fast"), "fast"
+    ),
+    "a learning rate of an optimizer that has none to set": refused(
+        lambda _: wrapped()[1].set_lr(0.1), "inject_hyperparams"
+    ),
+    "save_group_sharded_model of a plain model": refused(
+        lambda path: saved(path, plain()), "group_sharded_parallel"
+    ),
+    "load_group_sharded_model of nothing": refused(
+        lambda path: gshard.paddle.load_group_sharded_model(wrapped()[0], path / "no"), "no"
+    ),
+    "paddle.load of nothing": refused(lambda path: gshard.paddle.load(path / "no"), "no"),
+    "paddle.save of a model": refused(
+        lambda path: gshard.paddle.save(plain(), path / "x"), "is not a state dict"
+    ),
+    "paddle.save with swapped arguments": refused(
+        lambda path: gshard.paddle.save(path / "x", {"w": np.ones(3)}), "path=a dict"
+    ),
+    "set_state_dict of another model": refused(
+        lambda _: gshard.paddle.set_state_dict(plain(), {"kernel": np.ones((2, 2))}), "kernel"
+    ),
+    "set_state_dict with unknown names": warned(
+        lambda _: gshard.paddle.set_state_dict(plain(), {"weight": np.ones((2, 2))}),
+        "does not know",
+    ),
+    "state_dict of a number": refused(lambda _: gshard.paddle.state_dict(3), "3"),
+    "DataParallel of a function": refused(lambda _: gshard.paddle.DataParallel(loss_fn), "nnx"),
+    "DataParallel of parameters": refused(lambda _: gshard.paddle.DataParallel(params()), "nnx"),
+    "fused_allreduce_gradients of None": refused(
+        lambda _: gshard.paddle.fused_allreduce_gradients(None), "fused_allreduce_gradients"
+    ),
+    "ZeroRedundancyOptimizer without parameters": refused(lambda _: zero({}), "params are empty"),
+    "an optimizer instead of its class": refused(
+        lambda _: zero(None, optax.adam(0.1)), "optax.adam"
+    ),
+    "the name of an optimizer": refused(lambda _: zero(None, "adam"), "'adam'"),
+    "PyTorch's betas": refused(lambda _: zero(betas=(0.9, 0.99)), "'betas'", "adam", "b1=0.9"),
+    "lr is text": refused(lambda _: zero(lr="0.1"), "lr"),
+    "an unknown hyperparameter": refused(lambda _: zero(momentun=0.9), "momentun"),
+    "partition='rounds'": refused(lambda _: zero(partition="rounds"), "'rounds'", "'greedy'"),
+    "a parameter in two groups": refused(
+        lambda _: zero([{"params": params()["w"]}, {"params": params()["w"]}][:1] * 2), "twice"
+    ),
+    "a group without parameters": refused(lambda _: zero([{"lr": 0.1}]), "params"),
+    "ZeRO step without gradients": refused(lambda _: zero().step(), "step needs gradients"),
+    "ZeRO step with other gradients": refused(
+        lambda _: zero().step({"v": np.ones(3)}), "gradients"
+    ),
+    "ZeRO step with gradients of other shapes": refused(
+        lambda _: zero().step({"w": np.ones((2, 2), np.float32), "b": np.ones(8, np.float32)}), "w"
+    ),
+    "ZeRO step with gradients": right(one_step),
+    "a state dict of another optimizer": refused(
+        lambda _: local_state(lambda s: ZeRO(params(), optax.sgd, lr=0.1).state_dict()),
+        *("load_state_dict", "missing"),
+    ),
+    "a state dict that is None": refused(lambda _: local_state(lambda s: None), "state_dict"),
+    "add_param_group of arrays": refused(
+        lambda _: zero().add_param_group([jnp.ones(3)]), "add_param_group"
+    ),
+    "consolidate to a process that is not there": refused(
+        lambda _: zero().consolidate_state_dict(to=1), "to=1"
+    ),
+    "Join of nothing": refused(lambda _: gshard.pytorch.Join([]), "Join"),
+    "Join of an optimizer alone": refused(lambda _: gshard.pytorch.Join([zero()]), "DataParallel"),
+    "initialize after JAX has started": refused(
+        lambda _: gshard.distributed.initialize("localhost:1234", 2, 0), "before"
+    ),
+    "initialize with an unknown option": refused(
+        lambda _: gshard.distributed.initialize(heartbeat_timeout=3),
+        *("'heartbeat_timeout'", "Did you mean 'heartbeat_timeout_seconds'?"),
+    ),
+    "initialize with process 2 of 2": refused(
+        lambda _: gshard.distributed.initialize("localhost:1234", 2, 2), "process_id=2"
+    ),
+    "initialize with a negative hang_timeout": refused(
+        lambda _: gshard.distributed.initialize(hang_timeout=-1), "hang_timeout=-1"
+    ),
+    "spawn of a lambda": refused(lambda _: missing_process(lambda: None, nprocs=2), "lambda"),
+    "spawn of no function": refused(lambda _: missing_process(3, nprocs=2), "3"),
+    "spawn of 0 processes": refused(lambda _: missing_process(print, nprocs=0), "nprocs=0"),
+    "spawn with arguments that are no sequence": refused(
+        lambda _: missing_process(print, 3, nprocs=2), "args=3"
+    ),
+    "until_preempted of a batch": refused(
+        lambda _: list(gshard.distributed.until_preempted(3)), "until_preempted"
+    ),
+    "until_preempted whose last is no function": refused(
+        lambda _: list(gshard.distributed.until_preempted([1], last=3)), "last=3"
+    ),
+    "a barrier in one process": right(lambda _: (int(gshard.distributed.barrier() is None), 1)),
+}

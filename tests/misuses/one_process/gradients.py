@@ -1,0 +1,106 @@
+"""`value_and_grad`, `reduce_gradients`, and what an optimizer is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gshard
+from tests.misuses.small import BATCH, alone, kept, loss_fn, params, shard
+from tests.misuses.table import raw, refused, right
+
+
+def grads_of(state: Any, plan: Any, **options: Any) -> Any:
+    return jax.jit(gshard.value_and_grad(loss_fn, plan, **options))(state.params, BATCH)[1]
+
+
+def with_grads(make: Any) -> Any:
+    state, plan, _ = kept()
+    return state.apply_gradients(grads=make(state, plan))
+
+
+def added_twice(_):
+    state, plan, _ = kept()
+    local = grads_of(state, plan, sync=False)
+    gshard.reduce_gradients(local.grads, plan)
+
+
+def of_two_plans(_):
+    state, plan, _ = kept()
+    local = jax.jit(gshard.value_and_grad(loss_fn, plan, sync=False))(state.params, BATCH)[1]
+    other = shard(mesh=gshard.make_mesh(devices=jax.devices()[:4]))[1]
+    gshard.reduce_gradients(local, other)
+
+
+def summed_of_two_kinds(_):
+    state, plan, _ = kept("os_g")
+    one = grads_of(state, plan, sync=False, accumulate="local")
+    two = grads_of(state, plan, sync=False, accumulate="scatter")
+    return one + two
+
+
+def updated_by_hand(_):
+    """`optax` on a sharded state, without its `apply_gradients`."""
+    state, plan, _ = kept("p_g_os")
+    grads = grads_of(state, plan)
+    updates, inner = state.tx.update(grads, state.opt_state, state.params)
+    new = state.replace(params=optax.apply_updates(state.params, updates), opt_state=inner)
+    return gshard.full_params(new), alone()
+
+
+def plain_grad(_):
+    """`jax.grad` of a sharded state without gshard: XLA finds the gradients."""
+    state, _, _ = kept("os")
+    grads = jax.jit(jax.grad(loss_fn))(state.params, BATCH)
+    return gshard.full_params(state.apply_gradients(grads=grads)), alone()
+
+
+ROWS = {
+    "gradients of another tree": refused(
+        lambda _: with_grads(lambda s, p: {"v": s.params["w"]}), "gradients", "missing", "added"
+    ),
+    "no gradients": raw(lambda _: with_grads(lambda s, p: None), TypeError, "NoneType"),
+    "the loss and its gradients": refused(
+        lambda _: with_grads(lambda s, p: (jnp.ones(()), s.params)), "gradients"
+    ),
+    "gradients of other shapes": refused(
+        lambda _: with_grads(lambda s, p: jax.tree.map(lambda x: x[:1], s.params)), "gradients"
+    ),
+    "gradients that are not reduced": refused(
+        lambda _: with_grads(lambda s, p: grads_of(s, p, sync=False)), "gshard.reduce_gradients"
+    ),
+    "gradients reduced twice": refused(
+        lambda _: gshard.reduce_gradients(grads_of(*kept()[:2]), kept()[1]), "reduced already"
+    ),
+    "the arrays of local gradients": refused(added_twice, "value_and_grad(loss_fn, plan, sync"),
+    "gradients and plan are swapped": refused(
+        lambda _: gshard.reduce_gradients(kept()[1], grads_of(*kept()[:2], sync=False)),
+        "reduce_gradients",
+    ),
+    "local gradients of another mesh": refused(of_two_plans, "local gradient of", "shape"),
+    "local gradients of two kinds are added": refused(summed_of_two_kinds, "were added to"),
+    "local gradients and a number are added": refused(
+        lambda _: grads_of(*kept()[:2], sync=False) + 1, "were added to 1"
+    ),
+    "local gradients are divided": refused(
+        lambda _: grads_of(*kept()[:2], sync=False) / 2, "LocalGradients"
+    ),
+    "value_and_grad is given a state": refused(
+        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(kept()[0], BATCH), "parameters"
+    ),
+    "value_and_grad is given plain parameters": right(
+        lambda _: (
+            gshard.value_and_grad(loss_fn, kept()[1])(params(), BATCH)[1],
+            jax.grad(loss_fn)(params(), BATCH),
+        )
+    ),
+    "value_and_grad without a batch": raw(
+        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(kept()[0].params),
+        *(TypeError, "value_and_grad", "'batch'"),
+    ),
+    "the optimizer is called by hand": right(updated_by_hand),
+    "gradients of jax.grad": right(plain_grad),
+}

@@ -1,0 +1,35 @@
+"""Budgets, audits, explanations, forecasts and rules."""
+
+from __future__ import annotations
+
+import gshard
+from tests.misuses.small import BATCH, kept, linen, loss_fn, params, shard
+from tests.misuses.table import refused
+
+ROWS = {
+    "a budget of a state": refused(
+        lambda _: gshard.budget(kept()[0]), "budget(plan)", "a TrainState"
+    ),
+    "an audit of a loss": refused(lambda _: gshard.audit(loss_fn), "make_train_step"),
+    "an audit without arguments": refused(lambda _: gshard.audit(kept()[2]), "step(state, batch)"),
+    "an explanation of parameters": refused(lambda _: gshard.explain(params()), "explain"),
+    "a forecast without devices": refused(
+        lambda _: gshard.forecast(gshard.TrainSetup(linen, loss_fn, BATCH), None), "devices"
+    ),
+    "a forecast of a state": refused(lambda _: gshard.forecast(3, 8), "state is a int"),
+    "a forecast for -1 devices": refused(
+        lambda _: gshard.forecast(gshard.TrainSetup(linen, loss_fn, BATCH), -1), "devices=-1"
+    ),
+    "a forecast of an unknown level": refused(
+        lambda _: gshard.forecast(gshard.TrainSetup(linen, loss_fn, BATCH), 8, levels="p_g"),
+        *("'p_g'", "p_g_os"),
+    ),
+    "a forecast of a file that is not there": refused(
+        lambda _: gshard.forecast("nowhere.toml", 8), "nowhere.toml"
+    ),
+    "a rule that is no function": refused(
+        lambda _: shard(rules=gshard.by_path("w", "first")), "'first'"
+    ),
+    "a rule with a pattern that is none": refused(lambda _: gshard.by_path("(", 0), "'('"),
+    "by_examples of no function": refused(lambda _: gshard.by_examples(3), "by_examples"),
+}

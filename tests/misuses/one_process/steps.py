@@ -1,0 +1,322 @@
+"""States, plans and gradients that do not belong together, and calls in a wrong order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import gshard
+from tests.misuses.small import (
+    ADAM,
+    BATCH,
+    alone,
+    kept,
+    linen,
+    loss_fn,
+    model_loss,
+    pair,
+    params,
+    shard,
+)
+from tests.misuses.table import raw, refused, right, warned
+
+
+def step_with(change: Any, level: str = "os", error: Any = None) -> Any:
+    """A step of a state that was changed."""
+    state, plan, step = kept(level)
+    return step(change(state, plan), BATCH)
+
+
+def of_another_shard(**options: Any) -> Any:
+    return kept()[2](shard(**options)[0], BATCH)
+
+
+def nnx_kept(tx: Any = ADAM) -> Any:
+    sharded, plan = shard(pair(tx))
+    return sharded, plan, gshard.make_train_step(model_loss, plan)
+
+
+class Averaged(TrainState):
+    def apply_gradients(self, *, grads, **kwargs):
+        return super().apply_gradients(grads=grads, **kwargs)
+
+
+class Doubled(TrainState):
+    copy: Any = None
+
+
+def of_its_own_class(_):
+    state = Averaged.create(apply_fn=None, params=params(), tx=ADAM)
+    gshard.make_train_step(loss_fn, shard(state)[1])
+
+
+def one_array_twice(_):
+    state = Doubled.create(apply_fn=None, params=params(), tx=ADAM).replace(copy=params())
+    state, plan = shard(state)
+    gshard.make_train_step(loss_fn, plan)(state.replace(copy=state.params), BATCH)
+
+
+def used_again(_):
+    state, _, step = kept()
+    step(state, BATCH)
+    step(state, BATCH)
+
+
+def evaluated_after(_):
+    state, plan, step = kept()
+    step(state, BATCH)
+    gshard.make_eval_step(loss_fn, plan)(state, BATCH)
+
+
+def partly_donated(_):
+    state, _, step = kept()
+    new, _ = step(state, BATCH)
+    step(new.replace(opt_state=state.opt_state), BATCH)
+
+
+def not_assigned(_):
+    """`step(state, batch)` in a loop, without taking what it returns."""
+    state, plan, _ = kept()
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    for _ in range(2):
+        _, metrics = step(state, BATCH)
+    return metrics["loss"], loss_fn(params(), BATCH)
+
+
+def returned_tuple(_):
+    state, _, step = kept()
+    out = step(state, BATCH)
+    step(out, BATCH)
+
+
+def metrics_as_state(_):
+    state, _, step = kept()
+    _, metrics = step(state, BATCH)
+    step(metrics, BATCH)
+
+
+def another_loss_same_plan(_):
+    """Two steps of one plan, as for a generator of samples and its critic."""
+    state, plan, step = kept()
+    other = gshard.make_train_step(lambda p, b: 2 * loss_fn(p, b), plan)
+    state, _ = step(state, BATCH)
+    state, _ = other(state, BATCH)
+    own = alone()
+    grads = jax.grad(lambda p: 2 * loss_fn(p, BATCH))(own)
+    inner = ADAM.init(own)
+    first = jax.grad(loss_fn)(jax.tree.map(jnp.asarray, params()), BATCH)
+    inner = ADAM.update(first, inner, own)[1]
+    updates, _ = ADAM.update(grads, inner, own)
+    return gshard.full_params(state), optax.apply_updates(own, updates)
+
+
+def its_params_replaced(_):
+    """A state whose parameters are the user's own full arrays."""
+    return step_with(lambda s, _: s.replace(params=jax.tree.map(jnp.asarray, params())), "p_g_os")
+
+
+def learning_rate_changed(_):
+    state, plan, step = kept()
+    plan.tx = optax.adam(1.0)
+
+
+def plan_replaced(_):
+    plan = kept()[1]
+    other = dataclasses.replace(plan, level=kept("p_g_os")[1].level)
+    state, metrics = gshard.make_train_step(loss_fn, other)(kept()[0], BATCH)
+    return gshard.full_params(state), alone()
+
+
+def model_changed(_):
+    """A Variable of a sharded NNX model is set to an array of another shape."""
+    (model, optimizer), _, step = nnx_kept()
+    model.kernel = nnx.Param(jnp.zeros((3, 3)))
+    step(model, optimizer, BATCH)
+
+
+def model_extended(_):
+    (model, optimizer), _, step = nnx_kept()
+    model.extra = nnx.Param(jnp.zeros(3))
+    step(model, optimizer, BATCH)
+
+
+def tx_of_pair(_):
+    (model, optimizer), _, step = nnx_kept()
+    optimizer.tx = optax.adam(0.0)
+    step(model, optimizer, BATCH)
+
+
+STEPS = (5, np.int64(5), np.array(5), jnp.int32(5))
+
+ROWS = {
+    "the loss and the plan are swapped": refused(
+        lambda _: gshard.make_train_step(kept()[1], loss_fn),
+        *("make_train_step", "shard_train_state returned"),
+    ),
+    "a mesh instead of the plan": refused(
+        lambda _: gshard.make_train_step(loss_fn, gshard.make_mesh()), "shard_train_state returned"
+    ),
+    "a state instead of the plan": refused(
+        lambda _: gshard.make_train_step(loss_fn, kept()[0]), "shard_train_state returned"
+    ),
+    "what shard_train_state returned instead of the plan": refused(
+        lambda _: gshard.make_train_step(loss_fn, kept()[:2]), "shard_train_state returned"
+    ),
+    "the loss and the plan are swapped, value_and_grad": refused(
+        lambda _: gshard.value_and_grad(kept()[1], loss_fn), "value_and_grad"
+    ),
+    "the loss and the plan are swapped, make_eval_step": refused(
+        lambda _: gshard.make_eval_step(kept()[1], loss_fn), "make_eval_step"
+    ),
+    "state and batch are swapped": refused(
+        lambda _: kept()[2](BATCH, kept()[0]), "step(state, batch)", "a dict", "in this order"
+    ),
+    "state and batch are swapped in evaluation": refused(
+        lambda _: gshard.make_eval_step(loss_fn, kept()[1])(BATCH, kept()[0]), "a dict"
+    ),
+    "parameters instead of the state": refused(
+        lambda _: kept()[2](kept()[0].params, BATCH), "a dict"
+    ),
+    "a step without arguments": refused(lambda _: kept()[2](), "step(state, batch)"),
+    "a step without a batch": refused(lambda _: kept()[2](kept()[0]), "step(state, batch)"),
+    "a step with x and y": refused(
+        lambda _: kept()[2](kept()[0], BATCH["x"], BATCH["y"]), "step(state, batch)", "3 arguments"
+    ),
+    "a step with the batch by name": refused(
+        lambda _: kept()[2](kept()[0], batch=BATCH), "step(state, batch)", "batch= by name"
+    ),
+    "what a step returned, as a whole, as the state": refused(returned_tuple, "step(state, batch)"),
+    "the metrics as the state": refused(metrics_as_state, "step(state, batch)", "a dict"),
+    "the pair of NNX as one argument": refused(
+        lambda _: (lambda p, _, step: step(p, BATCH))(*nnx_kept()), "model", "optimizer", "batch"
+    ),
+    "the optimizer of NNX first": refused(
+        lambda _: (lambda p, _, step: step(p[1], p[0], BATCH))(*nnx_kept()),
+        "step(model, optimizer, batch)",
+    ),
+    "a state that was not sharded": refused(
+        lambda _: kept()[2](linen(), BATCH), "gshard.shard_train_state"
+    ),
+    "a state of another tree": refused(
+        lambda _: step_with(lambda s, _: s.replace(params={"v": s.params["w"]})),
+        *("missing", "params/w", "added", "params/v"),
+    ),
+    "a state of another optimizer": refused(
+        lambda _: of_another_shard(state=linen(optax.sgd(0.1))), "missing", "mu", "w"
+    ),
+    "a state of another learning rate": warned(
+        lambda _: of_another_shard(state=linen(optax.adam(1.0))), "another optimizer than this plan"
+    ),
+    "a state of other shapes": refused(
+        lambda _: step_with(
+            lambda s, _: jax.tree.map(lambda x: jnp.concatenate([x, x], -1) if x.ndim else x, s)
+        ),
+        *("float32[16,", "stored as"),
+    ),
+    "a state of another level": refused(
+        lambda _: step_with(lambda s, _: kept("p_g_os")[0]), "is stored on", "shard"
+    ),
+    "a state of another mesh": refused(
+        lambda _: of_another_shard(mesh=gshard.make_mesh(devices=jax.devices()[:4])),
+        "4 devices",
+    ),
+    "a state of another dtype": refused(
+        lambda _: step_with(
+            lambda s, _: s.replace(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), s.params))
+        ),
+        *("params/", "bfloat16", "float32"),
+    ),
+    "a state on the host": refused(
+        lambda _: step_with(lambda s, _: jax.tree.map(np.asarray, s), "p_g_os"),
+        *("params/w", "a NumPy array"),
+    ),
+    "a state on one device": refused(
+        lambda _: step_with(lambda s, _: jax.device_put(s, jax.devices()[2]), "p_g_os"),
+        *("params/w", "1 device"),
+    ),
+    "full parameters put into the state": refused(its_params_replaced, "params/w", "1 device"),
+    "parameters that were rounded by hand": right(
+        lambda _: (
+            gshard.full_params(
+                step_with(lambda s, _: s.replace(params=jax.tree.map(lambda x: x * 1, s.params)))[0]
+            ),
+            alone(),
+        )
+    ),
+    "another optimizer put into the state": refused(
+        lambda _: step_with(lambda s, _: s.replace(tx=optax.adam(0.0))),
+        *("the optimizer of this state", "plan.unwrap(state)", "inject_hyperparams"),
+    ),
+    "another optimizer put into a pair of NNX": refused(tx_of_pair, "the optimizer of this state"),
+    "a learning rate put into the plan": raw(learning_rate_changed, AttributeError, "tx"),
+    "a step number that is text": refused(
+        lambda _: step_with(lambda s, _: s.replace(step="a")), "step is"
+    ),
+    "a step number that is a fraction": refused(
+        lambda _: step_with(lambda s, _: s.replace(step=1.5)), "step is"
+    ),
+    "a step number that is an array": refused(
+        lambda _: step_with(lambda s, _: s.replace(step=np.arange(3))), "step is"
+    ),
+    "step numbers of Python and NumPy": right(
+        lambda _: (
+            [step_with(lambda s, _, x=x: s.replace(step=x))[0].step for x in STEPS],
+            [6] * len(STEPS),
+        )
+    ),
+    "a state after its donation": refused(
+        used_again,
+        *("earlier step", "state, metrics = step(state, batch)", "donate=False"),
+        error=gshard.DonatedStateError,
+    ),
+    "a state after its donation, in evaluation": refused(
+        evaluated_after, "earlier step", error=gshard.DonatedStateError
+    ),
+    "a state that was donated in part": refused(
+        partly_donated, "earlier step", error=gshard.DonatedStateError
+    ),
+    "what a step returns is not kept": right(not_assigned),
+    "one array for two leaves": refused(
+        one_array_twice,
+        *("params/b", "non_trainable/copy/b", "jnp.copy", "donate=False"),
+    ),
+    "an apply_gradients of its own": refused(
+        of_its_own_class, "Averaged", "apply_gradients", "gshard.value_and_grad(loss_fn, plan)"
+    ),
+    "two steps of one plan": right(another_loss_same_plan),
+    "a plan that was changed by dataclasses.replace": right(plan_replaced),
+    "a Variable of the model gets another shape": refused(model_changed, "kernel", "3"),
+    "the model gets another parameter": refused(model_extended, "added", "extra"),
+    "unwrap of a plain state": refused(
+        lambda _: kept()[1].unwrap(linen()), "plan.unwrap(state)", "the state is plain"
+    ),
+    "unwrap of parameters": refused(
+        lambda _: kept()[1].unwrap(kept()[0].params), "plan.unwrap(state)", "a dict"
+    ),
+    "unwrap with another level's plan": right(
+        lambda _: (kept("p_g_os")[1].unwrap(kept()[0]).params, params())
+    ),
+    "full_params of a plain state": refused(
+        lambda _: gshard.full_params(linen()), "full_params", "gshard.shard_train_state"
+    ),
+    "full_params of parameters": refused(
+        lambda _: gshard.full_params(kept()[0].params), "full_params"
+    ),
+    "full_params of the plan": refused(lambda _: gshard.full_params(kept()[1]), "full_params"),
+    "full_params inside a jit": refused(
+        lambda _: jax.jit(gshard.full_params)(kept()[0]), "full_params", "inside jax.jit"
+    ),
+    "eval step with a loss that returns text": refused(
+        lambda _: gshard.make_eval_step(lambda p, b: "a", kept()[1])(kept()[0], BATCH), "'a'"
+    ),
+    "eval step with a training state of another level": refused(
+        lambda _: gshard.make_eval_step(loss_fn, kept()[1])(kept("p_g_os")[0], BATCH), "stored on"
+    ),
+}

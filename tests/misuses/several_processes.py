@@ -1,0 +1,353 @@
+"""Misuses over two processes of two devices, which one job goes through in this order.
+
+    python -m tests.misuses.several_processes COORDINATOR PROCESSES RANK FILE FOLDER
+
+Each function is called with the rank of its process. A misuse that all processes are told of ends
+with an error on all of them, so the next one can follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gshard
+from tests.misuses.table import Row, refused, right, seen_by, warned
+
+FOLDER = Path()  # main sets it
+
+
+def own(rank: int, **more: Any) -> dict[str, Any]:
+    """This process's half of the batch, with other arrays."""
+    from tests.misuses.small import BATCH
+
+    return {**{name: x[rank * 8 : rank * 8 + 8] for name, x in BATCH.items()}, **more}
+
+
+def step_of(batch: Callable[[int], Any], loss: Any = None, **options: Any) -> Callable[[int], Any]:
+    """A step of a batch that differs by process."""
+
+    def misuse(rank: int) -> Any:
+        from tests.misuses import small
+
+        state, plan = small.shard()
+        step = gshard.make_train_step(loss or small.loss_fn, plan, **options)
+        return gshard.full_params(step(state, batch(rank))[0])
+
+    return misuse
+
+
+def shard(rank: int, **by_rank: tuple[Any, Any]) -> Any:
+    from tests.misuses import small
+
+    return small.shard(**{name: values[rank] for name, values in by_rank.items()})
+
+
+def loader(rank: int, data: Any = None, size: int = 16, **options: Any) -> Any:
+    from tests.misuses import small
+
+    data = {"x": np.arange(32, dtype=np.float32)} if data is None else data
+    return list(gshard.DataLoader(data, size, small.kept()[1], **options))
+
+
+def moved_on(rank: int) -> Any:
+    from tests.misuses import small
+
+    mine = gshard.DataLoader({"x": np.arange(64.0)}, 16, small.kept()[1])
+    mine.load_state_dict({**mine.state_dict(), "position": rank})
+    return list(mine)
+
+
+def saver(**options: Any) -> Any:
+    return gshard.Checkpointer(FOLDER / "steps", asynchronous=False, **options)
+
+
+def saved(number: Callable[[int], int], change: Any = None, **more: Any) -> Callable[[int], Any]:
+    def misuse(rank: int) -> Any:
+        from tests.misuses import small
+
+        with saver() as mine:
+            mine.save(number(rank), small.kept()[0], **{k: f(rank) for k, f in more.items()})
+            return mine.metadata(), mine.all_steps()
+
+    return misuse
+
+
+def with_saver(call: Callable[[Any, int], Any]) -> Callable[[int], Any]:
+    def misuse(rank: int) -> Any:
+        with saver() as mine:
+            return call(mine, rank)
+
+    return misuse
+
+
+def like() -> Any:
+    from tests.misuses import small
+
+    return small.kept()[0]
+
+
+def nan_of_one(rank: int) -> Any:
+    from tests.misuses import small
+
+    state, _, step = small.kept()
+    x = own(rank)["x"] * (np.nan if rank else 1)
+    state, metrics = step(state, own(rank, x=x))
+    return (gshard.full_params(state), metrics["skipped_steps"]), (small.params(), 1)
+
+
+def trains_alone(rank: int) -> Any:
+    """Each process has a mesh of its own devices, and the whole batch."""
+    import jax
+
+    from tests.misuses import small
+
+    state, plan = small.shard(mesh=gshard.make_mesh(devices=jax.local_devices()))
+    state, _ = gshard.make_train_step(small.loss_fn, plan)(state, small.BATCH)
+    return gshard.full_params(state), small.alone()
+
+
+def of_the_old_state(rank: int) -> Any:
+    """One process does not keep what the first step returns."""
+    from tests.misuses import small
+
+    state, plan = small.shard(level="p_g_os")
+    step = gshard.make_train_step(small.loss_fn, plan, donate=False)
+    for i in range(5):
+        new, metrics = step(state, own(rank))
+        state = state if rank and not i else new
+    return float(metrics["loss"])
+
+
+def hyperparameter(level: str) -> Callable[[int], Any]:
+    """Each process sets a learning rate of its own."""
+
+    def misuse(rank: int) -> Any:
+        import jax.numpy as jnp
+        import optax
+
+        from tests.misuses import small
+
+        tx = optax.inject_hyperparams(optax.sgd)(0.1)
+        state, plan = small.shard(small.linen(tx), level)
+        step = gshard.make_train_step(small.loss_fn, plan, donate=False)
+        for _ in range(4):
+            inner = state.opt_state.inner
+            rates = {**inner.hyperparams, "learning_rate": jnp.float32(0.1 * (1 + rank))}
+            inner = inner._replace(hyperparams=rates)
+            state = state.replace(opt_state=state.opt_state._replace(inner=inner))
+            state, metrics = step(state, own(rank))
+        return float(metrics["loss"])
+
+    return misuse
+
+
+def arrays_here(rank: int) -> Any:
+    """Arrays of JAX on a device of this process."""
+    import jax
+
+    from tests.misuses import small
+
+    mine = jax.device_put(own(rank), jax.local_devices()[1])
+    return step_of(lambda _: mine)(rank), small.alone()
+
+
+def scaled(params: Any, batch: Any) -> Any:
+    from tests.misuses.small import loss_fn
+
+    return loss_fn(params, batch) * batch["scale"]
+
+
+def evaluated(batch: Callable[[int], Any]) -> Callable[[int], Any]:
+    def misuse(rank: int) -> Any:
+        from tests.misuses import small
+
+        state, plan, _ = small.kept()
+        return float(gshard.make_eval_step(small.loss_fn, plan)(state, batch(rank)))
+
+    return misuse
+
+
+def exported(name: Callable[[int], str]) -> Callable[[int], Any]:
+    def misuse(rank: int) -> Any:
+        gshard.save_safetensors(like(), FOLDER / name(rank))
+        return gshard.load_safetensors(like(), FOLDER / name(rank)).step, 0
+
+    return misuse
+
+
+def key_of_rank(rank: int) -> Any:
+    import jax
+
+    return step_of(lambda r: own(r, key=jax.random.key(r)))(rank)
+
+
+def all_see_the_same_sums(rank: int) -> Any:
+    from tests.misuses import small
+
+    return step_of(own)(rank), small.alone()
+
+
+def prints(rank: int) -> Any:
+    """The loss does something in Python on one process alone."""
+    from tests.misuses import small
+
+    def loss(params: Any, batch: Any) -> Any:
+        print("traced") if rank == 0 else None
+        return small.loss_fn(params, batch)
+
+    return step_of(own, loss)(rank), small.alone()
+
+
+def micro_batches(rank: int) -> Any:
+    return step_of(own, micro_batches=1 + rank)(rank)
+
+
+def post_update(rank: int) -> Any:
+    import jax
+
+    scale = 1.0 - 0.5 * rank
+    change = lambda s: s.replace(params=jax.tree.map(lambda x: x * scale, s.params))  # noqa: E731
+    return step_of(own, post_update=change)(rank)
+
+
+def swapped_steps(rank: int) -> Any:
+    """Train and eval step in another order."""
+    from tests.misuses import small
+
+    state, plan = small.shard()
+    make = (gshard.make_train_step, gshard.make_eval_step)[rank]
+    return make(small.loss_fn, plan)(state, own(rank))
+
+
+def in_another_order(rank: int) -> Any:
+    import jax
+
+    from tests.misuses import small
+
+    order = jax.devices()[:: (1, -1)[rank]]
+    return small.shard(mesh=gshard.make_mesh(devices=order))
+
+
+def replicas(rank: int) -> Any:
+    from tests.misuses import small
+
+    return small.shard(mesh=gshard.make_mesh(replica=1 + rank))
+
+
+X = np.ones((8, 16), np.float32)
+ROWS: dict[str, Row] = {
+    "nothing: each process gives its half of the batch": right(all_see_the_same_sums),
+    "all processes give the same batch": warned(step_of(lambda r: own(0)), "the same data"),
+    "one process gives another array more": refused(
+        step_of(lambda r: own(r, **({"id": np.arange(8)} if r else {}))), "id"
+    ),
+    "one process gives float16": refused(
+        step_of(lambda r: own(r, x=X.astype(["f4", "f2"][r]))), "float16"
+    ),
+    "one process gives narrower examples": refused(
+        step_of(lambda r: own(r, x=X[:, : 16 - r])), "15"
+    ),
+    "one process gives fewer examples": refused(
+        step_of(lambda r: {k: v[: 8 - 2 * r] for k, v in own(r).items()}), "6", "8"
+    ),
+    "one process gives a number of examples that does not divide": refused(
+        step_of(lambda r: {k: v[: 8 - r] for k, v in own(r).items()}), "7 examples"
+    ),
+    "one process gives None": refused(step_of(lambda r: None if r else own(r)), "no array"),
+    "one process gives text": refused(
+        step_of(lambda r: own(r, **({"t": "a"} if r else {}))), "'a'"
+    ),
+    "one process gives numbers beyond 32 bits": refused(
+        step_of(lambda r: own(r, id=np.full(8, 2 ** (40 * r)))), str(2**40)
+    ),
+    "one process gives other scalars": refused(
+        step_of(lambda r: own(r, scale=1.0 + r), scaled), "scale"
+    ),
+    "one process gives NaN": right(nan_of_one),
+    "a key in the batch": refused(key_of_rank, "key", "jax.random.key_data"),
+    "arrays on a device of each process": right(arrays_here),
+    "another number of examples in evaluation": refused(
+        evaluated(lambda r: {k: v[: 8 - 2 * r] for k, v in own(r).items()}), "the same call"
+    ),
+    "another number of micro-batches": refused(micro_batches, "micro_batches"),
+    "another post_update": refused(post_update, "program"),
+    "the loss prints on one process": right(prints),
+    "a train step on one process, an eval step on the other": refused(
+        swapped_steps, "do not run the same program"
+    ),
+    "a mesh of its own devices on each process": right(trains_alone),
+    "the devices of the mesh in another order": refused(in_another_order, "mesh"),
+    "another replica group": refused(replicas, "replica"),
+    "another rule": refused(lambda r: shard(r, rules=(None, {"b": 0})), "plan"),
+    "another precision": refused(lambda r: shard(r, precision=(None, "bfloat16")), "bfloat16"),
+    "another frozen=": refused(lambda r: shard(r, frozen=(None, "^b$")), "process 1"),
+    "broadcast_from=-1": refused(lambda r: shard(r, broadcast_from=(-1, -1)), "broadcast_from=-1"),
+    "broadcast_from='0'": refused(lambda r: shard(r, broadcast_from=("0",) * 2), "broadcast_from="),
+    "one process does not keep the state of a step": refused(
+        of_the_old_state, "different states", "Keep what the step returns"
+    ),
+    "a learning rate of its own on each process, dp": refused(
+        hyperparameter("dp"), "a learning rate"
+    ),
+    "a learning rate of its own on each process, os_g": refused(
+        hyperparameter("os_g"), "a learning rate"
+    ),
+    "another seed of the loader": refused(lambda r: loader(r, seed=r), "seed"),
+    "another batch_size of the loader": refused(
+        lambda r: loader(r, size=16 * (1 + r)), "batch_size"
+    ),
+    "another order of the loader": refused(lambda r: loader(r, shuffle=bool(r)), "shuffle"),
+    "other data": refused(lambda r: loader(r, {"x": np.arange(32.0) + r}), "checksum"),
+    "data of another length": refused(lambda r: loader(r, {"x": np.zeros(32 + 16 * r)}), "length"),
+    "data of another form": refused(lambda r: loader(r, {"x": np.zeros((32, 1 + r))}), "example"),
+    "another position of the loader": refused(moved_on, "position"),
+    "another number in save": refused(saved(lambda r: 3 + r), "3", "4"),
+    "a state of one process is refused by save": refused(
+        with_saver(lambda c, r: c.save(5, {"w": 1} if r else like())), "state is a dict"
+    ),
+    "other metadata": right(
+        lambda r: (saved(lambda r: 10, metadata=lambda r: {"rank": r})(r), ({"rank": 0}, [10]))
+    ),
+    "data_state= of one process is refused": refused(
+        saved(lambda r: 11, data_state=lambda r: object() if r else 1), "data_state"
+    ),
+    "another number in restore": refused(
+        with_saver(lambda c, r: c.restore(10 + r, like=like())), "restore"
+    ),
+    "another number in delete": refused(with_saver(lambda c, r: c.delete(10 + r)), "delete"),
+    "another call: one saves, the other restores": refused(
+        with_saver(lambda c, r: c.restore(10, like=like()) if r else c.save(20, like())),
+        "restore",
+    ),
+    "another verify=": refused(
+        with_saver(lambda c, r: c.restore(10, like=like(), verify=bool(r))), "verify"
+    ),
+    "restore without like= on one process": refused(
+        with_saver(lambda c, r: c.restore(10, like=None if r else like())), "like="
+    ),
+    "a file that one process has not": refused(
+        lambda r: gshard.load_safetensors(like(), FOLDER / f"none{r}"), "none"
+    ),
+    "another name in save_safetensors": refused(exported(lambda r: f"a{r}"), "a1"),
+}
+
+
+def main(coordinator: str, processes: int, rank: int, file: str, folder: str) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
+    gshard.distributed.initialize(coordinator, processes, rank)
+    found = {}
+    for name, row in ROWS.items():
+        print("begin", name, flush=True)
+        found[name] = np.array(seen_by(lambda: row.misuse(gshard.distributed.process_index())))  # noqa: B023
+        print(name, found[name], flush=True)
+    np.savez(file, **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

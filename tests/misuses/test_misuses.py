@@ -1,0 +1,55 @@
+"""Each row of the table: what a user sees is what it says; and the page shows the same rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.misuses import page, several_processes
+from tests.misuses.one_process import TOPICS
+from tests.misuses.table import assert_words, check
+from tests.processes import run_workers
+
+CASES = {f"{topic}: {name}": row for topic, rows in TOPICS.items() for name, row in rows.items()}
+SLOW = {"Losses", "Files", "Transforms, modes and threads"}  # what works there is compiled
+QUICK = {"jax.disable_jit", "jax.transfer_guard('disallow')"}
+QUICK |= {"a state whose step is a number of Python"}
+
+
+def is_slow(topic: str, name: str) -> bool:
+    return topic in SLOW and TOPICS[topic][name].seen == "right" and name not in QUICK
+
+
+MARKED = [
+    pytest.param(name, marks=pytest.mark.slow if is_slow(*name.split(": ", 1)) else ())
+    for name in CASES
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*% of the parameters", "ignore:.*coroutine")
+@pytest.mark.parametrize("name", MARKED)
+def test_what_a_user_sees(name, tmp_path):
+    check(CASES[name], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("misuses")
+    return run_workers(folder, "misuses.several_processes", str(folder))
+
+
+@pytest.mark.parametrize("name", several_processes.ROWS)
+def test_what_every_process_sees(processes, name):
+    row = several_processes.ROWS[name]
+    for process in processes:
+        said = str(process[name])
+        assert said.startswith(row.seen), said
+        if row.words:
+            assert_words(row.words, said)
+
+
+def test_the_page_is_current():
+    assert page.PAGE.read_text() == page.text(), "run python -m tests.misuses.page"
+
+
+def test_there_are_enough():
+    assert len(CASES) >= 600 and len(several_processes.ROWS) >= 45
