@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,13 @@ def check_integer(
     if most is not None and number > most:
         raise GShardError(f"{name}={shown(value)} is too large: {most:,} at most.")
     return number
+
+
+def with_known_spelling(words: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Words of a command line, with `--log-dir` and `--log_dir` as the one that is known."""
+    spellings = {name.replace("-", "_"): name for name in known if name.startswith("--")}
+    options = [word.partition("=") for word in words]
+    return [spellings.get(x.replace("-", "_"), x) + equals + value for x, equals, value in options]
 
 
 def flag(name: str, value: Any) -> bool:
