@@ -249,7 +249,7 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
     """Returns a parser that takes CONFIG, and an option for every key of it."""
     parser = command_parser(name, about, examples)
     parser.add_argument("config", metavar="CONFIG", nargs="?",
-                        help="a TOML file, a name from gshard configs, or module:function")  # fmt: skip
+                        help="TOML file, name of gshard configs, or module:function")  # fmt: skip
     of_model = "An argument of the model's function is given by name: --arguments.layers 4"
     group = parser.add_argument_group("options that override CONFIG", of_model)
     parser.add_argument("--allow-import", action="append", default=[], metavar="NAME",
