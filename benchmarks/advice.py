@@ -46,12 +46,12 @@ _LLAMA = _TRANSFORMER | {"kv_heads": 4, "mlp": 512, "vocabulary": 512, "sequence
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp": ("benchmarks.advice_models:mlp", {}),
     "gpt": (
-        "examples.models.gpt2:setup",
+        "gshard.models.gpt2:setup",
         _TRANSFORMER | {"vocabulary": 512, "positions": 32},
     ),
     "conv": ("benchmarks.advice_models:conv", {}),
-    "llama": ("examples.models.llama:setup", _LLAMA),
-    "moe": ("examples.models.moe:setup", _LLAMA | {"experts": 4, "group": 32}),
+    "llama": ("gshard.models.llama:setup", _LLAMA),
+    "moe": ("gshard.models.moe:setup", _LLAMA | {"experts": 4, "group": 32}),
 }
 
 

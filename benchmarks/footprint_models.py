@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from benchmarks.models import ResidualMLP
 from examples.gpt import GPT, next_byte_loss
-from examples.models import moe
+from gshard.models import moe
 
 
 @dataclasses.dataclass(frozen=True)

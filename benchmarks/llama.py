@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from examples.models import llama
-from examples.models.by_slices import SLICE
 from gshard._util.errors import GShardError
+from gshard.models import llama
+from gshard.models.by_slices import SLICE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,15 @@ import functools
 import inspect
 import warnings
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 
-import jax
-
-_LIBRARIES = str(Path(__file__).parents[1]), str(Path(jax.__file__).parent)
+_JAX = find_spec("jax")  # without importing it, which takes a second
+_LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(_JAX.submodule_search_locations or () if _JAX is not None else ()),
+)
 
 
 class GShardError(ValueError):

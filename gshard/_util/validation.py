@@ -6,7 +6,7 @@ import inspect
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,13 @@ def check_integer(
     if most is not None and number > most:
         raise GShardError(f"{name}={shown(value)} is too large: {most:,} at most.")
     return number
+
+
+def with_known_spelling(words: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Words of a command line, with `--log-dir` and `--log_dir` as the one that is known."""
+    spellings = {name.replace("-", "_"): name for name in known if name.startswith("--")}
+    options = [word.partition("=") for word in words]
+    return [spellings.get(x.replace("-", "_"), x) + equals + value for x, equals, value in options]
 
 
 def flag(name: str, value: Any) -> bool:

@@ -17,8 +17,7 @@ from typing import Any
 
 from gshard._util.errors import GShardError
 
-_SHIPPED = "examples.models"
-_ROOT = Path(__file__).resolve().parents[2]
+_SHIPPED = "gshard.models"
 
 
 class ModelOfFile(str):
@@ -66,7 +65,7 @@ def _may_be_named(name: str, allowed: Sequence[str]) -> bool:
     if _is_one_of(name, allowed):
         return True
     places = _places(name.partition(".")[0])
-    if _is_one_of(name, [_SHIPPED]) and places == [_ROOT / _SHIPPED.partition(".")[0]]:
+    if _is_one_of(name, [_SHIPPED]) and places == [Path(__file__).resolve().parents[1]]:
         return True
     return bool(places) and all(map(_is_own, places))
 

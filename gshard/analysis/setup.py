@@ -170,7 +170,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
     where, _, attribute = name.partition(":")
     if not (where and attribute):
         raise GShardError(
-            f"model={shown(name)} must be 'module:function', such as 'examples.models.llama:setup'."
+            f"model={shown(name)} must be 'module:function', such as 'gshard.models.llama:setup'."
         )
     by_name = isinstance(arguments, Mapping | None)
     if not by_name or not all(isinstance(key, str) for key in arguments or ()):
@@ -285,10 +285,17 @@ class Config:
         return self.devices
 
 
+# The configs that ship with gshard, by name.
+SHIPPED = {
+    path.stem: path
+    for path in sorted((Path(__file__).parents[1] / "models" / "configs").glob("*.toml"))
+}
+
+
 def read_config(
     source: str, options: Mapping[str, Any] | None = None, allow_import: Sequence[str] = ()
 ) -> Config:
-    """Reads a config from a TOML file, or from `module:function`.
+    """Reads a config from a TOML file, a name in `SHIPPED`, or from `module:function`.
 
     `options` are values by key, with `arguments.NAME` for the model's; they override the file's.
     The model that a file names has to ship with gshard, to be in the current folder, or to be in a
@@ -312,7 +319,7 @@ def read_config(
 
 
 def _from_file(source: str) -> dict[str, Any]:
-    path = Path(source)
+    path = SHIPPED.get(source) or Path(source)
     if not path.exists() and ":" in source and path.suffix != ".toml":
         return {"model": source}
     try:
@@ -320,8 +327,9 @@ def _from_file(source: str) -> dict[str, Any]:
     except FileNotFoundError:
         near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
         raise GShardError(
-            f"there is no file {source!r}.{did_you_mean(source, near)} Give a TOML file, or the "
-            "model itself as module:function."
+            f"there is no file {source!r}.{did_you_mean(source, [*near, *SHIPPED])} Give a TOML "
+            "file, the name of a config that ships with gshard (`gshard configs` lists them), or "
+            "the model itself as module:function."
         ) from None
     except tomllib.TOMLDecodeError as error:
         raise GShardError(f"{source} is not TOML: {error}.") from None

@@ -16,10 +16,10 @@ from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
 
 _EXAMPLES = """examples:
-  gshard advise configs/llama-7b.toml --target h100:32x8
-  gshard advise configs/llama-7b.toml --target a100:4x8 --micro_batch_size 8 --all
+  gshard advise llama-7b --target h100:32x8
+  gshard advise llama-7b --target a100:4x8 --micro_batch_size 8 --all
   gshard advise my_project.model:setup --target tpu-v5e:4x4 --json
-  gshard advise configs/gpt2-124m.toml --target h100:1x8 --calibration gpu-check/report.json
+  gshard advise gpt2-124m --target h100:1x8 --calibration gpu-check/report.json
 
 Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
 offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =

@@ -23,6 +23,7 @@ from rich.progress import Progress, ProgressColumn
 
 from gshard._util.durable import NewFile, file_path
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
+from gshard._util.validation import with_known_spelling
 from gshard.analysis.forecast import Forecast, forecast_config
 from gshard.analysis.setup import Config, TrainSetup, load_setup, read_config
 from gshard.sharding.mesh import make_mesh, virtual_devices
@@ -233,7 +234,8 @@ def parsed(
 
     `too_many` is the error for other words that are left over: `{first}`, or all of them, `{rest}`.
     """
-    given, rest = parser.parse_known_args(words)
+    known = [name for action in parser._actions for name in action.option_strings]
+    given, rest = parser.parse_known_args(with_known_spelling(words, known))
     if rest and rest[0].startswith("-"):
         known = re.findall(r"--([\w.]+)", parser.format_usage())  # the dashes alone are similar
         near = did_you_mean(rest[0].partition("=")[0].lstrip("-"), known).replace(" '", " '--")
@@ -247,7 +249,7 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
     """Returns a parser that takes CONFIG, and an option for every key of it."""
     parser = command_parser(name, about, examples)
     parser.add_argument("config", metavar="CONFIG", nargs="?",
-                        help="a TOML file, or module:function")  # fmt: skip
+                        help="TOML file, name of gshard configs, or module:function")  # fmt: skip
     of_model = "An argument of the model's function is given by name: --arguments.layers 4"
     group = parser.add_argument_group("options that override CONFIG", of_model)
     parser.add_argument("--allow-import", action="append", default=[], metavar="NAME",

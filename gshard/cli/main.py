@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable
 
 from gshard._util.errors import did_you_mean
-from gshard.cli.advise import main as advise
-from gshard.cli.audit import main as audit
-from gshard.cli.common import NO_ANSWER, YES
-from gshard.cli.doctor import main as doctor
-from gshard.cli.explain import main as explain
-from gshard.cli.plan import main as plan
-from gshard.cli.verify import main as verify
-from gshard.distributed.launch.cli import main as launch
+from gshard._util.version import __version__
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "advise": (advise, "which level, mesh and micro-batches fit a machine, fastest first"),
-    "audit": (audit, "what the compiled step communicates and keeps, next to its budget"),
-    "doctor": (doctor, "look for what is wrong with this machine"),
-    "explain": (explain, "what holds the memory of a train state, and why"),
-    "launch": (launch, "run a script in several processes"),
-    "plan": (plan, "what every level stores and communicates, before anything runs"),
-    "verify": (verify, "compare checkpoints with their checksums"),
+YES, NO_ANSWER = 0, 2  # exit codes, as in `common`
+
+COMMANDS = {
+    "advise": "which level, mesh and micro-batches fit a machine, fastest first",
+    "audit": "what the compiled step communicates and keeps, next to its budget",
+    "configs": "list the models and sizes that ship with gshard, or print one",
+    "doctor": "look for what is wrong with this machine",
+    "explain": "what holds the memory of a train state, and why",
+    "launch": "run a script in several processes",
+    "plan": "what every level stores and communicates, before anything runs",
+    "verify": "compare checkpoints with their checksums",
 }
 
 
 def main(words: list[str] | None = None) -> int:
     """Runs a command line; returns the exit code."""
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
-    if name in COMMANDS:
-        return COMMANDS[name][0](rest)
-    names = "\n".join(f"  gshard {name:8s} {meaning}" for name, (_, meaning) in COMMANDS.items())
+    if name in COMMANDS:  # imported here, since JAX takes a second
+        folder = "distributed.launch.cli" if name == "launch" else f"cli.{name}"
+        return importlib.import_module(f"gshard.{folder}").main(rest)
+    names = "\n".join(f"  gshard {name:8s} {meaning}" for name, meaning in COMMANDS.items())
     if name in ("-h", "--help"):
         print(f"gshard: ZeRO data parallelism for JAX and Flax\n\n{names}\n\n"
-              "`gshard NAME --help` says more.")  # fmt: skip
+              "`gshard NAME --help` says more. `gshard --version` prints the version.")  # fmt: skip
+        return YES
+    if name in ("-V", "--version"):
+        print(f"gshard {__version__}")
         return YES
     print(f"error: gshard has no command {name!r}.{did_you_mean(name, COMMANDS)}\n{names}",
           file=sys.stderr)  # fmt: skip

@@ -21,11 +21,11 @@ from gshard.analysis.setup import Config, TrainSetup
 from gshard.cli import common
 
 _EXAMPLES = """examples:
-  gshard plan configs/llama-7b.toml
-  gshard plan configs/llama-7b.toml --devices 64 --micro_batches 4 --arguments.layers 16
+  gshard plan llama-7b
+  gshard plan llama-7b --devices 64 --micro_batches 4 --arguments.layers 16
   gshard plan my_project.model:setup --devices 8 --json
-  gshard plan configs/llama-7b.toml --devices 64 --html plan.html
-  gshard plan configs/llama-7b.toml --target h100:32x8 --levels p_g_os
+  gshard plan llama-7b --devices 64 --html plan.html
+  gshard plan llama-7b --target h100:32x8 --levels p_g_os
   gshard plan --paper
 
 GB are 1e9 bytes. Nothing is initialized, and no device is needed. Peaks are estimates, +-20 %: a

@@ -1,4 +1,4 @@
-"""The models of `examples/models` and the configs that name them: sizes, numbers, training."""
+"""The models of `gshard/models` and the configs that name them: sizes, numbers, training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
-from examples.models import gpt2, llama, moe
-from examples.models.by_slices import attend
 from gshard.analysis.setup import load_setup, read_config
 from gshard.cli.main import main
+from gshard.models import gpt2, llama, moe
+from gshard.models.by_slices import attend
 from gshard.sharding.level import LEVELS
 from tests.reference import assert_same_leaves, assert_same_values, flat
 from tests.tiers import quick
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "gshard" / "models" / "configs"
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "llama-1b": 1_235_814_400,

@@ -181,7 +181,7 @@ def test_what_is_too_large_is_told_apart():
 
 def test_a_small_model_is_bound_by_the_starts_of_its_collectives():
     """A million parameters on 8 GPUs: p_g_os has the most collectives."""
-    found = advise(read_config("configs/gpt2-smallest.toml", {"target": "h100:1x8"}))
+    found = advise(read_config("gpt2-smallest", {"target": "h100:1x8"}))
     assert found[0].option.level != "p_g_os"
     assert found[0].cost.binding == "starts of collectives"
     starts = {x.option.level: x.cost.starts for x in reversed(found)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from signal import SIGTERM, Signals
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import check_integer
+from gshard._util.validation import check_integer, with_known_spelling
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
@@ -163,10 +163,11 @@ def request(words: list[str]) -> Request:
     Raises:
       GShardError: an option does not exist, or values contradict each other.
     """
-    made = _parser()
+    made, words = _parser(), [*words]
     takes_value = {name: a.nargs != 0 for a in made._actions for name in a.option_strings}
     at = 0  # what follows the options is the script and its arguments, which may be anything
     while at < len(words) and words[at].startswith("-") and words[at] != "--":
+        words[at : at + 1] = with_known_spelling(words[at : at + 1], takes_value)
         at += 2 if takes_value.get(words[at]) else 1
     script = words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
     try:

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, AxisType
 from benchmarks import wire
 from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import budgeted, sharded_state
-from examples.models.by_slices import cross_entropy
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import parse_target
+from gshard.models.by_slices import cross_entropy
 from tests.ahead_of_time import python_for
 
 ROOT = Path(__file__).parents[3]

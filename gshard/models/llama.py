@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import gshard
-from examples.models.by_slices import SLICE, attend, cross_entropy
-from examples.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+from gshard.models.by_slices import SLICE, attend, cross_entropy
+from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import gshard
-from examples.models import llama
-from examples.models.by_slices import SLICE, cross_entropy
-from examples.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+from gshard.models import llama
+from gshard.models.by_slices import SLICE, cross_entropy
+from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
 
 EXPERT_INIT = nn.initializers.lecun_normal(batch_axis=(0,))
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import gshard
-from examples.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
 
 START = nn.initializers.normal(0.02)
 

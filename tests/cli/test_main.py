@@ -1,0 +1,105 @@
+"""`gshard` itself: what it prints without JAX, how options are spelt, and what ships with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import gshard
+from gshard.analysis.setup import SHIPPED
+from gshard.cli.common import config_parser, named_config
+from gshard.cli.main import COMMANDS, main
+from gshard.distributed.launch.cli import request
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_and_version_do_not_import_jax(tmp_path):
+    code = "import sys; from gshard.cli.main import main; import gshard; main(sys.argv[1:])"
+    for word in ("--help", "--version"):
+        command = [sys.executable, "-c", f"{code}; assert 'jax' not in sys.modules", word]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == 0, ended.stderr
+        said = {"--help": "gshard plan", "--version": f"gshard {gshard.__version__}"}[word]
+        assert said in ended.stdout
+
+
+def test_public_names_are_loaded_at_their_first_use():
+    command = "import gshard, sys; assert 'jax' not in sys.modules; gshard.Plan; gshard.nothing"
+    ended = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, timeout=120
+    )
+    assert "AttributeError: module 'gshard' has no attribute 'nothing'" in ended.stderr
+
+
+def test_every_command_has_help(capsys):
+    for name in COMMANDS:
+        try:
+            code = main([name, "--help"])
+        except SystemExit as ended:  # as argparse ends
+            code = ended.code
+        assert code == 0
+        assert f"gshard {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--micro-batch-size", "--micro_batch_size"])
+def test_options_take_hyphens_and_underscores(option):
+    parser = config_parser("gshard plan", "", "")
+    _, config = named_config(parser, ["gpt2-smallest", "--allow_import=os", option, "3"])
+    assert config.choices.micro_batch_size == 3
+
+
+def test_options_of_the_launcher_take_both_and_those_of_the_script_stay(tmp_path):
+    script = tmp_path / "a.py"
+    script.touch()
+    asked = request(["--log-dir", "x", "--max-restarts=2", str(script), "--a-b", "1"])
+    assert (str(asked.log_dir), asked.max_restarts) == ("x", 2)
+    assert asked.arguments == ["--a-b", "1"]
+
+
+def test_configs_are_listed_and_printed(capsys):
+    assert main(["configs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == SHIPPED.keys()
+    assert main(["configs", "show", "llama-7b"]) == 0
+    printed = capsys.readouterr().out
+    assert tomllib.loads(printed) == tomllib.loads(SHIPPED["llama-7b"].read_text())
+    assert main(["configs", "show", "llama-7"]) == 2
+    assert "Did you mean 'llama-7b'?" in capsys.readouterr().err
+    assert main(["plan", "llama-7"]) == 2
+    assert "Did you mean 'llama-7b'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_wheel_plans_a_shipped_model_in_an_empty_folder(tmp_path):
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", str(tmp_path)]
+    built = subprocess.run([*build, str(ROOT)], capture_output=True, text=True, timeout=300)
+    if built.returncode and "Connection" in built.stderr:
+        pytest.skip("hatchling cannot be downloaded here")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    # Its own site-packages, with those of this environment after it.
+    venv.create(tmp_path / "venv", with_pip=False)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", str(site)]
+        + [str(wheel)],
+        check=True,
+        timeout=300,
+    )
+    here = next(x for x in sys.path if x.endswith("site-packages"))
+    (site / "more.pth").write_text(f"{here}\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = [str(tmp_path / "venv" / "bin" / "python"), "-m", "gshard", "plan", "gpt2-smallest"]
+    ended = subprocess.run(
+        [*command, "--json"], cwd=empty, capture_output=True, text=True, timeout=300,
+        env={"PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert ended.returncode in (0, 1), ended.stderr
+    assert json.loads(ended.stdout)["levels"].keys() >= {"os", "p_g_os"}
