@@ -23,9 +23,7 @@ from gshard._util.jaxpr import opened
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _NAMES = ("name", "jaxpr_thunk", "debug_info")  # parameters without an effect on values
-_OF_DEBUGGING = (
-    "debug_"  # begins the names of primitives that print, which one process may do alone
-)
+_OF_DEBUGGING = "DebugEffect"  # ends the types of effects that print: one process may do so alone
 
 
 class Line(NamedTuple):
@@ -114,8 +112,8 @@ def _live(jaxpr: Any) -> list[Any]:
     needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
     found = []
     for eqn in reversed(jaxpr.eqns):
-        of_debugging = eqn.primitive.name.startswith(_OF_DEBUGGING)
-        if any(v in needed for v in eqn.outvars) or (eqn.effects and not of_debugging):
+        effects = [x for x in eqn.effects if not type(x).__name__.endswith(_OF_DEBUGGING)]
+        if any(v in needed for v in eqn.outvars) or effects:
             found.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return found[::-1]

@@ -315,7 +315,7 @@ class Checkpointer:
             raise GShardError(f"{folder}: {error}") from error
         if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
             warn(
-                f"{folder} was saved with another optimizer than that of like=: {said}. Its state "
+                f"{folder} was saved with another optimizer than like= has: {said}. Its state "
                 "is restored, and training goes on with yours."
             )
         data, metadata = read_data_state(folder, info.processes), dict(info.metadata)

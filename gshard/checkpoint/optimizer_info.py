@@ -9,6 +9,7 @@ other versions, and then only the names of the state's classes are compared.
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,8 @@ def difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if then.get("versions") == now["versions"] and "numbers" in then and "numbers" in now:
         found += [_only("the numbers", then, now, "numbers")]
         found += [_only("the operations", then, now, "operations")]
+        if not any(found) and then.get("trace", now["trace"]) != now["trace"]:
+            found = ["the order or the use of its operations and numbers"]
     return "; ".join(filter(None, found))
 
 
@@ -70,11 +73,16 @@ def _describe(plan: Plan) -> dict[str, Any]:
         return info
     numbers = {_rounded(x) for x in traced.consts if np.size(x) == 1 and np.isrealobj(x)}
     operations: set[str] = set()
+    lines: list[str] = []  # in order: equal sets may belong to different updates
     for eqn in all_equations(traced.jaxpr):
         operations.add(eqn.primitive.name)
         scalars = [x.val for x in eqn.invars if isinstance(x, Literal)]
-        numbers |= {_rounded(x) for x in scalars if np.size(x) == 1 and np.isrealobj(x)}
-    return info | {"numbers": sorted(numbers)[:_MOST], "operations": sorted(operations)}
+        own = [_rounded(x) for x in scalars if np.size(x) == 1 and np.isrealobj(x)]
+        numbers |= {*own}
+        lines.append(f"{eqn.primitive.name} {own}")
+    trace = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    named = {"numbers": sorted(numbers)[:_MOST], "operations": sorted(operations)}
+    return info | named | {"trace": trace}
 
 
 def _rounded(x: Any) -> float:

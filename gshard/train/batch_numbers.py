@@ -105,9 +105,9 @@ def _fault_of(call: _Call, devices: int) -> str:
     known, total, squares, program, program_squares, state, state_squares = sums
     if program_squares * devices != program * program or known > devices:
         return (
-            f"call {call.call} of this step met another program on another process: the "
-            "processes did not call the same functions in the same order, such as two train "
-            f"steps that alternate. {_ADVICE}"
+            f"call {call.call} of this step ran against another program of another process, or "
+            "the processes called their train steps and eval steps in different orders before. "
+            f"{_ADVICE}"
         )
     if state_squares * devices != state * state:
         return (

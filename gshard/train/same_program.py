@@ -34,6 +34,8 @@ _ADVICE = {
 
 
 T = TypeVar("T")
+_orders: dict[Any, int] = {}  # a number of the order of calls, by mesh
+_MODULUS = 61
 _SMALL = 2**16  # elements of an array that may be kept
 _compared: dict[Any, int] = {}  # how many programs, by mesh
 
@@ -54,7 +56,10 @@ class ProgramCheck:
     def __call__(
         self, structure: Any, arguments: Any, trace: Callable[[], jax.stages.Traced]
     ) -> int:
-        """Compares the program that `trace` traces, unless that was done, and returns its number.
+        """Compares the program that `trace` traces, unless that was done, and returns a number.
+
+        It is that of the program, changed by the order of the eval steps and backwards so far: the
+        next train step compares it, since these have no reduction that could carry it.
 
         The program is known by `structure`, which is hashable, and the form of `arguments`. Inside
         a trace of the user's nothing is compared: it may be one of this process alone.
@@ -67,7 +72,7 @@ class ProgramCheck:
         form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
         if self._last[0] is structure and self._last[1] == form:
             self._is_new = False
-            return self._last[2]
+            return self._last[2] + _orders.get(self._plan.mesh, 0)
         key = (structure, tree, tuple(form[1]))
         self._is_new = key not in self._seen
         if self._is_new:
@@ -77,7 +82,7 @@ class ProgramCheck:
             # All processes of a mesh compare the same programs, so these are the same numbers.
             self._seen[key] = _compared[self._plan.mesh] = _compared.get(self._plan.mesh, 0) + 1
         self._last = structure, form, self._seen[key]
-        return self._last[2]
+        return self._last[2] + _orders.get(self._plan.mesh, 0)
 
     def run(
         self, program: Callable[..., T], *args: Any, small: Callable[[Any], Any] | None = None
@@ -96,6 +101,9 @@ class ProgramCheck:
         finally:
             events.calling = ""
         self._calls += 1
+        if small is None:  # a train step tells by itself which one it is
+            order = 5 * _orders.get(self._plan.mesh, 0) + self._last[2]
+            _orders[self._plan.mesh] = order % _MODULUS
         array = _smallest(results) if small is None else small(results)
         if array is not None:
             called(self._what, self._calls, array)

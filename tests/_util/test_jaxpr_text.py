@@ -86,6 +86,13 @@ def test_what_is_only_printed_does_not_count():
 
     assert text(prints) == text(lambda x: x * 2)
 
+    def prints_inside(x):
+        jax.jit(lambda y: jax.debug.print("{y}", y=y))(x)
+        jax.lax.cond(x.sum() > 0, lambda y: jax.debug.print("{y}", y=y), lambda y: None, x)
+        return x * 2
+
+    assert text(prints_inside) == text(lambda x: x * 2)
+
 
 def test_sets_have_an_order():
     assert plain({"b", "a", "c"}) == plain({"c", "b", "a"}) == "{a, b, c}"

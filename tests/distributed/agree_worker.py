@@ -233,6 +233,18 @@ def batches(rank: int) -> dict[str, Callable[[], Any]]:
                 state, metrics = steps[i % 2](state, batch(rank))
         return str(float(metrics["loss"]))
 
+    def evaluated(fault: bool) -> float:
+        """Two eval steps of one form, which process 1 calls in another order the second time."""
+        state, plan = sharded()
+        step = gshard.make_train_step(loss, plan)
+        evals = [gshard.make_eval_step(lambda p, b, f=f: loss(p, b, f), plan) for f in (1.0, 2.0)]
+        for order in (evals, evals[::-1] if rank and fault else evals):
+            for evaluate in order:
+                evaluate(state, batch(rank))
+        for _ in range(4):
+            state, metrics = step(state, batch(rank))
+        return float(metrics["loss"])
+
     def own_data() -> float:
         """Without a loader nobody knows which batch it is."""
         state, plan = sharded()
@@ -279,6 +291,8 @@ def batches(rank: int) -> dict[str, Callable[[], Any]]:
         "repeats": lambda: trained(repeats={(0, 2)}),
         "saves": saved,
         "alternating": lambda: alternating(True),
+        "equal_evaluated": lambda: evaluated(False),
+        "evaluated": lambda: evaluated(True),
         "equal_replicas": lambda: replicas(False),
         "replicas": lambda: replicas(True),
         "equal_again": trained,

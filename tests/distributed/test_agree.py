@@ -160,7 +160,8 @@ def test_nothing_is_saved_after_a_skipped_batch_until_a_restore(batches):
 
 def test_steps_that_do_not_alternate_alike_are_found(batches):
     for process in batches:
-        assert "met another program on another process" in str(process["alternating"])
+        assert "ran against another program of another process" in str(process["alternating"])
+        assert "train steps and eval steps in different orders" in str(process["evaluated"])
 
 
 def test_a_changed_bit_is_found_on_both_processes(batches):
@@ -170,7 +171,14 @@ def test_a_changed_bit_is_found_on_both_processes(batches):
         assert "that on 3 other devices" in str(process["replicas"])
 
 
-EQUAL = ["", "_without_a_number", "_in_a_jit", "_in_global_batches", "_skipped_by_all"]
+EQUAL = [
+    "",
+    "_evaluated",
+    "_without_a_number",
+    "_in_a_jit",
+    "_in_global_batches",
+    "_skipped_by_all",
+]
 
 
 @pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_replicas", "_again"])
