@@ -16,6 +16,8 @@ _ADVICE = "Restore the last checkpoint: this state is not saved, and no step of 
 class LateChecks:
     """The checks of all steps of a plan that are due. All processes make them at the same call.
 
+    `order` is a number of the order in which other programs of the plan were called.
+
     A check returns what is wrong, or an empty string. Once something is, every later call raises.
     """
 
@@ -23,6 +25,7 @@ class LateChecks:
         self._calls = 0
         self._due: deque[tuple[int, Callable[[], str]]] = deque()
         self._fault = ""
+        self.order = 0
 
     def add(self, check: Callable[[], str]) -> None:
         """Adds a check of the call that has just begun."""
@@ -46,7 +49,7 @@ class LateChecks:
     def forget(self) -> None:
         """Forgets what was found and what is due."""
         self._due.clear()
-        self._fault = ""
+        self._fault, self.order = "", 0
 
 
 _checks: weakref.WeakKeyDictionary[Plan, LateChecks] = weakref.WeakKeyDictionary()

@@ -21,6 +21,7 @@ from gshard._util.jaxpr import user_line
 from gshard._util.jaxpr_text import lines_of, plain
 from gshard.distributed.agree import by_value, find_differences, first_difference
 from gshard.sharding.plan import Plan
+from gshard.train.late_checks import late_checks
 from gshard.train.same_state import ADVICE, plan_facts, spans_processes
 
 _ADVICE = {
@@ -34,7 +35,6 @@ _ADVICE = {
 
 
 T = TypeVar("T")
-_orders: dict[Any, int] = {}  # a number of the order of calls, by mesh
 _MODULUS = 61
 _SMALL = 2**16  # elements of an array that may be kept
 _compared: dict[Any, int] = {}  # how many programs, by mesh
@@ -48,7 +48,7 @@ class ProgramCheck:
 
     def __init__(self, plan: Plan, what: str, options: Any = None):
         self._plan, self._what, self._options = plan, what, options
-        self._is_on = spans_processes(plan)
+        self._is_on, self._late = spans_processes(plan), late_checks(plan)
         self._last: tuple[Any, Any, int] = (None, None, 0)
         self._seen: dict[Any, int] = {}
         self._is_new, self._calls = False, 0
@@ -72,7 +72,7 @@ class ProgramCheck:
         form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
         if self._last[0] is structure and self._last[1] == form:
             self._is_new = False
-            return self._last[2] + _orders.get(self._plan.mesh, 0)
+            return self._last[2] + self._late.order
         key = (structure, tree, tuple(form[1]))
         self._is_new = key not in self._seen
         if self._is_new:
@@ -82,7 +82,7 @@ class ProgramCheck:
             # All processes of a mesh compare the same programs, so these are the same numbers.
             self._seen[key] = _compared[self._plan.mesh] = _compared.get(self._plan.mesh, 0) + 1
         self._last = structure, form, self._seen[key]
-        return self._last[2] + _orders.get(self._plan.mesh, 0)
+        return self._last[2] + self._late.order
 
     def run(
         self, program: Callable[..., T], *args: Any, small: Callable[[Any], Any] | None = None
@@ -102,8 +102,7 @@ class ProgramCheck:
             events.calling = ""
         self._calls += 1
         if small is None:  # a train step tells by itself which one it is
-            order = 5 * _orders.get(self._plan.mesh, 0) + self._last[2]
-            _orders[self._plan.mesh] = order % _MODULUS
+            self._late.order = (5 * self._late.order + self._last[2]) % _MODULUS
         array = _smallest(results) if small is None else small(results)
         if array is not None:
             called(self._what, self._calls, array)
