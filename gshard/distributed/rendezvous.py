@@ -166,6 +166,8 @@ class _RollCall:
         self._fail(GShardError(fault))
 
     def _read(self, peer: _Peer) -> None:
+        if peer.connection.fileno() < 0:  # dropped to make room, since the selector returned it
+            return
         more = b""
         with contextlib.suppress(OSError):
             more = peer.connection.recv(_LONGEST)

@@ -9,7 +9,6 @@ import pytest
 import gshard
 from gshard.analysis.setup import load_setup, read_config
 from gshard.cli.common import config_parser, given_config
-from tests.jobs import ROOT
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def test_packages_installed_below_the_current_folder_are_not(folders, monkeypatc
 
 
 def test_models_that_ship_with_gshard_may_be_named(folders):
-    assert read_config(str(ROOT / "configs" / "gpt2-smallest.toml")).model
+    assert read_config("gpt2-smallest").model
 
 
 def test_words_of_the_command_line_are_the_users_own(folders):

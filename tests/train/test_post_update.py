@@ -151,7 +151,8 @@ def test_with_a_precision_it_sees_and_changes_the_master_copies(level):
         want = 2 * ema[path]  # after one step: half of a float32 copy that is not clipped yet
         assert (want != want.astype(jnp.bfloat16)).any()
         want = np.clip(want, -1, 1) if path == "b" else want
-        np.testing.assert_array_equal(copies[path], want)
+        # The compiler may fuse the average with the update, and round it once less.
+        np.testing.assert_allclose(copies[path], want, rtol=3e-7)
         layout = plan.params[path]
         low = layout.unpad(np.asarray(new.params[path]))
         np.testing.assert_array_equal(low, want.astype(jnp.bfloat16))
