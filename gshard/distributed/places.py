@@ -33,7 +33,7 @@ _GROUPS = 8  # of processes at the same place; the rest is only counted
 _LONGEST = 2**16  # bytes of a line
 _NO_ANSWER = "does not answer"
 _LOST = "has lost its connection, or ended without its exit functions"
-_JOIN = 20.0  # seconds in which all processes join
+_JOIN = 10.0  # seconds in which all processes join
 _PAUSE, _TRIES = 1.0, 20  # seconds between attempts to join again, and how many
 
 
