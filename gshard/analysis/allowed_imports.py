@@ -55,9 +55,9 @@ def find_modules_here() -> None:
 
 def _refusal(model: str, name: str) -> GShardError:
     return GShardError(
-        f"the file names the model {model!r}, and {name} is not in the current folder: it may be "
-        f"any code, and would be run. If you trust it, pass --allow-import {name}, or give the "
-        "model as module:function on the command line."
+        f"the file names the model {model!r}, which comes from {name}, outside the current folder. "
+        "It was not called, because it could be any code. If you trust it, pass --allow-import "
+        f"{name}, or give the model as module:function on the command line."
     )
 
 

@@ -101,8 +101,8 @@ def exit_when_it_fails() -> None:
         where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
         print(
             f"gshard: this process lost its connection to another one{where}: "
-            f"{str(error).splitlines()[0]}. The other has probably ended; the reason is in the log "
-            "of the process that ended first.",
+            f"{str(error).splitlines()[0]}. The reason is probably in the log of the process that "
+            "ended first.",
             file=sys.stderr,
             flush=True,
         )

@@ -29,7 +29,9 @@ _ADVICE = {
     "the options": "Give the same options on every process.",
     "the traced program": (
         "The loss, the optimizer with its learning rate, and all values that they read from "
-        "outside must be the same on every process."
+        "outside must be the same on every process. A loop over a set has another order in each "
+        "process: sort it. What belongs to one process, such as a key folded with its rank, goes "
+        "into the batch."
     ),
 }
 

@@ -104,9 +104,9 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
         return structure.unflatten(_taken_from(source, leaves, differ, mesh))
     names = some([paths[i] or "the argument" for i in differ], 3)
     raise GShardError(
-        f"the processes do not have the same values in {what}: {names} of {processes(others)} "
-        f"{'differ' if len(others) > 1 or len(differ) > 1 else 'differs'} from that of process "
-        f"{min(found)}. Use the same seed and the same files on every process, or pass "
+        f"the processes do not have the same values in {what}: {names} on {processes(others)} "
+        f"{'differ' if len(differ) > 1 else 'differs'} from process {min(found)}. Use the "
+        "same seed and the same files on every process, or pass "
         f"broadcast_from={min(found)} to shard_train_state: all processes then take the values of "
         f"process {min(found)}."
     )

@@ -292,8 +292,8 @@ class TrainStep:
     def latest(self) -> Any:
         """The state that this step returned last, which an interrupt (Ctrl-C) does not lose.
 
-        For NNX the `(model, optimizer)` pair. None if the step has returned none, if it was donated
-        since, or if nobody has kept it: only an interrupt keeps it, until the next call or `del`.
+        For NNX the `(model, optimizer)` pair. None if there is none, if a later call took it over,
+        or if the caller has dropped it: only an interrupt keeps it, until the next call or `del`.
         """
         return self._latest.get()
 

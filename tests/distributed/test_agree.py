@@ -18,9 +18,9 @@ def states(tmp_path_factory):
 
 
 DIFFERENT = {
-    "seeds": ("same values in the train state: params/v, params/w of process 1 differ", "seed",
+    "seeds": ("same values in the train state: params/v, params/w on process 1 differ", "seed",
               "broadcast_from=0"),
-    "seeds_at_p_g_os": ("params/v, params/w of process 1 differ from that of process 0",),
+    "seeds_at_p_g_os": ("params/v, params/w on process 1 differ from process 0",),
     "broadcast_on_one": ("differ in broadcast_from: None on process 0, 0 on process 1",),
     "broadcast_from_nobody": ("broadcast_from=2 is no process: there are 2",),
     "level": ("differ in the level: os on process 0, p_g_os on process 1",),
@@ -28,7 +28,7 @@ DIFFERENT = {
     "optimizer": ("differ in the plan", "Make the same model and optimizer"),
     "options": ("min_shard_size=",),
     "init_closure": ("the init function <lambda>", "differs in the traced program"),
-    "init_keys": ("same values in init_args=: 0 of process 1 differs",),
+    "init_keys": ("same values in init_args=: 0 on process 1 differs",),
 }  # fmt: skip
 
 
