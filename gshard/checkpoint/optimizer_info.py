@@ -42,7 +42,7 @@ def difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         found += [_only("the numbers", then, now, "numbers")]
         found += [_only("the operations", then, now, "operations")]
         if not any(found) and then.get("trace", now["trace"]) != now["trace"]:
-            found = ["the order or the use of its operations and numbers"]
+            found = ["the order of its operations and numbers"]
     return "; ".join(filter(None, found))
 
 
@@ -73,13 +73,13 @@ def _describe(plan: Plan) -> dict[str, Any]:
         return info
     numbers = {_rounded(x) for x in traced.consts if np.size(x) == 1 and np.isrealobj(x)}
     operations: set[str] = set()
-    lines: list[str] = []  # in order: equal sets may belong to different updates
+    lines: dict[str, None] = {}  # in order, each once: the same for any number of parameters
     for eqn in all_equations(traced.jaxpr):
         operations.add(eqn.primitive.name)
         scalars = [x.val for x in eqn.invars if isinstance(x, Literal)]
         own = [_rounded(x) for x in scalars if np.size(x) == 1 and np.isrealobj(x)]
         numbers |= {*own}
-        lines.append(f"{eqn.primitive.name} {own}")
+        lines[f"{eqn.primitive.name} {own}"] = None
     trace = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     named = {"numbers": sorted(numbers)[:_MOST], "operations": sorted(operations)}
     return info | named | {"trace": trace}

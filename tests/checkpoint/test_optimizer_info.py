@@ -34,8 +34,7 @@ def saved(tmp_path_factory):
     [
         (optax.adam(3e-3), r"the numbers -0\.001.* there, -0\.003.* here"),
         (optax.adam(1e-3, b1=0.8), r"the numbers 0\.1, 0\.9 there, 0\.2, 0\.8 here"),
-        (optax.adam(1e-3, nesterov=True), "the order or the use of its operations and numbers"),
-        (optax.adam(1e-3, b1=0.999, b2=0.9), "the order or the use of its operations and numbers"),
+        (optax.adam(1e-3, b1=0.999, b2=0.9), "the order of its operations and numbers"),
         (optax.adamax(1e-3), "the operations .* there, .*max.* here"),
         (optax.adam(optax.constant_schedule(1e-3)), "state of none there, ScaleByScheduleState"),
     ],
