@@ -57,24 +57,31 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_line(f"wrote {RECORD.relative_to(ROOT)}")
 
 
-def old_rows() -> dict[str, str]:
-    """The rows of the record by file."""
-    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| tests/")}
+def old_rows(text: str | None = None) -> dict[str, str]:
+    """The rows of the record, or of a text like it, by file."""
+    if text is None:
+        text = RECORD.read_text() if RECORD.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith("| tests/")]
+    return {line.split("|")[1].strip(): line for line in lines}
 
 
 def seconds_by_file() -> dict[str, float]:
-    """The seconds that the tests of each file took when they were recorded."""
+    """The seconds that the tests of each file took, as the commit has recorded them.
+
+    The shards of one run must divide the files alike, and each of them changes the record.
+    """
     column = COLUMNS.index("seconds of tests") + 1
-    return {file: float(row.split("|")[column]) for file, row in old_rows().items()}
+    committed = git("show", f"HEAD:{RECORD.relative_to(ROOT)}") or None
+    return {file: float(row.split("|")[column]) for file, row in old_rows(committed).items()}
 
 
 def commit() -> str:
     """The commit that ran, with a `+` when the tree had other changes."""
-
-    def git(*arguments: str) -> str:
-        run = ["git", "-C", str(ROOT), *arguments]
-        return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
-
     changed = git("status", "--porcelain", "--", ".", f":!{RECORD.relative_to(ROOT)}")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if changed else "")
+
+
+def git(*arguments: str) -> str:
+    """What git prints; empty where there is no repository."""
+    run = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import tiers
+from tests import record, tiers
 from tests.tiers import files_of_shard, parse_shard, stale, workers
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +22,19 @@ def test_every_file_is_in_one_shard(count):
     assert sorted(x for files in shards for x in files) == sorted(SECONDS)
     if count == 3:  # 270 seconds
         assert {sum(SECONDS[x] for x in files) for files in shards} == {90.0, 95.0, 85.0}
+
+
+def test_a_record_that_a_shard_has_written_does_not_move_files(tmp_path, monkeypatch):
+    before = record.seconds_by_file()
+    changed = tmp_path / "test-record.md"
+    changed.write_text("| tests/test_tiers.py | 1 | 0 | 0 | 0 | 9999 | today | x | 3.11 | 0.10 |\n")
+    committed = record.RECORD.relative_to(record.ROOT)
+    monkeypatch.setattr(
+        record,
+        "old_rows",
+        lambda text=None, own=record.old_rows: own(changed.read_text() if text is None else text),
+    )
+    assert record.seconds_by_file() == before or not record.git("show", f"HEAD:{committed}")
 
 
 def test_a_shard_is_read():
