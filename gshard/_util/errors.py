@@ -65,26 +65,15 @@ class GShardWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Warns at the line of the user's code that called gshard, directly or through JAX."""
-    warnings.warn(message, GShardWarning, stacklevel=_user_frame()[1])
-
-
-def user_place() -> str:
-    """The file and line of the user's code that called gshard, such as `train.py:12`."""
-    frame, _ = _user_frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "an unknown line"
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and is_library_frame(frame):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, GShardWarning, stacklevel=level)
 
 
 def is_library_frame(frame: FrameType) -> bool:
     """Whether a frame runs code of gshard or JAX."""
     return frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
-def _user_frame() -> tuple[FrameType | None, int]:
-    """The user's frame, and how many frames it is above the caller of this function."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and is_library_frame(frame):
-        frame, level = frame.f_back, level + 1
-    return frame, level
 
 
 def place_of(function: object) -> str:

@@ -97,9 +97,9 @@ class Watchdog:
             if self._member is not None:
                 await self._member.join()
         except (OSError, TimeoutError) as error:
-            at = "" if self._member is None else f" at {self._member.at}"
+            where = "" if self._member is None else f" at {self._member.at}"
             _say(
-                f"gshard: process {self._rank} cannot reach the watchdog of process 0{at} "
+                f"gshard: process {self._rank} cannot reach the watchdog of process 0{where} "
                 f"({error or 'no answer'}). Reports of long waits will not say where the other "
                 "processes are. Allow TCP connections between the machines."
             )
