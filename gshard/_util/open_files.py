@@ -1,9 +1,23 @@
-"""The number of files and sockets that this process may open."""
+"""Open files and sockets: how many this process may have, and those that no fork keeps."""
 
 from __future__ import annotations
 
+import os
 import resource
 from contextlib import suppress
+
+closed_in_forks: set[int] = set()
+"""Descriptors that are closed in a forked child, such as a data worker. It may outlive this
+process, and would keep its locks and connections. Remove a descriptor before closing it."""
+
+
+def _close_in_fork() -> None:
+    for descriptor in closed_in_forks:
+        os.close(descriptor)
+    closed_in_forks.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def allow_open_files(count: int) -> int:

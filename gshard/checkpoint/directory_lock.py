@@ -9,19 +9,9 @@ import stat
 from pathlib import Path
 
 from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.open_files import closed_in_forks
 
 LOCK = ".gshard_lock"
-_held: set[int] = set()  # descriptors of the locks of this process
-
-
-def _close_in_fork() -> None:
-    """A forked child, such as a data worker, may outlive its parent and would keep the lock."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def lock(directory: Path) -> int:
@@ -43,7 +33,7 @@ def lock(directory: Path) -> int:
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
         os.close(descriptor)
         raise refused
-    _held.add(descriptor)
+    closed_in_forks.add(descriptor)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -62,8 +52,8 @@ def lock(directory: Path) -> int:
 
 def unlock(descriptor: int) -> None:
     """Lets another process write; does nothing in a forked child, which has not the lock."""
-    if descriptor in _held:
-        _held.discard(descriptor)
+    if descriptor in closed_in_forks:
+        closed_in_forks.discard(descriptor)
         with contextlib.suppress(OSError):  # also if a child that a C library forked still has it
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
@@ -72,7 +62,7 @@ def unlock(descriptor: int) -> None:
 def is_locked_by(descriptor: int, directory: Path) -> bool:
     """Whether a descriptor of `lock` belongs to this directory, which may have been replaced."""
     try:
-        own = descriptor in _held
+        own = descriptor in closed_in_forks
         return own and os.path.samestat(os.fstat(descriptor), (directory / LOCK).stat())
     except OSError:
         return False

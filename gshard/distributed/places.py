@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import secrets
 import socket
 import threading
@@ -25,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from gshard._util.activity import Place
+from gshard._util.open_files import closed_in_forks
 from gshard.distributed.messages import line_of, packed, send, unpacked
 from gshard.distributed.rendezvous import BACKLOG, Address
 
@@ -267,7 +267,7 @@ class Member:
     _writer: asyncio.StreamWriter | None = None
     _meetings: dict[str, Meeting] = field(default_factory=dict)
     _answers: list[asyncio.Future[list[Group]]] = field(default_factory=list)
-    _descriptor: int | None = None
+    _descriptor: int = -1
     _is_lost: bool = False  # for good
 
     async def join(self) -> None:
@@ -276,8 +276,6 @@ class Member:
         Raises:
           OSError: process 0 cannot be reached.
         """
-        # Otherwise a forked data worker keeps the connection of a process that has ended.
-        os.register_at_fork(after_in_child=self._close_in_child)
         reader = await self._connect()
         self._staying = asyncio.ensure_future(self._stay(reader))
 
@@ -287,6 +285,7 @@ class Member:
         connection = self._writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._descriptor = connection.fileno()
+        closed_in_forks.add(self._descriptor)
         self._say({"token": self.token, "rank": self.rank})
         for meeting in self._meetings.values():
             self._say_meeting(meeting)
@@ -305,10 +304,6 @@ class Member:
                 self._is_lost = True
         for key in [*self._meetings]:
             self._end_meeting(key, None, [])
-
-    def _close_in_child(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
 
     async def ask(self) -> list[Group]:
         """Returns where all processes are, in groups; empty if process 0 does not answer."""
@@ -332,7 +327,8 @@ class Member:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        self._descriptor = None
+        closed_in_forks.discard(self._descriptor)
+        self._descriptor = -1  # the number may be that of another file from now on
         if self._writer is not None:
             self._writer.close()
 
