@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -37,17 +36,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax  # noqa: E402
 
-# Compiled programs are kept between runs: the key holds the program, the flags and the versions,
-# and a program that comes from the cache has the same text and the same memory figures.
-# Set here and not in the environment, so that the processes a test starts compile for themselves.
-# One folder for each worker: JAX may read an entry that another process has half written, which
-# ends in a warning, or in a crash of XLA.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-jax.config.update(
-    "jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "jax" / _WORKER)
-)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+# A user's cache of compiled programs: XLA loses the order of collectives in those that it reads on
+# CPUs (tests/sharding/test_compilation_cache.py).
+jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_addoption(parser):

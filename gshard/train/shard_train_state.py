@@ -22,7 +22,7 @@ from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import LEVELS, Level, LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.mesh import data_group
+from gshard.sharding.mesh import data_group, warn_of_compilation_cache
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.rules import (
@@ -252,6 +252,8 @@ def shard_and_advise(
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.non_trainable))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
+    if isinstance(mesh, Mesh):
+        warn_of_compilation_cache(mesh)
     source = wanted["broadcast_from"]
     if made_by is not None and isinstance(mesh, Mesh):
         init_args = agree_on_state(plan, tuple(init_args), "init_args=", source)
