@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import core
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
@@ -121,6 +122,8 @@ def _live(jaxpr: Any) -> list[Any]:
 
 def plain(x: Any) -> str:
     """A value as text: exactly if it is plain, else by its type alone."""
+    if isinstance(x, core.Tracer):  # of a trace around this one
+        return x.aval.str_short()
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
         return _array(x)
     if isinstance(x, (set, frozenset)):

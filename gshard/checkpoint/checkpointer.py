@@ -27,7 +27,6 @@ from gshard.checkpoint.directory import (
     existing_step,
     steps_in,
 )
-from gshard.checkpoint.optimizer_info import difference, optimizer_info
 from gshard.checkpoint.orbax import read
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
@@ -35,6 +34,7 @@ from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import check_now, forget_checks
+from gshard.train.optim.optimizer_info import difference, optimizer_info
 
 S = TypeVar("S")
 

@@ -25,8 +25,8 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
-from gshard.checkpoint.optimizer_info import optimizer_info
 from gshard.sharding.plan import Plan
+from gshard.train.optim.optimizer_info import optimizer_info
 
 SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
 _STEP = re.compile(r"0|[1-9][0-9]*")

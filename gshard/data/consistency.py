@@ -22,6 +22,7 @@ import numpy as np
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
 from gshard.distributed.agree import check_same_call, exchange_texts
+from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
 DATA_COMPARISONS = 8  # calls whose data is compared if all entries of the first batches are equal
@@ -39,6 +40,7 @@ _ADVICE_FOR_SHARED_INDICES = (
 
 # By plan, the same on each process: the form agreed on, and the calls whose data is still compared.
 _agreed: weakref.WeakKeyDictionary[Plan, tuple[Any, int]] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[Plan, int] = weakref.WeakKeyDictionary()
 
 
 def compare_batches(
@@ -50,6 +52,9 @@ def compare_batches(
     has the arrays that are not global yet, `positions` is that of `positions_by_process`, and
     `fault` says why this process cannot place its batch; then the others raise too.
     """
+    calls = _calls[plan] = _calls.get(plan, 0) + 1
+    if calls == 2:  # the first batch has been used: its loss is traced
+        compare_losses(plan)
     leaves, structure = jax.tree.flatten(batch)
     shapes = [getattr(x, "shape", ()) for x in leaves]
     form = (structure, [getattr(x, "dtype", type(x)) for x in leaves], shapes)

@@ -30,6 +30,7 @@ from gshard.data.batch import (
 from gshard.data.batch_number import set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.source import Source
+from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
 T = TypeVar("T")
@@ -182,12 +183,16 @@ class DataLoader:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
+        compared = False
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
             set_number(batch, at[0] * len(self) + at[1])
             yield batch
             self._check_current(iteration)
+            if not compared:  # the first batch has been used: its loss is traced
+                compare_losses(self._plan)
+                compared = True
         self._check_current(iteration)
         self._epoch, self._position = self._epoch + 1, 0
 

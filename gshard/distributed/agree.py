@@ -32,6 +32,7 @@ _CALLS = {
     "state": "shards a train state",
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",
+    "losses": "compares the losses that it has traced",
 }
 _DATA = "a comparison of data"
 _WAITS = {"state": "shard_train_state", "program": "a comparison of programs"}

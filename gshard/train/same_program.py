@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import core
 
 from gshard._util import events
@@ -20,6 +21,7 @@ from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line
 from gshard._util.jaxpr_text import lines_of, plain
 from gshard.distributed.agree import by_value, find_differences, first_difference
+from gshard.distributed.traced_losses import SAME_LOSS, is_noted, note_loss
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import late_checks
 from gshard.train.same_state import ADVICE, plan_facts, spans_processes
@@ -27,12 +29,7 @@ from gshard.train.same_state import ADVICE, plan_facts, spans_processes
 _ADVICE = {
     **ADVICE,
     "the options": "Give the same options on every process.",
-    "the traced program": (
-        "The loss, the optimizer with its learning rate, and all values that they read from "
-        "outside must be the same on every process. A loop over a set has another order in each "
-        "process: sort it. What belongs to one process, such as a key folded with its rank, goes "
-        "into the batch."
-    ),
+    "the traced program": SAME_LOSS,
 }
 
 
@@ -114,6 +111,22 @@ class ProgramCheck:
 def _smallest(results: Any) -> jax.Array | None:
     arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array) and x.size < _SMALL]
     return min(arrays, key=lambda x: x.size, default=None)
+
+
+def note_program(plan: Plan, name: str, function: Callable[..., Any], *args: Any) -> None:
+    """Notes a program that is a part of a user's own, for a comparison with other processes.
+
+    It traces the function once more, for each form of arguments and for each trace of the user's.
+    """
+    if not spans_processes(plan):
+        return
+    leaves, tree = jax.tree.flatten(args)
+    forms = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    form = " ".join(f"{x.dtype}{list(x.shape)}" for x in forms)
+    if is_noted(plan, form) and not any(isinstance(x, core.Tracer) for x in leaves):
+        return
+    traced = jax.make_jaxpr(function)(*tree.unflatten(forms))
+    note_loss(plan, form, name, [line.text for line in lines_of(traced)])
 
 
 def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: Any = None) -> None:

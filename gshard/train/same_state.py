@@ -31,6 +31,7 @@ from gshard.distributed.agree import (
 )
 from gshard.distributed.broadcast import broadcast
 from gshard.sharding.plan import Plan, describe_layout
+from gshard.train.optim.optimizer_info import optimizer_lines
 
 _LIBRARIES = ("gshard", "jax", "jaxlib", "flax", "optax")
 ADVICE = {
@@ -40,6 +41,10 @@ ADVICE = {
     "the plan": (
         "Make the same model and optimizer on every process, and give shard_train_state the same "
         "options (min_shard_size=, rules=, frozen=, precision=, offload=, ...)."
+    ),
+    "the optimizer": (
+        "Make it with the same numbers, such as the learning rate, and the same transformations on "
+        "every process."
     ),
     "the arrays": "Pass the same arguments on every process.",
     "broadcast_from": "Give the same broadcast_from= on every process.",
@@ -82,6 +87,7 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
     forms = [f"{p} {_form(x)}" for p, x in zip(paths, leaves, strict=True)]
     facts = {
         **plan_facts(plan),
+        "the optimizer": optimizer_lines(plan),
         "the arrays": forms,
         "broadcast_from": [str(source)],
         "values": lines,

@@ -22,6 +22,7 @@ from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_sp
 from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
 from gshard.train.options import LossSemantics, StepOptions, check_options
+from gshard.train.same_program import note_program
 from gshard.train_state import OVERWRITTEN
 
 
@@ -115,6 +116,11 @@ def value_and_grad(
         parts = plan.kind.split_target(target, collections)
         pure = plan.kind.loss(loss_fn, names, parts.static)
         stage = GradientStage(pure, plan, options, name)
+
+        def arrays(*args: Any) -> Any:
+            return vars(stage.reduced(*args)) if sync else stage.local(*args)
+
+        note_program(plan, name, arrays, parts, batch, rng)
         if sync:
             result = stage.reduced(parts, batch, rng)
             grads = plan.kind.gradients(result.grads, target, result.updates)

@@ -288,7 +288,7 @@ class Accumulation:
             self._of_loss.pop(next(iter(self._of_loss)))
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         if local:
-            made = OnModel(partial(self._phases.local, loss_fn), wrt, donated=(1, 2))
+            made = OnModel(partial(self._phases.local, loss_fn), wrt, donated=(1, 2), check=check)
         elif self.updating is not None:
             run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
             made = OnModel(run, wrt, donated=(3,), check=check)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.checkpoint.optimizer_info import difference, optimizer_info
+from gshard.train.optim.optimizer_info import difference, optimizer_info
 
 
 def shard(tx, level="dp", devices=1, **options):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
         "level": lambda: sharded(0, ["os", "p_g_os"][rank]),
         "dtype": lambda: sharded(0, dtype=["float32", "float16"][rank]),
         "optimizer": lambda: sharded(0, tx=[optax.adam(1e-2), optax.sgd(1e-2)][rank]),
+        "rate": lambda: sharded(0, tx=optax.adam(1e-2 * (1 + rank))),
+        "b1": lambda: sharded(0, "p_g_os", tx=optax.adam(1e-2, b1=0.9 - 0.1 * rank)),
+        "schedule": lambda: sharded(0, tx=optax.adam(optax.cosine_decay_schedule(0.1, 10 + rank))),
         "options": lambda: sharded(0, min_shard_size=[0, 64][rank]),
         "init": lambda: made(0),
         "init_keys": lambda: made(rank),
@@ -115,7 +119,6 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
     """Programs of two processes, by name of the case."""
     import jax
     import numpy as np
-    import optax
     from flax import nnx
 
     def run(loss_fn: Any = loss, tx: Any = None, level: str = "os", **options: Any) -> str:
@@ -138,19 +141,52 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
             jax.debug.print("loss {x}", x=found * 2)
         return found
 
-    def backward(factor: float) -> str:
+    def backward(factor: float, sync: bool = True) -> str:
         model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
         dp = gshard.paddle.DataParallel(model)
-        return str(float(dp.backward(lambda m, b: (m(b["x"]) ** 2).mean() * factor, batch(rank))))
+        with nullcontext() if sync else dp.no_sync():
+            found = dp.backward(lambda m, b: (m(b["x"]) ** 2).mean() * factor, batch(rank))
+        return str(float(found.mean()))
+
+    def own_loop(loss_fn: Any = loss, data: str = "shard_batch", alone: bool = False) -> str:
+        """A loop around value_and_grad; an error comes after the number of batches used."""
+        state, plan = sharded()
+        grad = gshard.value_and_grad(loss_fn, plan)
+
+        @jax.jit
+        def step(state: Any, given: Any) -> Any:
+            value, grads = grad(state.params, given)
+            return state.apply_gradients(grads=grads), value
+
+        if alone and rank == 0:  # traces that the other process does not make
+            step.lower(state, {"x": jax.ShapeDtypeStruct((24, 16), np.float32)})
+            other = jax.jit(gshard.value_and_grad(of_rank, plan))
+            other.lower(state.params, {"x": jax.ShapeDtypeStruct((16, 16), np.float32)})
+        own = [batch(rank + 2 * i) for i in range(4)]
+        spec = jax.NamedSharding(plan.mesh, plan.batch_spec)
+        batches: Any = {
+            "shard_batch": lambda: (gshard.shard_batch(b, plan) for b in own),
+            "loader": lambda: gshard.DataLoader(batch(9, 64), 16, plan, shuffle=False),
+            "jax": lambda: (
+                {"x": jax.make_array_from_process_local_data(spec, b["x"])} for b in own
+            ),
+        }[data]()
+        used, folder = 0, Path(sys.argv[4]).with_name(f"loop-{data}-{loss_fn.__name__}")
+        try:
+            for given in batches:
+                state, value = step(state, given)
+                used += 1
+            with gshard.Checkpointer(folder, asynchronous=False) as checkpointer:
+                checkpointer.save(used, state)
+        except gshard.GShardError as error:
+            return f"after {used}: {error}"
+        return str(float(value))
 
     weights = np.linspace(0, 1 + rank, 8, dtype=np.float32)
     key = jax.random.key
     return {
         "equal": run,
         "losses": lambda: run(of_rank),
-        "lr": lambda: run(tx=optax.adam(1e-2 * (1 + rank))),
-        "b1": lambda: run(tx=optax.adam(1e-2, b1=0.9 - 0.1 * rank), level="p_g_os"),
-        "schedule": lambda: run(tx=optax.adam(optax.cosine_decay_schedule(0.1, 10 + rank))),
         "constant": lambda: run(lambda p, b: loss(p, b, factor=weights.sum())),
         "array": lambda: run(lambda p, b: ((b["x"] @ p["w"]) * weights).mean()),
         "options": lambda: run(bucket_size=[0, 100][rank]),
@@ -158,8 +194,16 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
         "printed": lambda: run(printed, loss_semantics="per_device"),
         "eval": lambda: evaluated(of_rank),
         "eval_equal": lambda: evaluated(loss),
+        "loop_losses": lambda: own_loop(of_rank),
+        "loop_losses_in_a_loader": lambda: own_loop(of_rank, "loader"),
+        "loop_losses_saved": lambda: own_loop(of_rank, "jax"),
+        "loop_equal": own_loop,
+        "loop_equal_in_a_loader": lambda: own_loop(data="loader"),
+        "loop_equal_traced_alone": lambda: own_loop(data="jax", alone=True),
         "backward": lambda: backward(1.0 + rank),
+        "backward_local": lambda: backward(1.0 + rank, sync=False),
         "backward_equal": lambda: backward(1.0),
+        "backward_local_equal": lambda: backward(1.0, sync=False),
         "equal_again": run,
     }
 

@@ -26,6 +26,10 @@ DIFFERENT = {
     "level": ("differ in the level: os on process 0, p_g_os on process 1",),
     "dtype": ("differ in the plan: v float32[8] replicated on process 0, v float16[8]",),
     "optimizer": ("differ in the plan", "Make the same model and optimizer"),
+    "rate": ("differ in the optimizer: number -0.01 on process 0, number -0.02 on process 1",
+             "such as the learning rate"),
+    "b1": ("in the optimizer: number 0.1 on process 0, number 0.2 on process 1",),
+    "schedule": ("in the optimizer: number 10.0 on process 0, number 11.0 on process 1",),
     "options": ("min_shard_size=",),
     "init_closure": ("the init function <lambda>", "differs in the traced program"),
     "init_keys": ("same values in init_args=: 0 on process 1 differs",),
@@ -107,15 +111,13 @@ def programs(tmp_path_factory):
 
 OTHERS = {
     "losses": ("the train step of of_rank (", "the traced program", "dot_general"),
-    "lr": ("the traced program", "-0.0099", "-0.0199", "on process 0", "on process 1"),
-    "b1": ("the traced program", "0.1", "0.2"),
-    "schedule": ("the traced program",),
     "constant": ("the traced program", "4.0", "8.0"),
     "array": ("the traced program: constant v", "checksum"),
     "options": ("the options: bucket_size=0 on process 0, bucket_size=100 on process 1",),
     "rng": ("the options: rng=key<fry>[] checksum",),
     "eval": ("the eval step of of_rank", "the traced program"),
     "backward": ("backward of the loss", "the traced program"),
+    "backward_local": ("backward of the loss", "the traced program"),
 }
 
 
@@ -125,9 +127,21 @@ def test_processes_that_compile_different_programs_are_told(programs, case):
     assert_told(programs, case, begins, OTHERS[case])
 
 
-@pytest.mark.parametrize(
-    "case", ["equal", "equal_again", "printed", "eval_equal", "backward_equal"]
-)
+IN_OWN_LOOPS = {"loop_losses": 1, "loop_losses_in_a_loader": 1, "loop_losses_saved": 4}
+
+
+@pytest.mark.parametrize("case", IN_OWN_LOOPS)
+def test_different_losses_in_a_loop_of_the_users_are_told_at_the_next_meeting(programs, case):
+    words = "the processes do not run the same program: the loss of_rank ("
+    begins = f"after {IN_OWN_LOOPS[case]}: {words}"
+    assert_told(programs, case, begins, ("the traced program", "dot_general", "on process 1"))
+
+
+SAME = ["equal", "equal_again", "printed", "eval_equal", "backward_equal", "backward_local_equal"]
+SAME += ["loop_equal", "loop_equal_in_a_loader", "loop_equal_traced_alone"]
+
+
+@pytest.mark.parametrize("case", SAME)
 def test_processes_that_compile_the_same_program_run_it(programs, case):
     first, second = (float(str(process[case])) for process in programs)
     assert first == second

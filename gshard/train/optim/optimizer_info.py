@@ -35,6 +35,14 @@ def optimizer_info(plan: Plan) -> dict[str, Any]:
     return _infos[plan]
 
 
+def optimizer_lines(plan: Plan) -> list[str]:
+    """The same as lines of text, for a comparison between processes."""
+    info = optimizer_info(plan)
+    names = {"state": "state", "numbers": "number", "operations": "operation"}
+    lines = [f"{name} {x}" for key, name in names.items() for x in info.get(key, ())]
+    return [*lines, f"order {info.get('trace')}"]
+
+
 def difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Says how two optimizers differ, as far as that is known; empty if nothing does."""
     found = [_only("state of", then, now, "state")]
