@@ -57,10 +57,10 @@ def assert_was_told_what_was_wrong(process):
     assert "metadata holds a object" in metadata
     assert "not after the newest one, 2" in old
     assert "does not see" in apart and "one directory" in apart
-    assert "restore(step=1, verify=True, cast=False) (process 0)" in others[0]
+    assert "process 0: restore(step=1, verify=True, cast=False), at " in others[0]
     assert "like=" in others[1]
     assert "verify=False" in others[2] and "verify=True" in others[2]
-    assert "delete(step=2) (process 0), delete(step=5) (process 1)" in others[3]
+    assert "process 0: delete(step=2), at " in others[3] and "delete(step=5), at " in others[3]
     assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
     assert process["left"].tolist() == [".gshard_lock", "3"]
 

@@ -51,7 +51,7 @@ def test_a_hard_limit_that_is_too_low_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_thousands_say_where_they_are_meet_and_leave(tmp_path):
-    processes = min(10_000, HARD - 300)
+    processes = min(2_000, HARD - 300)  # one program answers for all of them within 3 s
     zero, others = run(tmp_path, "serve", "join", processes, HARD, HARD)
     asked, met, left = others.splitlines()
     assert asked == f"[('step 1', {processes})] True"
