@@ -186,10 +186,10 @@ class Checkpointer:
         """
 
         def contents() -> Contents:
+            plan = plan_of(state, "save(step, state)")
+            check_now(plan)  # first, since it waits for the other processes
             self._refuse_closed()
             number = check_integer("step", step, 0)
-            plan = plan_of(state, "save(step, state)")
-            check_now(plan)
             arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
@@ -347,6 +347,11 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise CallOrderError("this Checkpointer is closed. Make another one.")
+        if not threading.main_thread().is_alive():
+            raise CallOrderError(
+                "Python is ending (in an atexit function, or a thread that outlives the main one), "
+                "and a save can start no thread any more. Save before the script ends."
+            )
 
     def _run(self, action: Callable[[], None]) -> None:
         """Runs an action; a failed save is an error or a warning, as the user chose."""

@@ -32,6 +32,11 @@ def lock(directory: Path) -> int:
     about = os.fstat(descriptor)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
         os.close(descriptor)
+        if stat.S_ISREG(about.st_mode):
+            raise GShardError(
+                f"{path} is a file with a second name, as `cp -al` and some backups make it, and "
+                f"gshard would change that copy too. Remove {path}: a new one is made."
+            )
         raise refused
     closed_in_forks.add(descriptor)
     try:

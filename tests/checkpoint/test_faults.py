@@ -61,6 +61,15 @@ def test_a_program_that_ends_waits_for_its_last_save(processes, how, tmp_path):
     assert not checkpointer.verify(1) and not checkpointer.verify(2)
 
 
+@pytest.mark.slow
+def test_a_save_in_an_exit_function_says_when_to_save(tmp_path):
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "steps"), "saves at exit"]
+    with running(command, tmp_path) as job:
+        job.code()
+    assert "Python is ending" in job.err and "Save before the script ends" in job.err, job.err
+    assert not (tmp_path / "steps" / "1").exists()
+
+
 @pytest.mark.parametrize("kills", quick(["5", "5 6 9"], ["5"]))
 def test_a_job_that_is_killed_and_restarted_ends_as_one_that_never_was(kills, tmp_path):
     """Every loss and every bit of every state, though a process was killed while it saved."""

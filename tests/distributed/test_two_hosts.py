@@ -168,7 +168,7 @@ def test_a_job_starts_again_on_both_hosts(stepping):
     assert job.wait(LIMIT) == [0, 0], job.said
     assert all((job.folder / f"{rank}.running-1").exists() for rank in range(2))
     for launcher in job.launchers:
-        assert "starting all processes again (1 of 1)" in launcher.said
+        assert "starting all processes again in 1 s (1 of 1)" in launcher.said
     job.assert_nobody_is_left()
 
 
