@@ -1,7 +1,7 @@
 """Train a small model on real text, with its state sharded over all devices.
 
-    python quickstart.py  # all GPUs or TPUs of this machine, or its CPU
-    gshard launch --nproc_per_node 2 --virtual_devices 4 quickstart.py  # two processes
+python quickstart.py  # all GPUs or TPUs of this machine, or its CPU
+gshard launch --nproc_per_node 2 --virtual_devices 4 quickstart.py  # two processes
 """
 
 from pathlib import Path

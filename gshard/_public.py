@@ -19,7 +19,8 @@ from gshard._util.version import __version__
 from gshard.analysis.audit import Audit, audit
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
-from gshard.analysis.forecast import Forecast, LevelForecast, forecast
+from gshard.analysis.forecast import forecast
+from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.setup import TrainSetup
 from gshard.checkpoint.checkpointer import Checkpointer, Restored
 from gshard.checkpoint.checksums import Damage, DamagedCheckpointError

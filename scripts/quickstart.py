@@ -1,4 +1,4 @@
-"""Writes what is cut from examples/quickstart.py: the first code block of README.md, and a notebook.
+"""Writes the README's first code block and a notebook, both cut from examples/quickstart.py.
 
     python scripts/quickstart.py [FOLDER]
 

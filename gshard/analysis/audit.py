@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich.table import Table
 
 from gshard._util.errors import GShardError
+from gshard._util.html import html_of
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.hlo import Array, Collective, read_program
 from gshard.sharding.budget import Budget, Traffic
@@ -135,6 +136,10 @@ class Audit:
 
     def __str__(self) -> str:
         return audit_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same as `print(audit)`."""
+        return html_of(_report(self))
 
 
 def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None = None) -> Audit:
@@ -320,12 +325,16 @@ def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]
 
 def audit_text(found: Audit) -> str:
     """Returns tables of the collectives, the budget and findings, and one device's memory."""
+    return text_of(_report(found))
+
+
+def _report(found: Audit) -> list[Table]:
     parts = [_collectives_table(found.collectives)]
     if found.budget is not None:
         parts.append(_budget_table(found.budget, found.collectives))
     if found.loss_transfers:
         parts.append(transfers_table(found.loss_transfers))
-    return text_of([*parts, _memory_table(found)])
+    return [*parts, _memory_table(found)]
 
 
 def sum_known(amounts: Iterable[int | None]) -> int | None:

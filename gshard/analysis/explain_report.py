@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gshard._util.errors import some
 from gshard._util.text import bytes_of, text_of, text_table
-from gshard.analysis.forecast import LevelForecast
+from gshard.analysis.forecast_report import LevelForecast
 
 
 @dataclass(frozen=True)

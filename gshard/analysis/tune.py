@@ -12,7 +12,8 @@ from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.cost_model import Cost, cost, fits_hosts
-from gshard.analysis.forecast import LevelForecast, abstract_mesh, footprint_of, level_forecast
+from gshard.analysis.forecast import abstract_mesh, footprint_of, level_forecast
+from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
 from gshard.analysis.setup import (
     Choices,

@@ -24,7 +24,8 @@ from rich.progress import Progress, ProgressColumn
 from gshard._util.durable import NewFile, file_path
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
 from gshard._util.validation import with_known_spelling
-from gshard.analysis.forecast import Forecast, forecast_config
+from gshard.analysis.forecast import forecast_config
+from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.setup import Config, TrainSetup, load_setup, read_config
 from gshard.sharding.mesh import make_mesh, virtual_devices
 

@@ -13,8 +13,11 @@ from typing import Protocol
 
 import jax
 import numpy as np
+from rich.table import Table
 
 from gshard._util.errors import GShardError
+from gshard._util.html import html_of
+from gshard._util.text import bytes_of, text_of, text_table
 from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
@@ -95,6 +98,26 @@ class Budget:
     def wire_bytes(self) -> int:
         """Number of bytes that a device sends in one step."""
         return sum(m.wire_bytes for m in self.communicated)
+
+    def __str__(self) -> str:
+        return text_of(self._report())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same as `print(budget)`."""
+        return html_of(self._report())
+
+    def _report(self) -> list[Table | str]:
+        stored = self.resident | {f"{name} on host": n for name, n in self.host.items() if n}
+        memory = text_table("Memory of one device", ("use",), ("bytes", "size"))
+        for name, n in stored.items():
+            memory.add_row(name, f"{n:,}", bytes_of(n))
+        sent = text_table("Communicated in one step", ("kind", "for"), ("elements", "sent"))
+        for m in self.communicated:
+            elements = f"{'<= ' if m.at_most else ''}{m.elements:,}"
+            sent.add_row(m.kind, m.purpose, elements, bytes_of(m.wire_bytes))
+        title = f"level {self.level}: {self.group_size} devices in the shard group"
+        total = f"sent by one device in one step: {bytes_of(self.wire_bytes)}"
+        return [title, memory, sent, total]
 
 
 def budget(

@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from rich.table import Table
 
 from gshard._util.errors import GShardError, warn
+from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
@@ -218,12 +220,19 @@ class Plan:
 
     def __str__(self) -> str:
         """A table of the parameters and non-trainable state, and a line of totals."""
+        paths = [x.path for x in jax.tree.leaves((self.params, self.non_trainable))]
+        return text_of(self._report(), 120 + max(map(len, paths), default=0))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same as `print(plan)`."""
+        return html_of(self._report())
+
+    def _report(self) -> list[Table | str]:
         names = ("parameter", "shape", "stored", "gradient", "reason")
         table = text_table(None, names, ("bytes per device",))
         trained = zip(jax.tree.leaves(self.params), jax.tree.leaves(self.grads), strict=True)
         others = [(layout, None) for layout in jax.tree.leaves(self.non_trainable)]
-        pairs = [*trained, *others]
-        for stored, reduced in pairs:
+        for stored, reduced in [*trained, *others]:
             table.add_row(
                 stored.path,
                 f"{stored.dtype}{list(stored.shape)}",
@@ -235,7 +244,7 @@ class Plan:
         group = self.group
         axes = "".join(f", model axis {name!r} of {size}" for name, size in group.model_axes)
         sizes = ", ".join(f"{name} {n:,} B" for name, n in self.bytes_per_device.items())
-        parts = [
+        parts: list[Table | str] = [
             f"level {self.level.name}: {group.size} devices {group.shard} x "
             f"{group.replicas} replicas{axes}",
             table,
@@ -250,8 +259,7 @@ class Plan:
                 f"an update fetches what is on the host in {len(fetched)} group"
                 f"{'s' if len(fetched) > 1 else ''}, the largest of {max(fetched):,} B"
             )
-        width = 120 + max((len(stored.path) for stored, _ in pairs), default=0)
-        return text_of(parts, width)
+        return parts
 
 
 def check_call(fn: Any, plan: Any, call: str) -> None:

@@ -29,7 +29,7 @@ from gshard._util.errors import GShardError
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import sum_known
-from gshard.analysis.forecast import Forecast
+from gshard.analysis.forecast_report import Forecast
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 
 Report = Callable[[str, float], None]  # called with the stage and the seconds since the start

@@ -1,56 +1,12 @@
-"""HTML elements, tables, bars and the style sheet of a page.
-
-Everything that is not an element is escaped, so that no text can add markup.
-"""
+"""Tables, bars and the style sheet of a page."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gshard._util.html import Markup, el, joined
 from gshard._util.text import bytes_of
-
-
-class Markup(str):
-    """Text that is already markup; made by `el` and `joined`, or a literal of the program."""
-
-    __slots__ = ()
-
-
-def el(name: str, /, *children: Any, **attributes: Any) -> Markup:
-    """Returns one element.
-
-    Args:
-      name: the name of the element.
-      *children: elements stay as they are, an iterable gives its members, None gives nothing, and
-        everything else becomes text, escaped.
-      **attributes: `class_` is `class`, `http_equiv` is `http-equiv`; one that is None or False is
-        left out, and one that is True has no value.
-    """
-    words = [name]
-    for key, value in attributes.items():
-        if value is None or value is False:
-            continue
-        key = key.rstrip("_").replace("_", "-")
-        words.append(key if value is True else f'{key}="{html.escape(str(value))}"')
-    start = f"<{' '.join(words)}>"
-    return Markup(start if name == "meta" else f"{start}{joined(children)}</{name}>")
-
-
-def joined(children: Iterable[Any]) -> Markup:
-    """Concatenates elements and texts, which are treated like the children of `el`."""
-    return Markup("".join(map(_child, children)))
-
-
-def _child(child: Any) -> str:
-    if child is None:
-        return ""
-    if isinstance(child, Markup):
-        return child
-    if isinstance(child, Iterable) and not isinstance(child, str):
-        return joined(child)
-    return html.escape(str(child))
 
 
 def amount(count: int | None) -> Markup:

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from gshard._util.html import Markup, el, joined
 from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
-from gshard.analysis.forecast import Forecast, about
+from gshard.analysis.forecast_report import Forecast, about
 from gshard.analysis.html.markup import (
     STYLE,
-    Markup,
     amount,
     bars,
-    el,
     facts,
     html_table,
-    joined,
     records_table,
     shown_value,
 )
