@@ -206,8 +206,8 @@ def check_fit(
     fix = "Pass cast=True to convert them."
     if wrong:
         fix = (
-            "It is of another model or optimizer. Weights alone, by name: gshard.save_safetensors "
-            "and gshard.load_safetensors."
+            "It is of another model or optimizer. To start from step 0, choose another directory. "
+            "Weights alone, by name: gshard.save_safetensors and gshard.load_safetensors."
         )
     if lines := [*wrong, *dtypes]:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []

@@ -78,8 +78,14 @@ class StepWriter:
 
         def become_writer() -> None:
             if self._first:
-                with contextlib.suppress(OSError):  # the first save says what is wrong
+                try:
                     self._become_writer()
+                except OSError as error:  # no error: it may only be there to restore
+                    warn(
+                        f"{self._directory} cannot be written: {error.strerror or error}. "
+                        "Every save will fail. Choose another directory, or pass writes=False to "
+                        "only restore from this one."
+                    )
 
         call = "Checkpointer(writes=True)"
         run_on_all(become_writer, call=call, what=lambda: call)

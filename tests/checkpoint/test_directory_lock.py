@@ -98,6 +98,16 @@ def test_a_second_job_is_refused_before_it_trains(tmp_path):
         pass
 
 
+def test_a_directory_that_cannot_be_written_is_reported_before_training(tmp_path):
+    (tmp_path / "file").touch()
+    below = tmp_path / "file" / "below"
+    with pytest.warns(gshard.GShardWarning, match="cannot be written: Not a directory") as said:
+        gshard.Checkpointer(below, keep_last=3)
+    assert str(below) in str(said[0].message)
+    assert said[0].filename == __file__
+    gshard.Checkpointer(below, keep_last=3, writes=False)  # silent
+
+
 def test_readers_need_no_lock(tmp_path):
     mesh = gshard.make_mesh(devices=jax.devices()[:1])
     state, _ = gshard.shard_train_state(({"w": jnp.ones(8)}, optax.sgd(0.1)), mesh, "dp")
