@@ -13,6 +13,7 @@ from rich.table import Table
 
 # Colors and fonts are the notebook's, light or dark. A long table scrolls.
 _BOX = "overflow:auto;max-height:32em;margin-bottom:1em"
+_CAPTION = "text-align:left;white-space:nowrap"
 _CELL = "text-align:{};vertical-align:top;padding:.2em .7em"
 
 
@@ -70,7 +71,7 @@ def _table(table: Table) -> Markup:
         "div",
         el(
             "table",
-            None if table.title is None else el("caption", table.title, style="text-align:left"),
+            None if table.title is None else el("caption", table.title, style=_CAPTION),
             el("thead", _row("th", heads, styles)),
             el("tbody", [_row("td", cells, styles) for cells in rows]),
         ),
