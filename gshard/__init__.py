@@ -71,14 +71,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Loads all public names at the first use of one, so that `gshard --help` needs no JAX."""
-    if name not in __all__:
-        raise AttributeError(f"module 'gshard' has no attribute {name!r}")
-    from gshard import _public
+if not TYPE_CHECKING:  # so that type checkers report misspelt names
 
-    globals().update((known, getattr(_public, known)) for known in __all__)
-    return globals()[name]
+    def __getattr__(name: str) -> Any:
+        """Loads all public names at the first use of one, so that `gshard --help` needs no JAX."""
+        if name not in __all__:
+            raise AttributeError(f"module 'gshard' has no attribute {name!r}")
+        from gshard import _public
+
+        globals().update((known, getattr(_public, known)) for known in __all__)
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

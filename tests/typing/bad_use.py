@@ -28,3 +28,4 @@ step(sharded)  # wrong
 sharded, metrics = step(sharded, {"x": jnp.ones((8, 64))})
 print(metrics.loss)  # wrong
 gshard.Reduced(metrics["loss"], "average")  # wrong
+gshard.make_mehs()  # wrong
