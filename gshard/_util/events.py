@@ -45,12 +45,11 @@ def tell(event: str, step: int | None = None, seconds: float | None = None, **mo
       seconds: how long it took.
       **more: anything else that JSON holds.
     """
-    path = os.environ.get(STATUS_FILE)
-    if not path:
+    if not _path:
         return
     said = {"time": now(), "event": event, "step": step, "seconds": rounded(seconds), **more}
     said = {name: value for name, value in said.items() if value is not None}
-    with suppress(OSError), open(path, "ab") as file:
+    with suppress(OSError), open(_path, "ab") as file:
         file.write(json.dumps(said).encode() + b"\n")
 
 
@@ -114,7 +113,7 @@ def last_step() -> int | None:
 
 def _mapped() -> mmap.mmap | None:
     """The first line of the file; None without a launcher."""
-    with suppress(OSError, ValueError), open(os.environ[STATUS_FILE], "r+b") as file:
+    with suppress(OSError, ValueError), open(_path, "r+b") as file:
         return mmap.mmap(file.fileno(), len(NO_STEP))
     return None
 
@@ -125,6 +124,7 @@ def _compiled(event: str, duration_secs: float, **more: Any) -> None:
             tell("compile", last_step(), duration_secs, what=calling or more.get("fun_name"))
 
 
-_map = _mapped() if os.environ.get(STATUS_FILE) else None
+_path = os.environ.pop(STATUS_FILE, "")  # programs that this one starts have other steps
+_map = _mapped() if _path else None
 if _map is not None:
     jax.monitoring.register_event_duration_secs_listener(_compiled)

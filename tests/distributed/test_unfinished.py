@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gshard._util import events
 from gshard.distributed import env_vars, unfinished
 from gshard.distributed import exit as leaving
 from gshard.distributed.launch.event_log import EventLog, Status
@@ -25,7 +26,7 @@ def process(monkeypatch, tmp_path):
     monkeypatch.setattr(unfinished, "_exiting", False)
     monkeypatch.setattr(unfinished, "_IDLE", 0.1)
     monkeypatch.setattr(leaving, "_THREADS_TIMEOUT", 0.0)
-    monkeypatch.setenv(env_vars.STATUS_FILE, str(tmp_path / "status"))
+    monkeypatch.setattr(events, "_path", str(tmp_path / "status"))
     exited = threading.Event()
     monkeypatch.setattr(leaving, "_exit_now", exited.set)
     return exited

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gshard._util import events
-from gshard.distributed import env_vars, unfinished
+from gshard.distributed import unfinished
 from gshard.distributed.launch.event_log import EventLog, Status
 from tests.jobs import ROOT, launch, running
 
@@ -28,7 +28,7 @@ def kinds(found: list[dict], rank: int | None) -> list[str]:
 def status(tmp_path, monkeypatch):
     log = EventLog(tmp_path, 0, 2**20)
     made = Status(tmp_path / "status", 3, log)
-    monkeypatch.setenv(env_vars.STATUS_FILE, str(made.path))
+    monkeypatch.setattr(events, "_path", str(made.path))
     monkeypatch.setattr(events, "_map", events._mapped())
     monkeypatch.setattr(events, "_has_stepped", True)
     yield made
@@ -94,6 +94,18 @@ def test_a_job_is_seen_from_outside(tmp_path):
     assert [seen[name].get("step") for name in ("first_step", "skip", "save")] == [1, 5, 7]
     assert (seen["exit"]["step"], seen["exit"]["code"]) == (7, 0)
     assert (seen["skip"]["row"], seen["skip"]["leaves"]) == (1, "w")
+
+
+def test_a_program_that_a_process_starts_tells_no_steps_as_its(tmp_path):
+    script = tmp_path / "script.py"
+    step = "from gshard._util import events; n = events.StepNumber(); n.begin({}); n.end(0)"
+    script.write_text(
+        f"import subprocess, sys\n{step.format(6)}\n"
+        f"subprocess.run([sys.executable, '-c', {step.format(40)!r}], check=True)\n"
+    )
+    with running(launch(script), tmp_path) as job:
+        assert job.code() == 0, job.err
+    assert {event.get("step") for event in read(tmp_path / "log")} == {None, 7}
 
 
 @pytest.mark.slow
