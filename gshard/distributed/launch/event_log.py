@@ -29,10 +29,13 @@ class EventLog:
         try:
             self._file = LogFile(path, limit)
         except OSError as error:
-            print(
-                f"gshard: {path} cannot be written ({error.strerror}): the job runs without it.",
-                file=sys.stderr,
-                flush=True,
+            if folder.is_dir():  # otherwise the logs cannot be written either, which is an error
+                _say(f"{path} cannot be written ({error.strerror}): the job runs without it.")
+            return
+        if not self._file.lock():
+            _say(
+                f"another job writes into {path} now, and the logs of both are mixed. Give "
+                "each job a --log_dir of its own."
             )
 
     def write(
@@ -55,6 +58,10 @@ class EventLog:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _say(text: str) -> None:
+    print(f"gshard: {text}", file=sys.stderr, flush=True)
 
 
 class Status:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
@@ -26,34 +27,43 @@ class LogFile:
 
     def __init__(self, path: Path, limit: int):
         self.path, self._limit = path, limit
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
 
     def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(self.path).st_mode):
+                raise OSError(0, "it is not a regular file")
         # A pipe would wait for a reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         number = os.open(self.path, flags, 0o600)
         try:
-            about = os.fstat(number)
-            if not stat.S_ISREG(about.st_mode):
-                raise OSError(0, "it is no ordinary file")
             os.fchmod(number, 0o600)
         except OSError:
             os.close(number)
             raise
-        self._size = about.st_size
         self._file = os.fdopen(number, "ab")
+
+    def _size(self) -> int:
+        """Returns the size, after opening the file again if it was moved or deleted meanwhile."""
+        about = os.fstat(self._file.fileno())
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path), about):
+                return about.st_size
+        self._file.close()
+        self._open()
+        return os.fstat(self._file.fileno()).st_size
 
     def write(self, raw: bytes) -> None:
         """Appends bytes; a full disk ends the file but not the job."""
         if self._file.closed:
             return
         try:
-            if self._size and self._size + len(raw) > self._limit:
+            size = self._size()
+            if size and size + len(raw) > self._limit:
                 raw = self._begin_next(raw)
             self._file.write(raw)
             self._file.flush()
-            self._size += len(raw)
         except OSError as error:
             print(f"gshard: {self.path} ends here: {error.strerror}", file=sys.stderr, flush=True)
             self.close()
@@ -70,6 +80,16 @@ class LogFile:
     def _parted(self, raw: bytes) -> tuple[bytes, bytes, bytes]:
         """Parts bytes at the end of the line that has begun."""
         return b"", b"", raw
+
+    def lock(self) -> bool:
+        """Locks the file until it is closed; returns whether no other program had locked it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+        return True
 
     def close(self) -> None:
         """Closes the file."""

@@ -51,7 +51,8 @@ class Failure(NamedTuple):
     @property
     def at(self) -> str:
         """Where the process was, for messages."""
-        return "before its first step" if self.step is None else f"after step {self.step}"
+        known = "before a first step of make_train_step"
+        return known if self.step is None else f"after step {self.step}"
 
 
 def error_of(end: End) -> str:
@@ -95,7 +96,7 @@ class Restarts:
                 False,
                 0.0,
                 f"rank {failure.rank} failed again {failure.at} with the same error, so it is a "
-                f"bug or bad data and no lost machine: {failure.error[:_SHOWN]}",
+                f"bug or bad data, not a lost machine: {failure.error[:_SHOWN]}",
             )
         further = ""
         if progress:

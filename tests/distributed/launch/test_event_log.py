@@ -155,6 +155,25 @@ def test_a_job_runs_without_its_events(tmp_path, what):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_file_as_the_log_folder_is_one_error(tmp_path):
+    (tmp_path / "log").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("print('done')")
+    with running(launch(script), tmp_path) as job:
+        assert job.code() == 2
+        assert re.fullmatch("error: --log_dir log: .*(File exists).*\n", job.err)
+
+
+def test_two_jobs_with_one_log_folder_are_warned_of(tmp_path, capsys):
+    first = EventLog(tmp_path, 0, 2**20)
+    assert not capsys.readouterr().err
+    EventLog(tmp_path, 0, 2**20).close()
+    assert re.search("another job writes into .*--log_dir of its own", capsys.readouterr().err)
+    first.close()
+    EventLog(tmp_path, 0, 2**20).close()
+    assert not capsys.readouterr().err
+
+
 def test_each_machine_has_its_events(tmp_path):
     for machine in (0, 1):
         log = EventLog(tmp_path, machine, 2**20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 from gshard.distributed.launch.log_file import Log
 from tests.jobs import launch, running
@@ -38,6 +39,31 @@ def test_a_log_is_continued_in_another_file_between_two_lines(tmp_path):
     assert lines == expected[-len(lines) :]
     assert len(lines) > 20
     assert new.count(b"---\n") == 1
+
+
+def test_a_log_that_is_deleted_begins_again(tmp_path):
+    log = Log(tmp_path / "log", 0, 2**20)
+    log.write(b"one\n")
+    shutil.rmtree(tmp_path / "log")
+    log.write(b"two\n")
+    log.write(b"three\n")
+    log.close()
+    lines = (tmp_path / "log" / "rank-0.log").read_bytes().splitlines()
+    assert [line[STAMPED:] for line in lines] == [b"two", b"three"]
+
+
+def test_two_jobs_with_one_log_keep_its_last_lines(tmp_path):
+    logs = [Log(tmp_path, 0, 1000) for _ in range(2)]
+    for number in range(50):  # the second job writes less, and so begins no file by itself
+        logs[0].write(b"%03d\n" % number)
+        if number % 5 == 0:
+            logs[1].write(b"another\n")
+    for log in logs:
+        log.close()
+    kept = b"".join((tmp_path / name).read_bytes() for name in ("rank-0.log.1", "rank-0.log"))
+    lines = [line[STAMPED:] for line in kept.splitlines() if b"another" not in line]
+    assert [x for x in lines if x.isdigit()] == [b"%03d" % i for i in range(50)][-len(lines) :]
+    assert len(kept) > 1000
 
 
 def test_the_console_has_no_times_and_the_log_a_limit(tmp_path):

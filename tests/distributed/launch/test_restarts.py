@@ -126,7 +126,7 @@ def test_a_bug_ends_the_job(tmp_path):
         assert job.err.count("starting all processes again in 1 s (1 of 5)") == 1
         assert (
             "gshard: not starting again: rank 0 failed again after step 6 with the same error, so "
-            "it is a bug or bad data and no lost machine: RuntimeError: the data of step 6 are bad"
+            "it is a bug or bad data, not a lost machine: RuntimeError: the data of step 6 are bad"
         ) in job.err
     found = (tmp_path / "log" / "events.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in found]
