@@ -21,20 +21,23 @@ def main(words: list[str]) -> int:
     parser = command_parser(
         "gshard configs", "List or print the configs that ship with gshard.", _EXAMPLES
     )
-    parser.add_argument("action", nargs="?", choices=("list", "show"), default="list",
-                        help="list them (default), or show one of them")  # fmt: skip
+    parser.add_argument("action", nargs="?", default="list", metavar="ACTION",
+                        help="list (default), or show one of them")  # fmt: skip
     parser.add_argument("name", nargs="?", metavar="NAME", help="which one to show")
     return respond(lambda: (parsed(parser, words), None), lambda given, _: _answer(given))
 
 
 def _answer(given: argparse.Namespace) -> Answer:
+    if given.action not in ("list", "show") or (given.action == "list" and given.name is not None):
+        name = given.name or given.action
+        raise GShardError(
+            f"`gshard configs` lists all configs, and `gshard configs show {name}` prints one."
+        )
     if given.action == "show":
         if given.name not in SHIPPED:
-            asked = "no config" if given.name is None else f"{given.name!r}, which does not ship"
-            raise GShardError(
-                f"gshard configs show was given {asked}.{did_you_mean(given.name, SHIPPED)} It "
-                f"takes one of {', '.join(SHIPPED)}."
-            )
+            near = did_you_mean(given.name, SHIPPED)
+            wrong = "name a config" if given.name is None else f"there is no config {given.name!r}"
+            raise GShardError(f"{wrong}.{near} Those that ship are {', '.join(SHIPPED)}.")
         text = SHIPPED[given.name].read_text()
         return Answer({"name": given.name, **tomllib.loads(text)}, text.rstrip())
     about = {name: _first_sentence(path.read_text()) for name, path in SHIPPED.items()}

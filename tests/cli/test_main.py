@@ -71,6 +71,11 @@ def test_configs_are_listed_and_printed(capsys):
     assert tomllib.loads(printed) == tomllib.loads(SHIPPED["llama-7b"].read_text())
     assert main(["configs", "show", "llama-7"]) == 2
     assert "Did you mean 'llama-7b'?" in capsys.readouterr().err
+    for words in (["llama-7b"], ["list", "llama-7b"]):
+        assert main(["configs", *words]) == 2
+        assert "`gshard configs show llama-7b` prints one" in capsys.readouterr().err
+    assert main(["configs"]) == 0
+    assert "et al" not in capsys.readouterr().out.replace("et al., ", "")  # whole sentences
     assert main(["plan", "llama-7"]) == 2
     assert "Did you mean 'llama-7b'?" in capsys.readouterr().err
 
