@@ -257,8 +257,8 @@ class Watch:
                 named = self._describe(self._bad)
                 raise NonFiniteError(
                     f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
-                    f"finite, from step {int(guard.first)} on: first that of {named}. They changed "
-                    "nothing: the state is that before them. Look at the batches and the loss of "
+                    f"finite, from step {int(guard.first)} on. In the first of them it was that of "
+                    f"{named}. These steps changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     "with float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
                 )

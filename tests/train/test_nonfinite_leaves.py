@@ -33,7 +33,7 @@ def test_the_error_names_the_parameters_of_the_first_step(level, value):
 
     state, _ = step(state, rows(0.0))
     state, _ = step(state, rows(value))
-    with pytest.raises(gshard.NonFiniteError, match=r"from step 1 on: first that of b\. They"):
+    with pytest.raises(gshard.NonFiniteError, match=r"from step 1 on\. .* that of b\. These"):
         for _ in range(3):
             state, _ = step(state, rows(0.0, x=np.nan))
 
@@ -69,6 +69,6 @@ def test_parameters_are_named_next_to_a_model_axis(level):
     host = {k: jnp.asarray(np.asarray(v)) for k, v in given.items()}
     expected = optax.tree.norm(jax.grad(loss)(host, rows))
     np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
-    with pytest.raises(gshard.NonFiniteError, match=r"first that of a\. They"):
+    with pytest.raises(gshard.NonFiniteError, match=r"that of a\. These"):
         for _ in range(3):
             state, _ = step(state, rows | {"bad": np.full(16, np.inf, np.float32)})
