@@ -281,6 +281,8 @@ def _warn_of_padding(layouts: Sequence[Layout], rule: Rule, level: Level) -> Non
         f"gshard.make_mesh(replica={group.replicas * replicas}) shards over "
         f"{group.size // replicas:,}: {_padded(better):.2f} times as many elements, and "
         f"{memory[1] / memory[0]:.2f} times the memory of each device."
+        + " rules= may choose a longer dimension."
+        * (replicas == group.size)
     )
 
 

@@ -60,6 +60,15 @@ def test_a_model_on_too_many_devices_is_told_of_replicas(level):
     assert factor(there) < 1.1 and none == []
     ratio = bytes_of_gradients(there) / bytes_of_gradients(plan)
     assert f"and {ratio:.2f} times the memory of each device" in warning
+    assert "rules=" not in warning
+
+
+def test_where_only_one_device_needs_no_padding_a_rule_is_advised():
+    params = {"w": jax.ShapeDtypeStruct((8, 2_000_003), jnp.float32)}
+    with pytest.warns(gshard.GShardWarning, match=r"shards over 1: .* rules= may choose"):
+        gshard.shard_train_state(
+            (params, optax.sgd(0.1)), abstract_mesh(7, 1), "zero3", rules=gshard.by_path("w", 0)
+        )
 
 
 def test_the_replicas_there_are_count():
