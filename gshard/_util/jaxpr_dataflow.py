@@ -1,6 +1,7 @@
 """Forward passes over traced functions, which follow what is known of inputs to the results.
 
-`flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. `sources`
+`flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. `inputs_used`
+finds what results depend on, `sources`
 finds the results that are inputs unchanged, `sharded_dims` the dimension on which a value is
 sharded: None if it is replicated, `UNKNOWN` if it is sharded in a way that is not followed. The
 latter decides only what is communicated, never the numbers.
@@ -9,7 +10,7 @@ latter decides only what is communicated, never the numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -87,6 +88,22 @@ def flow_inside(
         if joined == carry:
             return [*outs[:carried], *map(stack_of, outs[carried:])]
         carry = joined
+
+
+def inputs_used(jaxpr: Any, inputs: Sequence[Set[int]] | None = None) -> list[Set[int]]:
+    """The positions of the inputs that each output of a jaxpr may depend on.
+
+    It looks into calls and `shard_map`, not into loops and branches.
+    """
+
+    def transfer(eqn: Any, given: list[Set[int]]) -> list[Set[int]]:
+        inner = body_of(eqn) if eqn.primitive.name == "shard_map" else called(eqn)
+        if inner is not None:
+            return inputs_used(inner[0], given)
+        return [frozenset().union(*given)] * len(eqn.outvars)
+
+    own = [frozenset({i}) for i in range(len(jaxpr.invars))] if inputs is None else inputs
+    return flow(jaxpr, own, transfer, frozenset())
 
 
 def sharded_dims(eqn: Any, dims: Sequence[Dim]) -> tuple[list[Dim], float]:

@@ -201,10 +201,11 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
         if micro_batches > 1:
             over = f"{devices} devices x {micro_batches} micro-batches = {unit}"
             fewer = ", or fewer micro-batches"
+        filled = "; gshard.DataLoader(pad_last=True) fills the last batch" if count else ""
         found = f"{count} examples, which is not a multiple of {over}" if count else "no examples"
         raise GShardError(
             f"batch{subscript(first)} has {found}. Use {nearest} or {nearest + unit} "
-            f"examples{fewer}."
+            f"examples{fewer}{filled}."
         )
     return count
 

@@ -27,7 +27,7 @@ from gshard.data.batch import (
     put_batch,
     shard_batch,
 )
-from gshard.data.batch_number import set_number
+from gshard.data.batch_number import MASK, set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.source import Source
 from gshard.distributed.traced_losses import compare_losses
@@ -57,6 +57,9 @@ class DataLoader:
       num_epochs: epochs that one `for` gives; None for no end.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
         False the last batch is smaller, and must be a multiple of the devices too.
+      pad_last: fill the last batch of an epoch with examples that it has already, instead of
+        dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
+        each example: False for those that fill it.
       prefetch: batches that are read and placed ahead; 0 for none, and no thread.
       transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
         its own for every example and epoch; returns the example to stack. It runs in the thread.
@@ -82,6 +85,7 @@ class DataLoader:
         shuffle: bool = True,
         num_epochs: int | None = 1,
         drop_remainder: bool = True,
+        pad_last: bool = False,
         prefetch: int = 2,
         transform: Callable[..., Any] | None = None,
     ):
@@ -92,7 +96,8 @@ class DataLoader:
             )
         size = check_integer("batch_size", batch_size, 1, " of examples of the global batch")
         seed = check_integer("seed", seed, 0)
-        shuffle, drop = flag("shuffle", shuffle), flag("drop_remainder", drop_remainder)
+        shuffle, self._pads = flag("shuffle", shuffle), flag("pad_last", pad_last)
+        drop = flag("drop_remainder", drop_remainder) and not pad_last
         if num_epochs is not None:
             num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
@@ -106,7 +111,9 @@ class DataLoader:
             "drop_remainder": int(drop),
             "checksum": self._source.checksum,
         }
-        _check_sizes(self._source.length, size, drop, plan.group.devices)
+        _check_sizes(self._source.length, size, drop, plan.group.devices, pad_last)
+        if pad_last:
+            self._source.check_takes_mask()
         self._order: tuple[int, np.ndarray] | None = None  # an epoch, and its permutation
         self._epoch = self._position = 0
         self._iteration = 0  # how often an iteration began, or a state was loaded
@@ -179,7 +186,8 @@ class DataLoader:
         self._iteration += 1
         self._epoch, self._position = self._next()  # after a `break` at the last batch
         if self._plan.mesh.is_multi_process:
-            compare_loaders(self.state_dict(), self._source.form, self._plan)
+            form = [*self._source.form, f"pad_last={self._pads}"]
+            compare_loaders(self.state_dict(), form, self._plan)
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
@@ -187,7 +195,7 @@ class DataLoader:
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
-            set_number(batch, at[0] * len(self) + at[1])
+            set_number(batch, at[0] * len(self) + at[1], self._pads)
             yield batch
             self._check_current(iteration)
             if not compared:  # the first batch has been used: its loss is traced
@@ -217,12 +225,18 @@ class DataLoader:
     def _batch(self, at: tuple[int, int]) -> Any:
         """Makes one global batch, of which this process reads its own examples."""
         epoch, position = at
-        of_devices = self._indices(epoch, position).reshape(self._plan.group.devices, -1)
+        indices = self._indices(epoch, position)
+        size = self._settings["batch_size"] if self._pads else indices.size
+        devices = self._plan.group.devices
+        of_devices = np.resize(indices, size).reshape(devices, -1)  # repeated where it pads
+        given = (np.arange(size) < indices.size).reshape(devices, -1)
         mine = sorted(positions_by_process(self._plan)[jax.process_index()])
         try:
             # The loaders were compared when the `for` began, so nothing is compared here: that
             # would be a collective in a thread, in no order with those of the step.
             batch = self._source.read(of_devices[mine].reshape(-1), epoch)
+            if self._pads:
+                batch[MASK] = given[mine].reshape(-1)
             check_leaves(batch)
             return put_batch(batch, self._plan, copy=False)
         except Exception as error:
@@ -294,7 +308,7 @@ def _describe_argument(name: str, value: int) -> str:
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 
-def _check_sizes(length: int, size: int, drop: bool, devices: int) -> None:
+def _check_sizes(length: int, size: int, drop: bool, devices: int, pads: bool) -> None:
     """Checks that every batch has a multiple of the devices that examples are sharded over."""
     if size % devices:
         near = max(devices, size // devices * devices)
@@ -305,16 +319,15 @@ def _check_sizes(length: int, size: int, drop: bool, devices: int) -> None:
     if drop and length < size:
         raise GShardError(
             f"the source has {length} examples, fewer than batch_size={size}, and an incomplete "
-            "batch is dropped, so there is no batch. Use a smaller batch_size, or "
-            "drop_remainder=False."
+            "batch is dropped, so there is no batch. Use a smaller batch_size, or pad_last=True."
         )
-    if not drop and length % devices:
+    if not drop and not pads and length % devices:
         near = length // devices * devices
         fewer = f"{near} or " if near else ""
         raise GShardError(
             f"drop_remainder=False: the last batch has {length % size} examples, which is not a "
             f"multiple of the {devices} devices. Give {fewer}{near + devices} examples instead of "
-            f"{length} (padding examples can have weight 0, gshard.Weighted), or drop the "
+            f"{length}, fill the batch and have its padding marked (pad_last=True), or drop the "
             "remainder."
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 from gshard._util.errors import GShardError
 from gshard._util.pytree import check_array, differences, flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
+from gshard.data.batch_number import MASK
 from gshard.data.consistency import describe_structure
 
 
@@ -46,6 +47,16 @@ class Source:
         self.form = [f"{path or 'example'} {dtype}{list(shape)}" for path, (shape, dtype) in forms]
         self.form.append(describe_structure(self._structure))
         self.checksum = self._checksum() if self._has_arrays or isinstance(data, list) else 0
+
+    def check_takes_mask(self) -> None:
+        """Checks that an example is a dictionary without a `"mask"`."""
+        example = self._structure.unflatten(self._forms)
+        if not isinstance(example, dict) or MASK in example:
+            what = f"has an array {MASK!r} already" if isinstance(example, dict) else "is none"
+            raise GShardError(
+                f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "
+                f"dictionary without one; {self._name(0)} {what}. Change it with transform=."
+            )
 
     def read(self, indices: np.ndarray, epoch: int) -> Any:
         """Reads the examples with these indices and stacks them, as a tree of NumPy arrays.

@@ -30,6 +30,7 @@ from gshard.train.loss import (
 )
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
 from gshard.train.options import LossSemantics, check_semantics, most_gathered
+from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 
@@ -111,7 +112,8 @@ def make_eval_step(
 
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
-    check_program = ProgramCheck(plan, f"the eval step of {place_of(fn)}")
+    name = f"the eval step of {place_of(fn)}"
+    check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
 
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)
@@ -120,6 +122,7 @@ def make_eval_step(
         batch = shard_batch(batch, plan)
         structure = jax.tree.structure(parts)
         check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
+        check_mask(batch, lambda: jitted.trace(parts, batch), len(jax.tree.leaves(parts)))
         return check_program.run(jitted, parts, batch)
 
     return eval_step

@@ -51,9 +51,10 @@ class _NotComparableError(Exception):
     """The check cannot judge this loss."""
 
 
-def is_on() -> bool:
-    """Whether the environment variable leaves the check on."""
-    return os.environ.get(VARIABLE, "1") != "0"
+def is_on(options: TrainStepOptions) -> bool:
+    """Whether a step checks its loss; the environment variable can turn it off."""
+    asked = options.loss_semantics == "per_device" and options.check_loss
+    return asked and os.environ.get(VARIABLE, "1") != "0"
 
 
 def check_mean(

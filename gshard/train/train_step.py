@@ -34,6 +34,7 @@ from gshard.train.options import (
     check_options,
     skips_nonfinite,
 )
+from gshard.train.padding_mask import MaskCheck
 from gshard.train.post_update import apply_post_update
 from gshard.train.random_keys import fold_keys, typed_key
 from gshard.train.replicas import ReplicaCheck
@@ -208,16 +209,15 @@ class TrainStep:
         self._skip_nonfinite = skips_nonfinite(plan, options)
         self._name = f"the loss {place_of(loss_fn)}"
         self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
-        scaler = options.scaler
-        self._scaler = scaler if scaler is not None and scaler.enable else None
-        of_devices = options.loss_semantics == "per_device"
-        self._check_loss = of_devices and options.check_loss and loss_check.is_on()
+        self._scaler = s if (s := options.scaler) is not None and s.enable else None
+        self._check_loss = loss_check.is_on(options)
         wanted = plan.abstract_components()
         self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
+        self._check_mask = MaskCheck(self._name, output="1/loss")
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self.jitted = jax.jit(
             self._run,
@@ -268,6 +268,7 @@ class TrainStep:
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
         given = leaves, structure, batch, self.options.rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))
+        self._check_mask(batch, lambda: jitted.trace(*given, numbers(0)), len(leaves))
         if self._check_loss:
             self._check_loss = False
             loss = self.plan.kind.loss(self._loss_fn, self.options.mutable, parts.static)
@@ -336,7 +337,7 @@ class TrainStep:
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any
     ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
         """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
-        plan, options = self.plan, self.options
+        plan, options, size = self.plan, self.options, self.options.bucket_size
         parts: Components = jax.tree.unflatten(structure, leaves)
         before: ShardedOptState = parts.opt_state
         loss = plan.kind.loss(self._loss_fn, options.mutable, parts.static)
@@ -356,9 +357,8 @@ class TrainStep:
         updates = result.weight != 0
         if self._skip_nonfinite:
             updates = result.finite & updates
-        extra = {"value": result.loss}
         params, opt_state = update_and_all_gather(
-            plan, result.grads, before, parts.params, extra, updates, options.bucket_size
+            plan, result.grads, before, parts.params, {"value": result.loss}, updates, size
         )
         guard = before.guard.after(result.finite, updates, parts.step)
         opt_state = opt_state._replace(guard=guard)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.jaxpr import called
-from gshard._util.jaxpr_dataflow import flow
+from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
@@ -290,16 +289,5 @@ def unused_params(loss_fn: LossFn, model: nnx.Module, wrt: Any, batch: Any) -> l
         return loss_fn(nnx.merge(graph, params, rest, copy=True), batch)
 
     jaxpr = jax.make_jaxpr(loss)(params, rest).jaxpr
-    used = frozenset().union(*_inputs_used(jaxpr, [{i} for i in range(len(jaxpr.invars))]))
+    used = frozenset().union(*inputs_used(jaxpr))
     return [path for i, path in enumerate(flatten(params)[0]) if i not in used]
-
-
-def _inputs_used(jaxpr: Any, inputs: Sequence[Set[int]]) -> list[Set[int]]:
-    """Returns the inputs that each output of a jaxpr depends on, also through inner calls."""
-
-    def transfer(eqn: Any, given: list[Set[int]]) -> list[Set[int]]:
-        if inner := called(eqn):
-            return _inputs_used(inner[0], given)
-        return [frozenset().union(*given)] * len(eqn.outvars)
-
-    return flow(jaxpr, inputs, transfer, frozenset())

@@ -84,9 +84,8 @@ def loaders(plan: Any, rank: int) -> dict[str, str]:
 
 def loaded(mesh: Any, state: dict[str, int] | None = None) -> list[dict[str, Any]]:
     """The local parts of the global batches of two epochs, put together by their place in it."""
-    loader = gshard.DataLoader(
-        examples(), BATCH, plan_for(mesh), seed=3, num_epochs=2, transform=flipped
-    )
+    options = {"seed": 3, "num_epochs": 2, "transform": flipped, "pad_last": True}
+    loader = gshard.DataLoader(examples(LENGTH - 5), BATCH, plan_for(mesh), **options)
     if state:
         loader.load_state_dict({**loader.state_dict(), **state})
     return [{name: parts(x) for name, x in batch.items()} for batch in loader]

@@ -124,7 +124,7 @@ def test_loaded_batches_are_those_of_one_process(found, name):
     assert len(alone) == 10
     for i, batch in enumerate(alone):
         two = together(found, name, i)
-        assert set(two) == {"x", "y", "noise"}
+        assert set(two) == {"x", "y", "noise", "mask"}
         for key, x in batch.items():
             np.testing.assert_array_equal(two[key], x)
     # Each holds its own rows alone, and all of these are of this epoch's and no other place.

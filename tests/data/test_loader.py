@@ -125,6 +125,25 @@ def test_the_remainder_is_dropped_or_a_smaller_batch():
     assert sorted(sum(found, [])) == list(range(40))
 
 
+@pytest.mark.parametrize(("devices", "length", "size"), [(8, 50, 16), (3, 10, 9), (5, 4, 10)])
+@pytest.mark.parametrize("as_items", [False, True])
+def test_the_last_batch_is_filled_with_its_own_examples_and_masked(devices, length, size, as_items):
+    source = [{"y": i} for i in range(length)] if as_items else {"y": np.arange(length)}
+    loader = DataLoader(source, size, plan_on(devices), pad_last=True, num_epochs=2)
+    batches = [{k: np.asarray(x) for k, x in batch.items()} for batch in loader]
+    assert len(batches) == 2 * len(loader) == 2 * -(-length // size)
+    for epoch in (batches[: len(loader)], batches[len(loader) :]):
+        assert all(batch["y"].shape == batch["mask"].shape == (size,) for batch in epoch)
+        kept = [batch["y"][batch["mask"]].tolist() for batch in epoch]
+        assert sorted(sum(kept, [])) == list(range(length))
+        assert set(epoch[-1]["y"].tolist()) == set(kept[-1])
+    # The same positions as those of a smaller last batch.
+    if length % devices == 0:
+        DataLoader(source, size, plan_on(devices), drop_remainder=False).load_state_dict(
+            loader.state_dict()
+        )
+
+
 def test_no_shuffle_is_the_order_of_the_source_and_none_has_no_end():
     loader = iter(DataLoader(data(16), 8, PLAN, shuffle=False, num_epochs=None))
     assert [int(next(loader)["y"][0]) for _ in range(7)] == [0, 8] * 3 + [0]
@@ -413,6 +432,10 @@ def test_wrong_arguments(arguments, said):
         ({"num_epochs": 0}, "num_epochs=0"),
         ({"drop_remainder": None}, "drop_remainder=None"),
         ({"drop_remainder": False}, "Give 48 or 56 examples instead of 50"),
+        ({"drop_remainder": False}, "pad_last=True"),
+        ({"pad_last": 1}, "pad_last=1"),
+        ({"pad_last": True, "transform": lambda e: e["x"]}, "dictionary without one; transform"),
+        ({"pad_last": True, "transform": lambda e: e | {"mask": 1}}, "array 'mask' already"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"transform": 3}, "transform=3 is not a function"),
     ],

@@ -1,0 +1,111 @@
+"""Batches of `DataLoader(pad_last=True)`: exact with their mask, a warning without it."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+
+LENGTH = 61
+RNG = np.random.default_rng(0)
+DATA = {
+    "x": RNG.normal(size=(LENGTH, 4)).astype(np.float32),
+    "y": RNG.normal(size=LENGTH).astype(np.float32),
+}
+
+
+def losses(params, batch):
+    return (jnp.tanh(batch["x"] @ params["w"]).sum(1) - batch["y"]) ** 2
+
+
+def masked(params, batch):
+    found, mask = losses(params, batch), batch["mask"]
+    largest = jnp.where(mask, found, -jnp.inf).max()
+    size = jnp.sum(params["w"] ** 2)  # not of the batch
+    return {
+        "sum": (found * mask).sum(), "count": mask.sum(), "largest": largest, "size": size,
+        "each": found,
+    }  # fmt: skip
+
+
+def unmasked(params, batch):
+    return {"loss": losses(params, batch).mean(), "count": batch["mask"].sum()}
+
+
+def sharded(level="zero3", devices=8):
+    params = {"w": RNG.normal(size=(4, 16)).astype(np.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, level, min_shard_size=16)
+    return params, state, plan
+
+
+def loader(plan, size=15):
+    size = size // plan.group.devices * plan.group.devices or plan.group.devices
+    return gshard.DataLoader(DATA, size, plan, shuffle=False, pad_last=True)
+
+
+@pytest.mark.parametrize(("level", "devices"), [("zero3", 8), ("os", 3), ("os_g", 5)])
+def test_metrics_with_the_mask_are_those_of_the_examples(level, devices):
+    params, state, plan = sharded(level, devices)
+    evaluate = gshard.make_eval_step(masked, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [(evaluate(state, batch), np.asarray(batch["mask"])) for batch in loader(plan)]
+    wanted = np.asarray(losses(params, DATA))
+    each = np.concatenate([np.asarray(out["each"])[mask] for out, mask in found])
+    np.testing.assert_allclose(each, wanted, rtol=2e-5, atol=1e-6)
+    assert sum(int(out["count"]) for out, _ in found) == LENGTH
+    np.testing.assert_allclose(sum(float(x["sum"]) for x, _ in found), wanted.sum(), rtol=2e-5)
+    np.testing.assert_allclose(max(float(x["largest"]) for x, _ in found), wanted.max(), rtol=2e-5)
+
+
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
+def test_an_evaluation_without_the_mask_is_warned_of(semantics):
+    _, state, plan = sharded()
+    fn = unmasked if semantics == "global" else lambda p, b: unmasked(p, b)["loss"]
+    evaluate = gshard.make_eval_step(fn, plan, loss_semantics=semantics)
+    with pytest.warns(gshard.GShardWarning, match=r"without batch\['mask'\]") as caught:
+        for batch in loader(plan):
+            evaluate(state, batch)
+    assert len(caught) == 1 and "count is computed" not in str(caught[0].message)
+    if semantics == "global":
+        assert ": loss is computed" in str(caught[0].message)
+
+
+def test_a_train_step_without_the_mask_is_warned_of_and_one_with_it_is_not():
+    _, state, plan = sharded()
+    step = gshard.make_train_step(lambda p, b: losses(p, b).mean(), plan)
+    with pytest.warns(gshard.GShardWarning, match="the loss .* is computed from the batch") as said:
+        for batch in loader(plan):
+            state, _ = step(state, batch)
+    assert len(said) == 1
+    step = gshard.make_train_step(
+        lambda p, b: (losses(p, b) * b["mask"]).sum() / b["mask"].sum(), plan
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in loader(plan):
+            state, _ = step(state, batch)
+
+
+def test_a_model_of_nnx_and_a_mask_of_the_users():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    (model, _), plan = gshard.shard_train_state(
+        (model, optimizer), gshard.make_mesh(), "zero3", min_shard_size=4
+    )
+    evaluate = gshard.make_eval_step(lambda m, b: (m(b["x"])[:, 0] - b["y"]).mean(), plan)
+    with pytest.warns(gshard.GShardWarning, match="its result is computed from the batch"):
+        evaluate(model, next(iter(loader(plan))))
+    own = {**DATA, "mask": np.ones(LENGTH)}  # of tokens, say, and never padding of a loader's
+    evaluate = gshard.make_eval_step(lambda m, b: (m(b["x"])[:, 0] - b["y"]).mean(), plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(model, next(iter(gshard.DataLoader(own, 8, plan))))
