@@ -135,13 +135,16 @@ def test_evaluation_and_the_dtype_of_outputs():
     np.testing.assert_allclose(found["mean"], np.full((2, 5), rows()["w"].mean()), rtol=1e-3)
 
 
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
 @pytest.mark.parametrize("device", [0, 2])
-def test_a_nan_of_one_device_is_not_passed_by(device):
+def test_a_nan_of_one_device_is_not_passed_by(device, semantics):
     state, plan = divided()
     b = rows()
     b["x"][8 * device, 1] = np.nan
     evaluate = gshard.make_eval_step(
-        lambda p, b: [Reduced(b["x"].max(0), by) for by in ("max", "min", "sum")], plan
+        lambda p, b: [Reduced(b["x"].max(0), by) for by in ("max", "min", "sum")],
+        plan,
+        loss_semantics=semantics,
     )
     for found in evaluate(state, b):
         np.testing.assert_array_equal(np.isnan(found), [False, True, False, False, False])
