@@ -31,6 +31,7 @@ from gshard.checkpoint.orbax import read
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import check_now, forget_checks
@@ -186,10 +187,10 @@ class Checkpointer:
         """
 
         def contents() -> Contents:
-            plan = plan_of(state, "save(step, state)")
-            check_now(plan)  # first, since it waits for the other processes
             self._refuse_closed()
             number = check_integer("step", step, 0)
+            plan = plan_of(state, "save(step, state)")
+            check_now(plan)
             arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
@@ -197,7 +198,7 @@ class Checkpointer:
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
         def begin() -> None:
-            self._writer.begin(contents)
+            self._writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
             if not self._asynchronous:
                 self._writer.wait()
 

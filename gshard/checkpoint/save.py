@@ -90,15 +90,16 @@ class StepWriter:
         call = "Checkpointer(writes=True)"
         run_on_all(become_writer, call=call, what=lambda: call)
 
-    def begin(self, describe: Callable[[], Contents]) -> None:
+    def begin(self, describe: Callable[[], Contents], compare: Callable[[], None]) -> None:
         """Copies the arrays to the host and starts to write, when no other save is running.
 
-        `describe` returns what to write. An error of one process is raised on all: as a
+        `describe` returns what to write. `compare` runs once all processes have something to write,
+        and raises an error on all if they must not. An error of one process is raised on all: as a
         `SaveFailedError` if the save could not be started, and otherwise nothing was written.
         """
         found: list[Contents] = []
         try:
-            self._prepare(describe, found)
+            self._prepare(describe, compare, found)
             if found[0].step == self.last_step:
                 self._check_same(found[0])
             else:
@@ -108,7 +109,12 @@ class StepWriter:
                 raise
             raise self._failed(found[0].step, error) from error.__cause__
 
-    def _prepare(self, describe: Callable[[], Contents], found: list[Contents]) -> None:
+    def _prepare(
+        self,
+        describe: Callable[[], Contents],
+        compare: Callable[[], None],
+        found: list[Contents],
+    ) -> None:
         """Appends what to write, and makes its folder; none is left if any process fails.
 
         The step that this object has written last gets no folder either.
@@ -128,6 +134,7 @@ class StepWriter:
 
         try:
             run_on_all(prepare, call="save", what=what)
+            compare()
         except GShardError:
             for folder in made:
                 self._remove(folder)

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 
 from gshard._util.errors import GShardError
-from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 from gshard.train_state.nonfinite import LATE
 
@@ -63,7 +62,6 @@ def late_checks(plan: Plan) -> LateChecks:
 
 def check_now(plan: Plan) -> None:
     """Makes all checks of a plan that are due. It waits for the steps that run; a save calls it."""
-    compare_losses(plan)
     late_checks(plan).look(late=0)
 
 

@@ -21,7 +21,7 @@ SEEN = {
 
 def text() -> str:
     """The page, as Markdown."""
-    topics = {**TOPICS, "Two processes": several_processes.ROWS}
+    topics = {**TOPICS, "Two and four processes": several_processes.ROWS}
     counts = Counter(row.seen for rows in topics.values() for row in rows.values())
     return "\n".join(
         [

@@ -1,9 +1,10 @@
-"""Misuses over two processes of two devices, which one job goes through in this order.
+"""Misuses over two processes of two devices, or four of one; one job goes through all in order.
 
     python -m tests.misuses.several_processes COORDINATOR PROCESSES RANK FILE FOLDER
 
-Each function is called with the rank of its process. A misuse that all processes are told of ends
-with an error on all of them, so the next one can follow.
+Each function is called with 1 on the last process, which does something else, and with 0 on the
+others. A misuse that all processes are told of ends with an error on all of them, so the next one
+can follow.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ from tests.misuses.table import Row, refused, right, seen_by, warned
 FOLDER = Path()  # main sets it
 
 
-def own(rank: int, **more: Any) -> dict[str, Any]:
-    """This process's half of the batch, with other arrays."""
+def share() -> int:
+    """How many of the 16 examples are those of one process."""
+    return 16 // gshard.distributed.process_count()
+
+
+def own(_: int = 0, **more: Any) -> dict[str, Any]:
+    """This process's examples of the batch, with other arrays."""
     from tests.misuses.small import BATCH
 
-    return {**{name: x[rank * 8 : rank * 8 + 8] for name, x in BATCH.items()}, **more}
+    first = gshard.distributed.process_index() * share()
+    return {**{name: x[first : first + share()] for name, x in BATCH.items()}, **more}
 
 
 def step_of(batch: Callable[[int], Any], loss: Any = None, **options: Any) -> Callable[[int], Any]:
@@ -152,7 +159,7 @@ def arrays_here(rank: int) -> Any:
 
     from tests.misuses import small
 
-    mine = jax.device_put(own(rank), jax.local_devices()[1])
+    mine = jax.device_put(own(rank), jax.local_devices()[-1])
     return step_of(lambda _: mine)(rank), small.alone()
 
 
@@ -239,31 +246,33 @@ def replicas(rank: int) -> Any:
     return small.shard(mesh=gshard.make_mesh(replica=1 + rank))
 
 
-X = np.ones((8, 16), np.float32)
 ROWS: dict[str, Row] = {
-    "nothing: each process gives its half of the batch": right(all_see_the_same_sums),
-    "all processes give the same batch": warned(step_of(lambda r: own(0)), "the same data"),
+    "nothing: each process gives its own examples": right(all_see_the_same_sums),
+    "all processes give the same batch": warned(
+        step_of(lambda r: {"x": np.eye(share(), 16, dtype="f4"), "y": np.ones((share(), 8), "f4")}),
+        "the same data",
+    ),
     "one process gives another array more": refused(
-        step_of(lambda r: own(r, **({"id": np.arange(8)} if r else {}))), "id"
+        step_of(lambda r: own(r, **({"id": np.arange(share())} if r else {}))), "id"
     ),
     "one process gives float16": refused(
-        step_of(lambda r: own(r, x=X.astype(["f4", "f2"][r]))), "float16"
+        step_of(lambda r: own(r, x=np.ones((share(), 16), ["f4", "f2"][r]))), "float16"
     ),
     "one process gives narrower examples": refused(
-        step_of(lambda r: own(r, x=X[:, : 16 - r])), "15"
+        step_of(lambda r: own(r, x=np.ones((share(), 16 - r), "f4"))), "15"
     ),
     "one process gives fewer examples": refused(
-        step_of(lambda r: {k: v[: 8 - 2 * r] for k, v in own(r).items()}), "6", "8"
+        step_of(lambda r: {k: v[: share() - 2 * r] for k, v in own(r).items()}), "6", "8"
     ),
     "one process gives a number of examples that does not divide": refused(
-        step_of(lambda r: {k: v[: 8 - r] for k, v in own(r).items()}), "7 examples"
+        step_of(lambda r: {k: v[: share() - r] for k, v in own(r).items()}), "7 examples"
     ),
     "one process gives None": refused(step_of(lambda r: None if r else own(r)), "no array"),
     "one process gives text": refused(
         step_of(lambda r: own(r, **({"t": "a"} if r else {}))), "'a'"
     ),
     "one process gives numbers beyond 32 bits": refused(
-        step_of(lambda r: own(r, id=np.full(8, 2 ** (40 * r)))), str(2**40)
+        step_of(lambda r: own(r, id=np.full(share(), 2 ** (40 * r)))), str(2**40)
     ),
     "one process gives other scalars": refused(
         step_of(lambda r: own(r, scale=1.0 + r), scaled), "scale"
@@ -272,7 +281,7 @@ ROWS: dict[str, Row] = {
     "a key in the batch": refused(key_of_rank, "key", "jax.random.key_data"),
     "arrays on a device of each process": right(arrays_here),
     "another number of examples in evaluation": refused(
-        evaluated(lambda r: {k: v[: 8 - 2 * r] for k, v in own(r).items()}), "the same call"
+        evaluated(lambda r: {k: v[: share() - 2 * r] for k, v in own(r).items()}), "the same call"
     ),
     "another number of micro-batches": refused(micro_batches, "micro_batches"),
     "another post_update": refused(post_update, "program"),
@@ -344,7 +353,7 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: str) ->
     found = {}
     for name, row in ROWS.items():
         print("begin", name, flush=True)
-        found[name] = np.array(seen_by(lambda: row.misuse(gshard.distributed.process_index())))  # noqa: B023
+        found[name] = np.array(seen_by(lambda: row.misuse(int(rank == processes - 1))))  # noqa: B023
         print(name, found[name], flush=True)
     np.savez(file, **found)
 

@@ -31,10 +31,11 @@ def test_what_a_user_sees(name, tmp_path):
     check(CASES[name], tmp_path)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("misuses")
-    return run_workers(folder, "misuses.several_processes", str(folder))
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def processes(tmp_path_factory, request):
+    folder, count = tmp_path_factory.mktemp("misuses"), request.param
+    sizes = {"processes": count, "devices_each": 4 // count}
+    return run_workers(folder, "misuses.several_processes", str(folder), **sizes)
 
 
 @pytest.mark.parametrize("name", several_processes.ROWS)
@@ -43,7 +44,7 @@ def test_what_every_process_sees(processes, name):
     for process in processes:
         said = str(process[name])
         assert said.startswith(row.seen), said
-        if row.words:
+        if row.words and len(processes) == 2:  # others name other numbers
             assert_words(row.words, said)
 
 

@@ -21,6 +21,7 @@ from gshard.checkpoint.safetensors.format import (
     weights_of,
 )
 from gshard.distributed.agree import run_on_all
+from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
 from gshard.train.late_checks import check_now
 
@@ -83,6 +84,7 @@ def save_safetensors(
             return [*weights.values()], file
 
         weights, file = run_on_all(begin, plan.mesh, call=_CALL)
+        compare_losses(plan)
         run_on_all(lambda: _stream(weights, file, several), plan.mesh, call=_CALL)
 
 
