@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
 
 MASK = "mask"  # its array in a batch of `DataLoader(pad_last=True)`
-# By identity of a batch's first array: its number, and whether it may have padding.
+# By identity of an array: the number of its batch, and whether that may have padding.
 _numbers: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
 
 
 def set_number(batch: Any, number: int, padded: bool = False) -> None:
     """Remembers the number of a batch, as long as its first array lives."""
-    first = next((x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array) and x.ndim), None)
-    if first is not None:
-        key = id(first)
-        _numbers[key] = weakref.ref(first, lambda _: _numbers.pop(key, None)), number, padded
+    arrays = [x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array) and x.ndim]
+    for x in arrays if padded else arrays[:1]:  # what is used without its mask is warned of
+        forget = partial(_forget, id(x))
+        _numbers[id(x)] = weakref.ref(x, forget), number, padded
+
+
+def _forget(key: int, _: Any) -> None:
+    _numbers.pop(key, None)
 
 
 def number_of(batch: Any) -> int | None:
@@ -27,9 +32,9 @@ def number_of(batch: Any) -> int | None:
 
 
 def may_have_padding(batch: Any) -> bool:
-    """Whether a batch has a mask of a loader's, which is False for padding."""
+    """Whether arrays of a batch are of a loader that fills its last batch."""
     found = _found(batch)
-    return found is not None and found[2] and isinstance(batch, dict) and MASK in batch
+    return found is not None and found[2]
 
 
 def _found(batch: Any) -> tuple[Any, int, bool] | None:

@@ -59,7 +59,8 @@ class DataLoader:
         False the last batch is smaller, and must be a multiple of the devices too.
       pad_last: fill the last batch of an epoch with examples that it has already, instead of
         dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
-        each example: False for those that fill it.
+        each example: False for those that fill it. A device may have only those: with
+        `loss_semantics="per_device"` return `gshard.Weighted((x * mask).sum(), mask.sum())`.
       prefetch: batches that are read and placed ahead; 0 for none, and no thread.
       transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
         its own for every example and epoch; returns the example to stack. It runs in the thread.
@@ -188,19 +189,18 @@ class DataLoader:
         if self._plan.mesh.is_multi_process:
             form = [*self._source.form, f"pad_last={self._pads}"]
             compare_loaders(self.state_dict(), form, self._plan)
+            compare_losses(self._plan)
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        compared = False
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
-            set_number(batch, at[0] * len(self) + at[1], self._pads)
+            length, size = self._settings["length"], self._settings["batch_size"]
+            has_padding = self._pads and length % size > 0
+            set_number(batch, at[0] * len(self) + at[1], has_padding)
             yield batch
             self._check_current(iteration)
-            if not compared:  # the first batch has been used: its loss is traced
-                compare_losses(self._plan)
-                compared = True
         self._check_current(iteration)
         self._epoch, self._position = self._epoch + 1, 0
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -28,21 +29,20 @@ SAME_LOSS = (
 )
 
 
+@dataclass
 class _Traced:
     """What was traced for arguments of one form."""
 
-    def __init__(self) -> None:
-        self.hashes: set[str] = set()
-        self.last: Sequence[str] = ()  # lines of the program
-        self.name = ""
+    names: set[str] = field(default_factory=set)
+    programs: dict[str, tuple[str, Sequence[str]]] = field(default_factory=dict)  # name and lines
 
 
 _traced: weakref.WeakKeyDictionary[Plan, dict[str, _Traced]] = weakref.WeakKeyDictionary()
 
 
-def is_noted(plan: Plan, form: str) -> bool:
+def is_noted(plan: Plan, form: str, name: str) -> bool:
     """Whether a loss was noted for arguments of this form."""
-    return form in _traced.get(plan, {})
+    return name in _traced.get(plan, {}).get(form, _Traced()).names
 
 
 def note_loss(plan: Plan, form: str, name: str, lines: Sequence[str]) -> None:
@@ -55,15 +55,16 @@ def note_loss(plan: Plan, form: str, name: str, lines: Sequence[str]) -> None:
       lines: the traced program.
     """
     traced = _traced.setdefault(plan, {}).setdefault(form, _Traced())
-    traced.hashes.add(hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest())
-    traced.last, traced.name = lines, name
+    found = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    traced.names.add(name)
+    traced.programs[found] = name, lines
 
 
 def compare_losses(plan: Plan) -> None:
     """Compares what all processes of the plan's mesh have noted. All of them must call it.
 
-    A loss that only some have traced is theirs; for arguments of one form two processes must have
-    at least one program in common.
+    What one process has traced beyond the others is its own. So for arguments of one form the
+    programs of one of two processes must be among those of the other.
 
     Raises:
       GShardError: they have not, on all processes.
@@ -72,16 +73,18 @@ def compare_losses(plan: Plan) -> None:
     if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not mesh.local_devices:
         return
     own = _traced.get(plan, {})
-    text = json.dumps({form: sorted(own[form].hashes) for form in sorted(own)})
+    text = json.dumps({form: sorted(own[form].programs) for form in sorted(own)})
     texts = all_gather_text(f"losses\n{text}", mesh, what="a comparison of losses")
     found = [json.loads(text) for text in check_same_call(texts, "losses").values()]
     for form in sorted(set().union(*found)):
         known = [set(hashes[form]) for hashes in found if form in hashes]
-        if all(a & b for a, b in combinations(known, 2)):
+        if all(a <= b or b <= a for a, b in combinations(known, 2)):
             continue
-        mine = own.get(form, _Traced())
-        differing = {r: x.strip()[:200] for r, x in first_difference(mine.last, mesh).items()}
+        common = set.intersection(*known)
+        mine = own[form].programs if form in own else {}
+        name, lines = next((x for key, x in sorted(mine.items()) if key not in common), ("", ()))
+        differing = {r: x.strip()[:200] for r, x in first_difference(lines, mesh).items()}
         raise GShardError(
-            f"the processes do not run the same program: {mine.name or 'a loss'} in a jax.jit of "
-            f"yours differs in the traced program: {by_value(differing)}. {SAME_LOSS}"
+            f"the processes do not run the same program: {name or 'a loss'}, in a loop of your "
+            f"own, differs in the traced program: {by_value(differing)}. {SAME_LOSS}"
         )

@@ -19,12 +19,12 @@ class MaskCheck:
 
     Args:
       what: the function, for the message.
-      output: the path of its loss; empty if all outputs count. Those with one entry for each
-        example never do: the caller selects from them.
+      prefix: how the paths of its outputs that count begin. Those with entries for each example
+        never do: the caller selects from them.
     """
 
-    def __init__(self, what: str, output: str = ""):
-        self._what, self._output, self._is_done = what, output, False
+    def __init__(self, what: str, prefix: str = ""):
+        self._what, self._prefix, self._is_done = what, prefix, False
 
     def __call__(self, batch: Any, trace: Callable[[], jax.stages.Traced], first: int) -> None:
         """Looks at a traced program; the leaves of the batch are its inputs from `first` on."""
@@ -33,18 +33,21 @@ class MaskCheck:
         self._is_done, traced = True, trace()
         paths, leaves, _ = flatten(batch)
         examples = next(x.shape[0] for x in leaves if np.ndim(x))
-        given, mask = range(first, first + len(leaves)), first + paths.index(MASK)
+        given = range(first, first + len(leaves))
+        mask = next((i for i, p in zip(given, paths, strict=True) if p.split("/")[-1] == MASK), -1)
         names, outs, _ = flatten(traced.out_info)
         program: Any = traced.jaxpr
         unmasked = [
-            name or "its result"
+            name.removeprefix(self._prefix) or "its result"
             for name, out, used in zip(names, outs, inputs_used(program.jaxpr), strict=True)
-            if mask not in used and not used.isdisjoint(given) and out.shape[:1] != (examples,)
+            if name.startswith(self._prefix)
+            if mask not in used and not used.isdisjoint(given)
+            if not out.shape or out.shape[0] == 0 or out.shape[0] % examples
         ]
-        if self._output in unmasked or (unmasked and not self._output):
-            which = "" if self._output else f": {some(unmasked)}"
+        if unmasked:
             warn(
-                f"{self._what}{which} is computed from the batch without batch[{MASK!r}], so the "
-                "examples that fill the last batch (pad_last=True) count too. Mask them, such as "
-                f"(x * batch[{MASK!r}]).sum() / batch[{MASK!r}].sum()."
+                f"{self._what} computes {some(unmasked)} from the batch without batch[{MASK!r}], "
+                "so the examples that fill the last batch (pad_last=True) count too. Mask them: "
+                "(x * mask).sum() / mask.sum(), or with loss_semantics='per_device' "
+                "gshard.Weighted((x * mask).sum(), mask.sum())."
             )

@@ -123,7 +123,7 @@ def note_program(plan: Plan, name: str, function: Callable[..., Any], *args: Any
     leaves, tree = jax.tree.flatten(args)
     forms = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     form = " ".join(f"{x.dtype}{list(x.shape)}" for x in forms)
-    if is_noted(plan, form) and not any(isinstance(x, core.Tracer) for x in leaves):
+    if is_noted(plan, form, name) and not any(isinstance(x, core.Tracer) for x in leaves):
         return
     traced = jax.make_jaxpr(function)(*tree.unflatten(forms))
     note_loss(plan, form, name, [line.text for line in lines_of(traced)])

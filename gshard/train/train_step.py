@@ -217,7 +217,7 @@ class TrainStep:
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
-        self._check_mask = MaskCheck(self._name, output="1/loss")
+        self._check_mask = MaskCheck(f"the step of {self._name}", prefix="1/")
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self.jitted = jax.jit(
             self._run,

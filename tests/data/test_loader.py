@@ -435,7 +435,7 @@ def test_wrong_arguments(arguments, said):
         ({"drop_remainder": False}, "pad_last=True"),
         ({"pad_last": 1}, "pad_last=1"),
         ({"pad_last": True, "transform": lambda e: e["x"]}, "dictionary without one; transform"),
-        ({"pad_last": True, "transform": lambda e: e | {"mask": 1}}, "array 'mask' already"),
+        ({"pad_last": True, "transform": lambda e: e | {"mask": 1}}, "has 'mask' already"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"transform": 3}, "transform=3 is not a function"),
     ],

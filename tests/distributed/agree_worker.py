@@ -148,14 +148,21 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
             found = dp.backward(lambda m, b: (m(b["x"]) ** 2).mean() * factor, batch(rank))
         return str(float(found.mean()))
 
-    def own_loop(loss_fn: Any = loss, data: str = "shard_batch", alone: bool = False) -> str:
+    def own_loop(
+        loss_fn: Any = loss, data: str = "shard_batch", alone: bool = False, second: float = 0.0
+    ) -> str:
         """A loop around value_and_grad; an error comes after the number of batches used."""
         state, plan = sharded()
         grad = gshard.value_and_grad(loss_fn, plan)
 
+        def more(p: Any, b: Any) -> Any:
+            return loss(p, b, second)
+
         @jax.jit
         def step(state: Any, given: Any) -> Any:
             value, grads = grad(state.params, given)
+            if second:
+                value += gshard.value_and_grad(more, plan)(state.params, given)[0]
             return state.apply_gradients(grads=grads), value
 
         if alone and rank == 0:  # traces that the other process does not make
@@ -166,7 +173,9 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
         spec = jax.NamedSharding(plan.mesh, plan.batch_spec)
         batches: Any = {
             "shard_batch": lambda: (gshard.shard_batch(b, plan) for b in own),
-            "loader": lambda: gshard.DataLoader(batch(9, 64), 16, plan, shuffle=False),
+            "loader": lambda: (
+                b for x in [gshard.DataLoader(batch(9, 64), 16, plan)] for _ in range(2) for b in x
+            ),
             "jax": lambda: (
                 {"x": jax.make_array_from_process_local_data(spec, b["x"])} for b in own
             ),
@@ -196,6 +205,7 @@ def programs(rank: int) -> dict[str, Callable[[], Any]]:
         "eval_equal": lambda: evaluated(loss),
         "loop_losses": lambda: own_loop(of_rank),
         "loop_losses_in_a_loader": lambda: own_loop(of_rank, "loader"),
+        "loop_second_losses": lambda: own_loop(second=2.0 + rank),
         "loop_losses_saved": lambda: own_loop(of_rank, "jax"),
         "loop_equal": own_loop,
         "loop_equal_in_a_loader": lambda: own_loop(data="loader"),
