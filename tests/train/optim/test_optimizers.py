@@ -211,14 +211,19 @@ class Own:
         return optax.adam(RATE).update(grads, state, params)
 
 
-def amsgrad():
+def numbered():
     """A part of its state is a Python number after an update."""
-    return optax.chain(optax.scale_by_amsgrad(), optax.scale(-RATE))
+
+    def update(grads, state, params=None):
+        del state, params
+        return jax.tree.map(lambda g: -RATE * g, grads), {"last": 1}
+
+    return optax.GradientTransformation(lambda _: {"last": jnp.int32(0)}, update)
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: optax.MultiSteps(optax.adam(RATE), 2), Own, amsgrad],
+    [lambda: optax.MultiSteps(optax.adam(RATE), 2), Own, numbered],
 )
 def test_whatever_has_init_and_update_is_an_optimizer(make):
     tx = make()
