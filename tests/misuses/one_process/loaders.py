@@ -88,7 +88,7 @@ ROWS = {
         lambda _: loader(size=12), "batch_size=12", "8 devices", "Use 8 or 16"
     ),
     "a batch larger than the data": refused(
-        lambda _: loader(size=64), "32 examples", "batch_size=64", "drop_remainder=False"
+        lambda _: loader(size=64), "32 examples", "batch_size=64", "pad_last=True"
     ),
     "a last batch that does not divide": refused(
         lambda _: loader({"x": np.zeros(30)}, drop_remainder=False), "last batch", "8 devices"
