@@ -1,10 +1,10 @@
 """Forward passes over traced functions, which follow what is known of inputs to the results.
 
 `flow` runs a pass over a jaxpr, `flow_inside` over the inner jaxprs of one equation. `inputs_used`
-finds what results depend on, `sources`
-finds the results that are inputs unchanged, `sharded_dims` the dimension on which a value is
-sharded: None if it is replicated, `UNKNOWN` if it is sharded in a way that is not followed. The
-latter decides only what is communicated, never the numbers.
+finds the inputs that results depend on, `sources` the results that are inputs unchanged, and
+`sharded_dims` the dimension on which a value is sharded: None if it is replicated, `UNKNOWN` if it
+is sharded in a way that is not followed. The latter decides only what is communicated, never the
+numbers.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import check_array, check_fits, flatten, subscript, why_not_numeric
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
+from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
 
 
@@ -68,7 +69,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     except GShardError as error:
         fault = error
     # The others wait in a collective, so they get this process's error before it is raised.
-    if mesh.is_multi_process and mesh.local_devices:
+    if spans_processes(plan):
         compare_batches(local, plan, positions_by_process(plan), fault)
     if fault is not None:
         raise fault

@@ -98,7 +98,7 @@ class DataLoader:
         size = check_integer("batch_size", batch_size, 1, " of examples of the global batch")
         seed = check_integer("seed", seed, 0)
         shuffle, self._pads = flag("shuffle", shuffle), flag("pad_last", pad_last)
-        drop = flag("drop_remainder", drop_remainder) and not pad_last
+        drop = flag("drop_remainder", drop_remainder) and not self._pads
         if num_epochs is not None:
             num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
@@ -112,8 +112,9 @@ class DataLoader:
             "drop_remainder": int(drop),
             "checksum": self._source.checksum,
         }
-        _check_sizes(self._source.length, size, drop, plan.group.devices, pad_last)
-        if pad_last:
+        _check_sizes(self._source.length, size, drop, plan.group.devices, self._pads)
+        self._has_padding = self._pads and self._source.length % size > 0
+        if self._pads:
             self._source.check_takes_mask()
         self._order: tuple[int, np.ndarray] | None = None  # an epoch, and its permutation
         self._epoch = self._position = 0
@@ -196,9 +197,7 @@ class DataLoader:
         for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
-            length, size = self._settings["length"], self._settings["batch_size"]
-            has_padding = self._pads and length % size > 0
-            set_number(batch, at[0] * len(self) + at[1], has_padding)
+            set_number(batch, at[0] * len(self) + at[1], self._has_padding)
             yield batch
             self._check_current(iteration)
         self._check_current(iteration)

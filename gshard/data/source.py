@@ -51,9 +51,9 @@ class Source:
     def check_takes_mask(self) -> None:
         """Checks that an example is a dictionary without a `"mask"`."""
         example = self._structure.unflatten(self._forms)
-        if not isinstance(example, dict) or MASK in example:
-            has_one = isinstance(example, dict)
-            what = f"has {MASK!r} already" if has_one else f"is a {type(example).__name__}"
+        is_dict = isinstance(example, dict)
+        if not is_dict or MASK in example:
+            what = f"has {MASK!r} already" if is_dict else f"is a {type(example).__name__}"
             raise GShardError(
                 f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "
                 f"dictionary without one; {self._name(0)} {what}. Change it with transform=."

@@ -41,6 +41,12 @@ _HEADER = struct.Struct("<I16s")  # number of bytes, and a hash
 _FIRST = 128 - _HEADER.size  # bytes of a text in the first message; most are not longer
 
 
+def spans_processes(plan: Plan) -> bool:
+    """Whether this process has something to compare with the others of the plan's mesh."""
+    mesh = plan.mesh
+    return isinstance(mesh, Mesh) and mesh.is_multi_process and bool(mesh.local_devices)
+
+
 def exchange_texts(
     text: str, plan: Plan, change: str, fault: GShardError | None = None, *, full: bool = False
 ) -> dict[int, str]:
@@ -94,7 +100,7 @@ def find_differences(call: str, facts: Mapping[str, Sequence[str]], mesh: Mesh) 
 
     Every process of the mesh must call it. A fact is a list of lines, of which a hash is compared.
     """
-    hashes = {name: _hash(lines) for name, lines in facts.items()}
+    hashes = {name: hash_of(lines) for name, lines in facts.items()}
     texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh, what=_WAITS[call])
     found = [json.loads(text) for text in check_same_call(texts, call).values()]
     return [name for name in facts if any(x.get(name) != found[0].get(name) for x in found)]
@@ -111,7 +117,7 @@ def first_difference(lines: Sequence[str], mesh: Mesh) -> dict[int, str]:
     same, differ = 0, max(lengths)
     while differ - same > 1:
         middle = (same + differ) // 2
-        hashes = gather(_hash([*lines[:middle], f"{min(middle, len(lines))}"]))
+        hashes = gather(hash_of([*lines[:middle], f"{min(middle, len(lines))}"]))
         same, differ = (same, middle) if len(set(hashes.values())) > 1 else (middle, differ)
     return gather(lines[same] if same < len(lines) else "")
 
@@ -129,7 +135,8 @@ def processes(ranks: Sequence[int]) -> str:
     return f"process{'es' if len(ranks) > 1 else ''} {some(ranks)}"
 
 
-def _hash(lines: Sequence[str]) -> str:
+def hash_of(lines: Sequence[str]) -> str:
+    """Returns a short hash of lines of text."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
 
 

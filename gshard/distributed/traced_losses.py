@@ -2,23 +2,26 @@
 
 Nothing waits where a loss is traced: that may be a trace of this process alone (`lower`,
 `jax.make_jaxpr`). What was traced is noted, and compared at the next call that all processes make
-anyway: the second batch, or a save.
+anyway: the second batch, the next `for` over a loader, or a save.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from jax.sharding import Mesh
-
 from gshard._util.errors import GShardError
-from gshard.distributed.agree import all_gather_text, by_value, check_same_call, first_difference
+from gshard.distributed.agree import (
+    all_gather_text,
+    by_value,
+    check_same_call,
+    first_difference,
+    hash_of,
+    spans_processes,
+)
 from gshard.sharding.plan import Plan
 
 SAME_LOSS = (
@@ -29,20 +32,16 @@ SAME_LOSS = (
 )
 
 
-@dataclass
-class _Traced:
-    """What was traced for arguments of one form."""
-
-    names: set[str] = field(default_factory=set)
-    programs: dict[str, tuple[str, Sequence[str]]] = field(default_factory=dict)  # name and lines
-
-
-_traced: weakref.WeakKeyDictionary[Plan, dict[str, _Traced]] = weakref.WeakKeyDictionary()
+# Name and lines of each program, by its hash.
+_Programs = dict[str, tuple[str, Sequence[str]]]
+# By the form of the arguments.
+_traced: weakref.WeakKeyDictionary[Plan, dict[str, _Programs]] = weakref.WeakKeyDictionary()
 
 
 def is_noted(plan: Plan, form: str, name: str) -> bool:
     """Whether a loss was noted for arguments of this form."""
-    return name in _traced.get(plan, {}).get(form, _Traced()).names
+    programs = _traced.get(plan, {}).get(form, {})
+    return any(name == known for known, _ in programs.values())
 
 
 def note_loss(plan: Plan, form: str, name: str, lines: Sequence[str]) -> None:
@@ -54,10 +53,7 @@ def note_loss(plan: Plan, form: str, name: str, lines: Sequence[str]) -> None:
       name: the loss, for messages.
       lines: the traced program.
     """
-    traced = _traced.setdefault(plan, {}).setdefault(form, _Traced())
-    found = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    traced.names.add(name)
-    traced.programs[found] = name, lines
+    _traced.setdefault(plan, {}).setdefault(form, {})[hash_of(lines)] = name, lines
 
 
 def compare_losses(plan: Plan) -> None:
@@ -69,11 +65,11 @@ def compare_losses(plan: Plan) -> None:
     Raises:
       GShardError: they have not, on all processes.
     """
-    mesh: Any = plan.mesh
-    if not isinstance(mesh, Mesh) or not mesh.is_multi_process or not mesh.local_devices:
+    if not spans_processes(plan):
         return
+    mesh: Any = plan.mesh
     own = _traced.get(plan, {})
-    text = json.dumps({form: sorted(own[form].programs) for form in sorted(own)})
+    text = json.dumps({form: sorted(own[form]) for form in sorted(own)})
     texts = all_gather_text(f"losses\n{text}", mesh, what="a comparison of losses")
     found = [json.loads(text) for text in check_same_call(texts, "losses").values()]
     for form in sorted(set().union(*found)):
@@ -81,8 +77,8 @@ def compare_losses(plan: Plan) -> None:
         if all(a <= b or b <= a for a, b in combinations(known, 2)):
             continue
         common = set.intersection(*known)
-        mine = own[form].programs if form in own else {}
-        name, lines = next((x for key, x in sorted(mine.items()) if key not in common), ("", ()))
+        mine = sorted(own.get(form, {}).items())
+        name, lines = next((x for key, x in mine if key not in common), ("", ()))
         differing = {r: x.strip()[:200] for r, x in first_difference(lines, mesh).items()}
         raise GShardError(
             f"the processes do not run the same program: {name or 'a loss'}, in a loop of your "

@@ -20,9 +20,9 @@ from jax import core
 from jax.sharding import NamedSharding
 
 from gshard.data.batch_number import number_of
+from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import late_checks
-from gshard.train.same_state import spans_processes
 from gshard.train_state import Components
 
 _MODULUS = 64  # of the numbers, so that sums of squares are exact in float32

@@ -20,11 +20,11 @@ from gshard._util.activity import called, doing
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line
 from gshard._util.jaxpr_text import lines_of, plain
-from gshard.distributed.agree import by_value, find_differences, first_difference
+from gshard.distributed.agree import by_value, find_differences, first_difference, spans_processes
 from gshard.distributed.traced_losses import SAME_LOSS, is_noted, note_loss
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import late_checks
-from gshard.train.same_state import ADVICE, plan_facts, spans_processes
+from gshard.train.same_state import ADVICE, plan_facts
 
 _ADVICE = {
     **ADVICE,

@@ -28,6 +28,7 @@ from gshard.distributed.agree import (
     find_differences,
     first_difference,
     processes,
+    spans_processes,
 )
 from gshard.distributed.broadcast import broadcast
 from gshard.sharding.plan import Plan, describe_layout
@@ -116,12 +117,6 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
         f"broadcast_from={min(found)} to shard_train_state: all processes then take the values of "
         f"process {min(found)}."
     )
-
-
-def spans_processes(plan: Plan) -> bool:
-    """Whether this process has something to compare with the others of the plan's mesh."""
-    mesh = plan.mesh
-    return isinstance(mesh, Mesh) and mesh.is_multi_process and bool(mesh.local_devices)
 
 
 def plan_facts(plan: Plan) -> dict[str, list[str]]:
