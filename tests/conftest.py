@@ -76,6 +76,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [x for x in items if x.location[0] in files]
 
 
+def pytest_collection_finish():
+    """Python's collector leaves out what was imported, and looks for garbage less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_runtest_teardown(item, nextitem):
     """Frees programs after each test file, and in between where a worker has grown large."""
     last = nextitem is None or nextitem.path != item.path
