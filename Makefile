@@ -12,8 +12,8 @@ VENV   ?= .venv
 JOBS   ?= logical
 export PYTHON
 
-# One worker per core, fewer where memory is short (tests/tiers.py); a worker that has nothing left
-# takes tests from the others.
+# One worker more than cores, fewer where memory is short (tests/tiers.py); a worker that has nothing
+# left takes tests from the others.
 PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 # Tests of a second or less: boundaries, rules, words, parsing, planning.

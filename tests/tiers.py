@@ -49,10 +49,10 @@ def is_slow_case(node_id: str) -> bool:
 
 
 def workers() -> int:
-    """One for each core, as far as the memory reaches."""
+    """One for each core and one that runs while others wait for processes, if memory allows."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min(cores, int(psutil.virtual_memory().available / WORKER_BYTES)))
+    return max(1, min(cores + 1, int(psutil.virtual_memory().available / WORKER_BYTES)))
 
 
 def parse_shard(text: str) -> tuple[int, int]:
