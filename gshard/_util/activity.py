@@ -23,6 +23,7 @@ from gshard._util.errors import is_library_frame
 
 _OTHER_CODE = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
+_BEGAN = time.monotonic()  # about when this process did
 _running: dict[doing, None] = {}  # in the order in which they began
 _last_call: Call | None = None
 _last_saved = ""
@@ -168,7 +169,7 @@ def place(unfinished: Call | None) -> Place:
     if others:
         found = others[0]
         return Place(f"{found}, in the background", now - found.began, not found.waits)
-    since = now if _last_call is None else now - _last_call.began
+    since = now - (_BEGAN if _last_call is None else _last_call.began)
     if _script_ended:  # one that has failed ends soon
         return Place(last_words(), since, has_ended=not _script_failed)
     return Place(f"{_after()}{at(line)}", since)

@@ -26,6 +26,7 @@ _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX
 _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[JobPosition, JobPosition]] = []  # the arguments, and the resulting position
+watchdogs: list[Watchdog] = []  # that of this process, once it has joined others
 _known: list[tuple[int, int]] = []  # number of processes and rank, once JAX was given them
 
 
@@ -103,7 +104,7 @@ def initialize(
         join = _join_detected if position.num_processes is None else _join
         join(position, coordinator_bind_address, **options, **secure)
     elif by_the_user:
-        Watchdog(position.process_id, options["hang_timeout"]).start()
+        _watch(Watchdog(position.process_id, options["hang_timeout"]))
     _joined.append((asked, position))
     if not jax.distributed.is_initialized():
         _known[:] = [(1, 0)]
@@ -215,7 +216,7 @@ def _join(
         **options,
     )
     port, token = told["watchdog"]
-    Watchdog(rank, hang_timeout, Address(at.host, port), token, *servers).start()
+    _watch(Watchdog(rank, hang_timeout, Address(at.host, port), token, *servers))
 
 
 def _join_detected(
@@ -232,7 +233,7 @@ def _join_detected(
         return
     try:
         _initialize(coordinator_bind_address=bind_address, **options)
-        Watchdog(None, hang_timeout).start()  # no rendezvous tells where process 0 serves
+        _watch(Watchdog(None, hang_timeout))  # no rendezvous tells where process 0 serves
     except ValueError as error:
         if "coordinator_address" not in str(error):
             raise GShardError(f"initialize: {error}") from error
@@ -243,6 +244,11 @@ def _join_detected(
                 "num_processes and process_id; with num_processes=1, process_id=0 this process is "
                 "alone."
             ) from error
+
+
+def _watch(watchdog: Watchdog) -> None:
+    watchdog.start()
+    watchdogs.append(watchdog)
 
 
 def _initialize(**arguments: Any) -> None:

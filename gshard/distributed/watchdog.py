@@ -53,7 +53,7 @@ class Watchdog:
     Args:
       rank: that of this process; None if it is not known.
       hang_timeout: seconds after which a wait ends the job; 0 for never.
-      at: address of process 0's `Server`; None where no rendezvous gave one.
+      at: address of process 0's `Server`; None where no rendezvous gave one, see `introduce`.
       token: what the server asks for.
       server: that of process 0; None in the others.
     """
@@ -70,6 +70,7 @@ class Watchdog:
         self._member: Member | None = None
         if at is not None and rank is not None:
             self._member = Member(rank, at, token, self._place, self._end_soon)
+        self.knows_others = self._member is not None  # or did, until that failed
         self._devices = _Devices()
         self._due: dict[object, float] = {}  # when a wait is mentioned, in seconds of its age
         self._at_end: doing | None = None  # the end of the script
@@ -86,11 +87,18 @@ class Watchdog:
         atexit.register(self._leave)
         activity.meeting_points.append(self._meet)
 
+    def introduce(self, rank: int, at: Address, token: str, server: Server | None) -> None:
+        """Tells a watchdog that has started without an address where process 0 serves."""
+        self.knows_others, self._rank, self._server = True, rank, server
+        self._member = Member(rank, at, token, self._place, self._end_soon)
+        self._joining.clear()
+        asyncio.run_coroutine_threadsafe(self._join(), self._loop)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._watch())
 
-    async def _watch(self) -> None:
+    async def _join(self) -> None:
         try:
             if self._server is not None:
                 await self._server.start()
@@ -106,6 +114,9 @@ class Watchdog:
             self._member = None
         finally:
             self._joining.set()
+
+    async def _watch(self) -> None:
+        await self._join()
         while True:
             await asyncio.sleep(_TICK)
             try:

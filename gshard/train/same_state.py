@@ -31,6 +31,7 @@ from gshard.distributed.agree import (
     spans_processes,
 )
 from gshard.distributed.broadcast import broadcast
+from gshard.distributed.introduce import introduce
 from gshard.sharding.plan import Plan, describe_layout
 from gshard.train.optim.optimizer_info import optimizer_lines
 
@@ -83,6 +84,7 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
     mesh: Any = plan.mesh
     if not spans_processes(plan):
         return values
+    introduce(mesh)
     paths, leaves, structure = flatten(values)
     lines = [f"{path} {_checksum(x)}" for path, x in zip(paths, leaves, strict=True)]
     forms = [f"{p} {_form(x)}" for p, x in zip(paths, leaves, strict=True)]

@@ -11,6 +11,7 @@ from gshard.distributed.launch.exit_status import End, first_cause, hang, in_wor
 _LONGEST = 60.0  # seconds before a restart
 _SHOWN = 200  # characters of an error
 _TRACEBACK = "Traceback (most recent call last)"
+_IN_GROUP = re.compile(r"^ +[|+] ?")  # what precedes the lines of an error of an ExceptionGroup
 
 # How an error begins that comes from outside the program, so that the next try may be without it:
 # the network, a disk, a port, another machine.
@@ -65,7 +66,8 @@ def error_of(end: End) -> str:
     if end.code < 0:
         return how if how.endswith(_CRASHES) else ""
     _, found, after = end.text.rpartition(_TRACEBACK)
-    lines = [line for line in after.splitlines()[1:] if line[:1].strip()] if found else []
+    lines = [_IN_GROUP.sub("", line) for line in after.splitlines()[1:]] if found else []
+    lines = [line for line in lines if line[:1].strip()]
     said = lines[0] if lines else how
     return "" if _OUTSIDE.match(said) else said
 

@@ -75,6 +75,17 @@ def test_what_is_tried_again(second):
     assert restarts.after(second).again
 
 
+GROUP = """
+  + Exception Group Traceback (most recent call last):
+  |   File 'x.py', line 3, in f
+  | ExceptionGroup: 1 failed (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File 'x.py', line 9, in g
+    | TimeoutError: no answer
+    +------------------------------------
+"""
+
 ENDS = {
     "an exception": (1, TRACEBACK + "ValueError: no\nand more", "ValueError: no"),
     "of a module": (1, TRACEBACK + "a.b.MyError: no", "a.b.MyError: no"),
@@ -91,6 +102,7 @@ ENDS = {
     "a missing file": (1, TRACEBACK + "FileNotFoundError: x", "FileNotFoundError: x"),
     "others did not come": (1, TRACEBACK + "gshard.distributed.rendezvous.NotArrivedError: 1", ""),
     "a lost peer": (1, TRACEBACK + "ValueError: Gloo AllReduce failed", ""),
+    "the last of a group": (1, GROUP, ""),
     "a hang": (1, f"{HANGS}process 0 has waited 600 s", ""),
 }
 
