@@ -268,23 +268,23 @@ def all_are_at(place):
     while sum((folder / f"{place}.{i}").exists() for i in range(3)) < 3:
         time.sleep(0.02)
 
-def attempt(name, *place):
+def attempt(name, *place, limit=60):
     began = time.monotonic()
     try:
-        gshard.distributed.initialize(addresses[name], *place, initialization_timeout=3)
+        gshard.distributed.initialize(addresses[name], *place, initialization_timeout=limit)
     except gshard.GShardError as error:
         said[name] = type(error).__name__, str(error), time.monotonic() - began
 
 all_are_at("missing")
 if number < 2:
-    attempt("missing", 3, number)
+    attempt("missing", 3, number, limit=5)
 all_are_at("twice")
 attempt("twice", 3, min(number, 1))
 all_are_at("numbers")
 if number < 2:
     attempt("numbers", 3 - number, number)
 if number == 1:
-    attempt("unreachable", 2, 1)
+    attempt("unreachable", 2, 1, limit=3)
 if number == 2:
     host, port = addresses["taken"].split(":")
     with socket.create_server((host, int(port))):
@@ -318,9 +318,9 @@ def test_who_does_not_arrive_is_named(roll_calls):
     for rank in range(2):
         kind, text, seconds = said[rank]["missing"]
         assert kind == "NotArrivedError"
-        assert f"not all of 3 processes reached {addresses['missing']} within 3 s" in text
+        assert f"not all of 3 processes reached {addresses['missing']} within 5 s" in text
         assert "arrived: 0, 1; missing: 2." in text
-        assert 2 < seconds < 8
+        assert 4 < seconds < 15
 
 
 def test_two_processes_of_one_rank(roll_calls):
@@ -328,7 +328,7 @@ def test_two_processes_of_one_rank(roll_calls):
         kind, text, seconds = said["twice"]
         assert kind == "GShardError"
         assert "two processes say that they are rank 1 of 3" in text
-        assert seconds < 3
+        assert seconds < 30  # and not the 60 s that it may wait
 
 
 def test_different_numbers_of_processes(roll_calls):
@@ -353,9 +353,9 @@ def test_a_port_in_use_or_an_address_of_another_machine(roll_calls):
     port = addresses["taken"].split(":")[1]
     assert kind == "PortTakenError"
     assert f"port {port} of 127.0.0.1 is taken" in text and "Name another port" in text
-    assert seconds < 3
+    assert seconds < 30
     kind, text, seconds = said[2]["not here"]
     assert kind == "GShardError"
     assert "process 0 cannot listen at 192.0.2.1:29500" in text
     assert "one of its own machine" in text
-    assert seconds < 3
+    assert seconds < 30
