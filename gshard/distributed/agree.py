@@ -32,10 +32,15 @@ _CALLS = {
     "state": "shards a train state",
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",
+    "step": "steps a ZeroRedundancyOptimizer",
     "losses": "compares the losses that it has traced",
 }
 _DATA = "a comparison of data"
-_WAITS = {"state": "shard_train_state", "program": "a comparison of programs"}
+_WAITS = {
+    "state": "shard_train_state",
+    "program": "a comparison of programs",
+    "step": "a comparison of hyperparameters",
+}
 _TEXT = 1024  # bytes of a text that are sent where not all of it is needed
 _HEADER = struct.Struct("<I16s")  # number of bytes, and a hash
 _FIRST = 128 - _HEADER.size  # bytes of a text in the first message; most are not longer

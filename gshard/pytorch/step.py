@@ -21,9 +21,12 @@ from gshard.train.gradients import LocalGradients
 class OptimizerStep:
     """`opt.step(grads)` or `opt.step(closure=...)`; with a `DataParallel`, `opt.step()`."""
 
-    def __init__(self, engine: Callable[[], Even | Greedy]):
-        """`engine` returns the current one: a group that is added makes another."""
-        self._engine = engine
+    def __init__(self, engine: Callable[[], Even | Greedy], check: Callable[[], None]):
+        """`engine` returns the current one: a group that is added makes another.
+
+        `check` is called before an update.
+        """
+        self._engine, self._check = engine, check
 
     @property
     def plan(self) -> Plan:
@@ -58,9 +61,12 @@ class OptimizerStep:
             loss, grads = _called(closure, keep)
         if grads is None and keep is not None and keep.updating is not None:
             keep.refuse_waiting()
+            self._check()
             keep.updating.end()
         else:
-            engine.step(*_checked(grads, engine))
+            checked = _checked(grads, engine)
+            self._check()
+            engine.step(*checked)
         result = engine.target.result()
         return result if closure is None else (loss, result)
 

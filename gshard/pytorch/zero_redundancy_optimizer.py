@@ -24,6 +24,7 @@ from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Parameters, options_of, parameters
 from gshard.pytorch.state_dict import entries, matched
+from gshard.pytorch.same_hyperparameters import SameHyperparameters
 from gshard.pytorch.step import OptimizerStep
 from gshard.sharding.plan import Plan
 from gshard.wrapped.arguments import mesh_of
@@ -102,6 +103,7 @@ class ZeroRedundancyOptimizer:
             )
         self._buckets = parameters_as_bucket_view or self._overlaps
         self._consolidated: tuple[Any, list[Any]] = (None, [])
+        self._same = SameHyperparameters()
         self._shard(target, tuple(self._group(target, i, x) for i, x in enumerate(own)))
 
     def __getattr__(self, name: str) -> Any:
@@ -125,7 +127,8 @@ class ZeroRedundancyOptimizer:
     @property
     def step(self) -> OptimizerStep:
         """`opt.step(grads)` updates the parameters and returns them; see `OptimizerStep`."""
-        return OptimizerStep(lambda: self._engine)
+        check = lambda: self._same.check(self.plan, self.param_groups)  # noqa: E731
+        return OptimizerStep(lambda: self._engine, check)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of a `DataParallel`; other gradients belong to the caller."""

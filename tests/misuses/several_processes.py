@@ -153,6 +153,27 @@ def hyperparameter(level: str) -> Callable[[int], Any]:
     return misuse
 
 
+def rate_of_one(at: int) -> Callable[[int], Any]:
+    """One process sets another learning rate of a ZeroRedundancyOptimizer before a step."""
+
+    def misuse(rank: int) -> Any:
+        import jax
+        import optax
+
+        import gshard.pytorch
+        from tests.misuses import small
+
+        opt = gshard.pytorch.ZeroRedundancyOptimizer(small.params(), optax.adam, lr=0.1)
+        for step in range(1, 5):
+            if step == at:
+                opt.param_groups[0]["lr"] = 0.1 * (1 + rank)
+            elif step == at + 1:
+                opt.param_groups[0]["lr"] = 0.1
+            opt.step(jax.tree.map(np.ones_like, small.params()))
+
+    return misuse
+
+
 def arrays_here(rank: int) -> Any:
     """Arrays of JAX on a device of this process."""
     import jax
@@ -305,6 +326,12 @@ ROWS: dict[str, Row] = {
     ),
     "a learning rate of its own on each process, os_g": refused(
         hyperparameter("os_g"), "a learning rate"
+    ),
+    "ZeroRedundancyOptimizer: another learning rate from a step on": refused(
+        rate_of_one(4), "step 4", "learning_rate=0.2 in group 0 on process"
+    ),
+    "ZeroRedundancyOptimizer: another learning rate in one step": refused(
+        rate_of_one(3), "step 4", "an earlier step"
     ),
     "another seed of the loader": refused(lambda r: loader(r, seed=r), "seed"),
     "another batch_size of the loader": refused(

@@ -321,6 +321,7 @@ def browse(tmp_path):
     return run
 
 
+@pytest.mark.filterwarnings("ignore:sharded over 16,384 devices")  # with padding
 @pytest.mark.parametrize("width", [400, 1200])
 @pytest.mark.parametrize("devices, layers", [(8, 3), (16_384, 60)])
 def test_nothing_is_wider_than_the_screen(browse, width, devices, layers):
