@@ -80,8 +80,12 @@ def wait(began: float, most: float | None = None) -> None:
     """
     grace = env_vars.read_integer(env_vars.GRACE) if most is None else most
     busy = time.monotonic()
-    while (now := time.monotonic()) < busy + _IDLE and (grace is None or now < began + grace):
-        busy = now if _running else busy
+    while grace is None or time.monotonic() < began + grace:
+        now = time.monotonic()
+        if _running:  # first: this thread may have had no turn for longer than `_IDLE`
+            busy = now
+        elif now >= busy + _IDLE:
+            break
         time.sleep(_TICK)
 
 

@@ -68,6 +68,20 @@ def test_the_launchers_grace_limits_the_wait(process, monkeypatch):
         assert time.monotonic() - began > 0.8
 
 
+def test_a_thread_that_had_no_turn_still_waits_for_a_save(monkeypatch):
+    """Any clock: here a second passes from one look to the next."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(unfinished.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(unfinished.time, "sleep", lambda _: None)
+    monkeypatch.setattr(unfinished, "_IDLE", 0.1)
+    unfinished._running[object()] = "a save"
+    try:
+        unfinished.wait(0.0, 50.0)
+    finally:
+        unfinished._running.clear()
+    assert next(seconds) >= 50
+
+
 def test_the_report_says_what_became_of_the_save():
     work = Work(("the save of step 9",), ("the save of step 8",))
     said = report([End(0, 1, work=work), End(1, 0)], 0, "log")
