@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -69,10 +70,10 @@ def test_the_launchers_grace_limits_the_wait(process, monkeypatch):
 
 
 def test_a_thread_that_had_no_turn_still_waits_for_a_save(monkeypatch):
-    """Any clock: here a second passes from one look to the next."""
+    """By a clock of which a second passes from one look to the next."""
     seconds = iter(range(1000))
-    monkeypatch.setattr(unfinished.time, "monotonic", lambda: float(next(seconds)))
-    monkeypatch.setattr(unfinished.time, "sleep", lambda _: None)
+    clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=lambda _: None)
+    monkeypatch.setattr(unfinished, "time", clock)
     monkeypatch.setattr(unfinished, "_IDLE", 0.1)
     unfinished._running[object()] = "a save"
     try:
