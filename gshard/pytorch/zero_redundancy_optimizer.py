@@ -23,8 +23,8 @@ from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Parameters, options_of, parameters
-from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.same_hyperparameters import SameHyperparameters
+from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.step import OptimizerStep
 from gshard.sharding.plan import Plan
 from gshard.wrapped.arguments import mesh_of
