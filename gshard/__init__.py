@@ -77,6 +77,10 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
         """Loads all public names at the first use of one, so that `gshard --help` needs no JAX."""
         if name not in __all__:
             raise AttributeError(f"module 'gshard' has no attribute {name!r}")
+        if name == "__version__":
+            from gshard._util.version import __version__
+
+            return __version__
         from gshard import _public
 
         globals().update((known, getattr(_public, known)) for known in __all__)

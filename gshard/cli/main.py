@@ -36,6 +36,7 @@ def main(words: list[str] | None = None) -> int:
     if name in ("-V", "--version"):
         print(f"gshard {__version__}")
         return YES
-    print(f"error: gshard has no command {name!r}.{did_you_mean(name, COMMANDS)}\n{names}",
+    known = ("--help", "--version") if name.startswith("-") else COMMANDS
+    print(f"error: gshard has no command {name!r}.{did_you_mean(name, known)}\n{names}",
           file=sys.stderr)  # fmt: skip
     return NO_ANSWER

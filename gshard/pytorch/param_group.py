@@ -8,14 +8,16 @@ from numbers import Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean
-from gshard._util.validation import shown
+from gshard._util.validation import flag, shown
 from gshard.pytorch.coupling import dependence
 
 _RATE = "learning_rate"  # PyTorch's `lr`
+_MAXIMIZE = "maximize"  # an option of PyTorch's optimizers, which optax's lack
 
 
 class ParamGroup(MutableMapping[str, Any]):
@@ -46,8 +48,11 @@ class ParamGroup(MutableMapping[str, Any]):
         self.name = getattr(factory, "__name__", repr(factory))
         known, takes_any = _signature(factory, self.name)
         given = {k: x for of in (defaults, own) for k, x in _renamed(of, known, takes_any).items()}
+        self._own = {_MAXIMIZE} - set(known)  # what the factory is not given
+        for name in self._own & set(given):
+            flag(name, given[name])
         for name, value in given.items():
-            if not takes_any and name not in known:
+            if not takes_any and name not in {*known, *self._own}:
                 advice = _in_optax(name, value, known)
                 raise ArgumentTypeError(
                     f"{self.name} has no hyperparameter {name!r}.{advice} It takes "
@@ -111,10 +116,10 @@ class ParamGroup(MutableMapping[str, Any]):
                 )
 
     def __getitem__(self, name: str) -> Any:
-        return self._params() if name == "params" else (self.fixed | self.live)[self._own(name)]
+        return self._params() if name == "params" else (self.fixed | self.live)[self._known(name)]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        own = self._own(name)
+        own = self._known(name)
         if own in self.live:
             if not _is_number(value):
                 raise ArgumentTypeError(f"{name}={shown(value)} must be a number.")
@@ -149,13 +154,16 @@ class ParamGroup(MutableMapping[str, Any]):
         own = ", ".join(f"{name}={shown(x)}" for name, x in (self.fixed | self.live).items())
         return f"ParamGroup({self.name}, {len(self._params())} parameters, {own})"
 
-    def _own(self, name: str) -> str:
+    def _known(self, name: str) -> str:
         return _RATE if name == "lr" and _RATE in self.fixed | self.live else name
 
     def _make(self, **values: Any) -> optax.GradientTransformationExtraArgs:
-        made = self._factory(**self.fixed | values)
+        every = self.fixed | values
+        made = self._factory(**{name: x for name, x in every.items() if name not in self._own})
         if isinstance(made, optax.GradientTransformation):
-            return optax.with_extra_args_support(made)
+            made = optax.with_extra_args_support(made)
+            maximizes = _MAXIMIZE in self._own and every.get(_MAXIMIZE)
+            return _of_negative(made) if maximizes else made
         fix = "Pass a factory such as optax.adamw."
         if hasattr(made, "gradient_transformation"):
             fix = "Return its .gradient_transformation()."
@@ -184,6 +192,17 @@ class ParamGroup(MutableMapping[str, Any]):
         # What an update does not read is in its state: optax.inject_hyperparams keeps it there.
         read = frozenset().union(*dependence(jaxpr, inputs, []))
         return len(read) == len(values) and state == wanted
+
+
+def _of_negative(
+    tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Returns an optimizer with the same state for the negative gradients."""
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        return tx.update(jax.tree.map(jnp.negative, updates), state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _signature(factory: Any, name: str) -> tuple[dict[str, Any], bool]:
@@ -245,7 +264,6 @@ _ADVICE = {
     "optax.add_decayed_weights(...), ...).",
     "momentum": "Use optax.sgd or optax.rmsprop, which have it.",
     "amsgrad": "Use optax.amsgrad.",
-    "maximize": "Minimize the negative of the loss.",
     "grad_clip": "Pass a function that returns optax.chain(optax.clip_by_global_norm(...), ...).",
     "parameters": "Pass the parameters as the first argument, params.",
     **dict.fromkeys(

@@ -22,6 +22,7 @@ from gshard._util.validation import check_integer, flag, shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
+from gshard.pytorch.param_state import ParamStates
 from gshard.pytorch.parameters import Parameters, options_of, parameters
 from gshard.pytorch.same_hyperparameters import SameHyperparameters
 from gshard.pytorch.state_dict import entries, matched
@@ -32,7 +33,6 @@ from gshard.wrapped.arguments import mesh_of
 _PARTITIONS = {"even": Even, "greedy": Greedy}
 _INSTEAD = {  # of attributes that PyTorch's optimizers have
     "defaults": "The hyperparameters of group i are opt.param_groups[i], by name.",
-    "state": "Call opt.state_dict(): ['state'][i] is the state of group i.",
     "optim": "Call opt.state_dict(full=False) for the shards on the devices of this process.",
 }
 
@@ -129,6 +129,14 @@ class ZeroRedundancyOptimizer:
         """`opt.step(grads)` updates the parameters and returns them; see `OptimizerStep`."""
         check = lambda: self._same.check(self.plan, self.param_groups)  # noqa: E731
         return OptimizerStep(lambda: self._engine, check)
+
+    @property
+    def state(self) -> ParamStates:
+        """The state of each parameter, such as `opt.state["w"]["exp_avg"]`: a snapshot.
+
+        It all-gathers the state: all processes must read it.
+        """
+        return ParamStates(self.param_groups, self._engine.states())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of a `DataParallel`; other gradients belong to the caller."""

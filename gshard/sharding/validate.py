@@ -10,12 +10,15 @@ import weakref
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core, dtypes
 
 from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import DEVICE, HOST
+
+_NUMBERS = (int, float, np.number, np.ndarray)
 
 
 class TreeChecker:
@@ -69,6 +72,7 @@ class TreeChecker:
                 "with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
                 "plan.abstract_state()))."
             )
+        leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]
         return leaves, structure
 
     def trust(self, leaves: list[Any]) -> None:
@@ -145,8 +149,9 @@ def refuse_donated(leaves: list[Any]) -> None:
 
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     """Describes how a leaf differs from the plan, if at all. JAX replicates host values itself."""
-    if not hasattr(x, "dtype"):  # a Python scalar: the step count of a new TrainState
-        fits = wanted.shape == () and isinstance(x, int)
+    if not hasattr(x, "dtype"):  # a Python number: a step count, or a hyperparameter that was set
+        kind = (int, float) if jnp.issubdtype(wanted.dtype, jnp.floating) else int
+        fits = wanted.shape == () and isinstance(x, kind)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
     numpy = isinstance(x, (np.ndarray, np.generic))
     dtype = dtypes.canonicalize_dtype(x.dtype) if numpy else x.dtype
@@ -164,6 +169,17 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
         here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, sharding))
         return f"is in {here} memory, not in {there} memory"
     return f"is stored on {_describe(x.sharding)}, not on {_describe(sharding)}"
+
+
+def _placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+    """Returns a scalar that the user has set as the program returns it.
+
+    For a number on the host, or an array without a sharding, JAX would compile another program.
+    """
+    if np.ndim(x) or not (_is_array(x) and not x.committed or isinstance(x, _NUMBERS)):
+        return x
+    value = np.asarray(x, wanted.dtype)
+    return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
 
 
 def _is_array(x: Any) -> bool:

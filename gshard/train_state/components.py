@@ -57,6 +57,22 @@ class ShardedOptState(NamedTuple):
     scaler: ScalerState = ScalerState()
     guard: Guard = Guard()
 
+    @property
+    def hyperparams(self) -> dict[str, Any]:
+        """The hyperparameters of `optax.inject_hyperparams`, by name: the dictionary of its state.
+
+        Raises:
+          AttributeError: none of the optimizers has it, or several have.
+        """
+        is_leaf = lambda x: isinstance(getattr(x, "hyperparams", None), dict)  # noqa: E731
+        found = [x.hyperparams for x in jax.tree.leaves(self.inner, is_leaf=is_leaf) if is_leaf(x)]
+        if len(found) != 1:
+            raise AttributeError(
+                "state.opt_state.hyperparams needs one optax.inject_hyperparams in the optimizer, "
+                f"and there are {len(found)}. state.opt_state.inner is the optimizer's own state."
+            )
+        return found[0]
+
 
 # `pure(params, non_trainable, batch, rng) -> (loss or (loss, aux), updates)`: updates are the
 # non-trainable arrays that the loss changed, by name.

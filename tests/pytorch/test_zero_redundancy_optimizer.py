@@ -206,7 +206,7 @@ def test_names_of_pytorch_and_paddle_are_translated_to_those_of_optax(factory, g
             ZRO(tree(), factory, lr=0.1).param_groups[0]["betas"] = (0.9, 0.95)
 
 
-@pytest.mark.parametrize("name", ["defaults", "state", "optim"])
+@pytest.mark.parametrize("name", ["defaults", "optim"])
 def test_attributes_of_pytorchs_optimizers_say_what_to_use_instead(name):
     opt = ZRO(tree(), optax.adam, lr=0.1)
     assert not hasattr(opt, name)
@@ -1016,3 +1016,54 @@ def test_a_state_of_another_optimizer_changes_nothing():
             other.load_state_dict(saved)
     assert_equal(other.state_dict()["state"], before["state"])
     assert other.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("factory", [optax.sgd, optax.adam, optax.adamw])
+def test_maximize_takes_the_negative_gradients(partition, factory):
+    """17: with `maximize=True` the state is that of the plain optimizer, too."""
+    grads = [tree(seed) for seed in range(1, 6)]
+    negative = [jax.tree.map(np.negative, g) for g in grads]
+    wanted, state = plain(factory, tree(), negative, learning_rate=0.01)
+    opt = ZRO(tree(), factory, devices(3), partition=partition, lr=0.01, maximize=True)
+    for g in grads:
+        params = opt.step(g)
+    assert_equal(params, wanted, close=0 if partition == "even" else 2.4e-7)
+    assert_equal(opt.state_dict()["state"][0], state)
+    assert opt.param_groups[0]["maximize"] is True
+    other = ZRO(tree(), factory, devices(2), lr=0.01, maximize=False)
+    with pytest.raises(gshard.GShardError, match="maximize=True, but this optimizer was built"):
+        other.load_state_dict(opt.state_dict())
+    with pytest.raises(gshard.GShardError, match="maximize"):
+        opt.param_groups[0]["maximize"] = False
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_state_of_a_parameter_has_pytorchs_names(partition):
+    opt = ZRO(tree(), optax.amsgrad, devices(3), partition=partition, lr=0.01)
+    _, state = plain(optax.amsgrad, tree(), [tree(1), tree(2)], learning_rate=0.01)
+    for seed in (1, 2):
+        opt.step(tree(seed))
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    fields = (state[0].mu, state[0].nu, state[0].nu_max)
+    for i, (path, own) in enumerate(opt.state.items()):
+        for name, field in zip(names, fields, strict=True):
+            assert_equal(own[name], jax.tree.leaves(field)[i], close=2.4e-7)
+        assert own["step"] == 2 and set(own) == {"step", *names}
+        assert_equal(opt.state[i]["exp_avg"], opt.state[path]["exp_avg"])
+    with pytest.raises(KeyError, match="A key is a path such as"):
+        opt.state["nothing"]
+    with pytest.raises(KeyError, match="a number below"):
+        opt.state[99]
+
+
+def test_the_states_of_several_groups_and_of_other_optimizers():
+    one, two = {"w": tree()}, {"w": tree()}
+    groups = [{"params": one, "lr": 0.1}, {"params": two, "lr": 0.2}]
+    opt = ZRO(groups, optax.rmsprop, devices(3), momentum=0.9)
+    opt.step(jax.tree.map(np.ones_like, [one, two]))
+    paths = list(opt.state)
+    assert len(paths) == 2 * len(jax.tree.leaves(one)) == len(set(paths))
+    assert set(opt.state[0]) == {"square_avg", "momentum_buffer"}
+    x = opt.state[-1 + len(paths)]["square_avg"]
+    assert x.shape == jax.tree.leaves(two)[-1].shape and np.all(x > 0)

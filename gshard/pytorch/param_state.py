@@ -1,0 +1,72 @@
+"""`opt.state`: the state of each parameter, in the form that PyTorch's optimizers have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gshard._util.errors import did_you_mean
+from gshard._util.pytree import flatten
+from gshard.pytorch.param_group import ParamGroup
+from gshard.pytorch.state_dict import parameter_of
+
+# What PyTorch calls the fields of optax's states.
+_TORCH_NAMES = {
+    "count": "step",
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+    "nu_max": "max_exp_avg_sq",
+    "trace": "momentum_buffer",
+    "sum_of_squares": "sum",
+}
+_OF_RMSPROP = {"mu": "grad_avg", "nu": "square_avg"}
+
+
+class ParamStates(Mapping[Any, Mapping[str, Any]]):
+    """The state of each parameter: a snapshot of full arrays in host memory.
+
+    A key is the parameter's path such as `layers/0/kernel`, or its number, as in the state dict of
+    PyTorch. A value has the fields of optax's state under PyTorch's names where it has them
+    (`exp_avg` for `mu`, `step` for `count`), else under optax's.
+    """
+
+    def __init__(self, groups: Sequence[ParamGroup], states: Sequence[Any]):
+        """`states` has the full state of each group."""
+        self._by_path: dict[str, dict[str, Any]] = {}
+        for i, (group, state) in enumerate(zip(groups, states, strict=True)):
+            names = _TORCH_NAMES | (_OF_RMSPROP if group.name == "rmsprop" else {})
+            paths = flatten(group.tree)[0]
+            fields: list[dict[str, Any]] = [{} for _ in paths]
+            owners = parameter_of(group.state, group.tree)
+            leaves = zip(flatten(group.state)[0], jax.tree.leaves(state), owners, strict=True)
+            for path, x, owner in leaves:
+                own = range(len(paths)) if owner is None else [owner]
+                end = "" if owner is None else paths[owner]
+                field = path.removesuffix(end).rstrip("/").rpartition("/")[2]
+                for at in own:
+                    fields[at].setdefault(names.get(field, field), x)
+            several = any(path in self._by_path for path in paths)
+            self._by_path |= {
+                f"{i}/{path}" if several else path: of
+                for path, of in zip(paths, fields, strict=True)
+            }
+
+    def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
+        key = parameter
+        if isinstance(key, int) and 0 <= key < len(self._by_path):
+            key = list(self._by_path)[key]
+        if not isinstance(key, str) or key not in self._by_path:
+            raise KeyError(
+                f"opt.state has no parameter {parameter!r}. A key is a path such as "
+                f"{next(iter(self._by_path), '')!r}, or a number below {len(self._by_path)}."
+                f"{did_you_mean(str(parameter), self._by_path)}"
+            )
+        return self._by_path[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_path)
+
+    def __len__(self) -> int:
+        return len(self._by_path)
