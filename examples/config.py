@@ -10,6 +10,8 @@ import typing
 from pathlib import Path
 
 DEFAULT_FILE = "configs/demo.toml"
+MODEL = "examples.training:setup"
+PLANNED = ("levels", "devices", "micro_batches")  # also keys of `gshard plan`
 
 
 class ConfigError(ValueError):
@@ -22,17 +24,16 @@ def setting(default, meaning: str):
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class Arguments:
+    """Of `examples.training.setup`, which `gshard plan` calls too."""
+
     width: int = setting(160, "size of the residual stream")
     layers: int = setting(3, "number of blocks")
     heads: int = setting(5, "attention heads; must divide width")
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
     remat: bool = setting(False, "recompute a block's activations in the backward pass")
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
+    min_shard_size: int = setting(2**14, "arrays of more elements (of one layer) are sharded")
     learning_rate: float = setting(6e-3, "peak learning rate of AdamW")
     warmup_steps: int = setting(10, "steps from zero to the peak; cosine decay after")
     weight_decay: float = setting(0.1, "decoupled weight decay")
@@ -43,10 +44,9 @@ class Optimizer:
 class Config:
     levels: tuple[str, ...] = setting(("dp", "os", "os_g", "p_g_os"), "levels to train at")
     devices: int = setting(8, "virtual CPU devices")
+    micro_batches: int = setting(4, "micro-batches per step")
     steps: int = setting(100, "optimizer steps per level")
     batch_size: int = setting(32, "examples in the global batch")
-    micro_batches: int = setting(4, "micro-batches per step")
-    min_shard_size: int = setting(2**14, "arrays of more elements (of one layer) are sharded")
     seed: int = setting(0, "of the parameters, the batches and the sample")
     prompt: str = setting("def ", "start of the sampled text")
     sample_bytes: int = setting(300, "length of the sampled text")
@@ -55,11 +55,10 @@ class Config:
     checkpoints: str = setting("", "folder to save to and resume from; empty: none")
     save_every: int = setting(10, "steps from one checkpoint to the next")
     pause: float = setting(0.0, "seconds after a step, to watch it")
-    model: Model = dataclasses.field(default_factory=Model)
-    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    arguments: Arguments = dataclasses.field(default_factory=Arguments)
 
 
-# ---- the dataclasses as a flat table: "model.width" -> (type, default, meaning) ----------------
+# ---- the dataclasses as a flat table: "arguments.width" -> (type, default, meaning) ------------
 
 
 def flat_fields(cls=Config, prefix: str = "") -> dict[str, tuple[type, object, str]]:
@@ -97,9 +96,8 @@ def build(values: dict[str, object], cls=Config, prefix: str = ""):
 def what_decides_the_numbers(config: Config) -> dict[str, object]:
     """The settings that a resumed run must share: all but its level, devices and folders."""
     values = flat_values(dataclasses.asdict(config))
-    sections = ("model.", "optimizer.")
     alone = ("steps", "batch_size", "seed")
-    return {k: v for k, v in values.items() if k in alone or k.startswith(sections)}
+    return {k: v for k, v in values.items() if k in alone or k.startswith("arguments.")}
 
 
 # ---- checks -----------------------------------------------------------------------------------
@@ -139,18 +137,29 @@ def read_file(path: str | Path) -> dict[str, object]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not TOML ({error})") from error
-    known = flat_fields()
-    for name in values:
-        if name not in known:
-            raise ConfigError(f"{path}: unknown key {name!r}; {nearest(name, known)}")
-    return {name: check_value(known[name][0], v, name, str(path)) for name, v in values.items()}
+    model = values.pop("model", MODEL)
+    if model != MODEL:
+        raise ConfigError(f"{path}: model={model!r}, and the demo trains {MODEL!r}")
+    known = {key_in_file(name): (name, kind) for name, (kind, *_) in flat_fields().items()}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}; {nearest(key, known)}")
+    return {
+        known[key][0]: check_value(known[key][1], value, key, str(path))
+        for key, value in values.items()
+    }
+
+
+def key_in_file(name: str) -> str:
+    """The key of a setting in a file, of which `gshard plan` reads all but `[training]`."""
+    return name if name in PLANNED or name.startswith("arguments.") else f"training.{name}"
 
 
 def check_whole(config: Config) -> Config:
     """Refuse settings that do not fit each other, before anything is compiled."""
-    model = config.model
-    if model.width % model.heads:
-        raise ConfigError(f"model.heads={model.heads} does not divide model.width={model.width}")
+    width, heads = config.arguments.width, config.arguments.heads
+    if width % heads:
+        raise ConfigError(f"arguments.heads={heads} does not divide arguments.width={width}")
     parts = config.devices * config.micro_batches
     if config.batch_size % parts:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Train a small GPT on the Python standard library, at every level, on virtual CPU devices.
 
-    python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--model.width 128] ...
+    python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--arguments.width 128] ...
 
 With several processes, which share the devices, only the first prints. With `--checkpoints FOLDER`
 it saves while it trains, also after SIGTERM (all processes at the same step, exit code 75), and the
@@ -57,7 +57,7 @@ def main(config: Config) -> None:
     text_N = text.standard_library()
 
     def batch_of(step: int) -> np.ndarray:
-        length = config.model.sequence + 1  # the last byte is only predicted
+        length = config.arguments.sequence + 1  # the last byte is only predicted
         return text.batch(text_N, step, config.batch_size, length, config.seed)
 
     def own_rows(step: int) -> np.ndarray:
@@ -67,8 +67,8 @@ def main(config: Config) -> None:
     parameters = sum(x.size for x in jax.tree.leaves(start.params))
     console.print(
         f"GPT of {parameters:,} parameters, {text_N.size:,} bytes of Python source; "
-        f"{config.steps} steps of {config.batch_size} examples x {config.model.sequence} bytes on "
-        f"{config.devices} virtual CPU devices"
+        f"{config.steps} steps of {config.batch_size} examples x {config.arguments.sequence} bytes "
+        f"on {config.devices} virtual CPU devices"
         + (f" of {processes} processes, " if processes > 1 else ", ")
         + f"{config.micro_batches} micro-batches a step"
     )
@@ -110,7 +110,7 @@ def main(config: Config) -> None:
         full,
         config.prompt.encode(),
         config.sample_bytes,
-        config.model.sequence,
+        config.arguments.sequence,
         key,
     )
     console.print(f"\nSampled from the model trained at {config.levels[-1]}:\n", style="bold")

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 import gshard
 from examples import gpt
 from examples.checkpoints import Checkpoints
-from examples.config import Config
+from examples.config import Arguments, Config
 from examples.measure import (
     KINDS,
     PARTS,
@@ -23,11 +23,15 @@ from examples.measure import (
 from examples.report import RunMeter
 
 
+def make_model(config: Config) -> gpt.GPT:
+    o = config.arguments
+    return gpt.GPT(o.width, o.layers, o.heads, o.scan, o.remat)
+
+
 def make_state(config: Config) -> tuple[gpt.GPT, TrainState]:
     """An ordinary Flax model and train state, on one device."""
-    settings, o = config.model, config.optimizer
-    model = gpt.GPT(settings.width, settings.layers, settings.heads, settings.scan, settings.remat)
-    bytes_1xT = np.zeros((1, settings.sequence), np.uint8)
+    o, model = config.arguments, make_model(config)
+    bytes_1xT = np.zeros((1, o.sequence), np.uint8)
     params = jax.jit(model.init)(jax.random.key(config.seed), bytes_1xT)["params"]
     rate = optax.warmup_cosine_decay_schedule(
         0.0, o.learning_rate, o.warmup_steps, max(config.steps, o.warmup_steps + 1)
@@ -39,6 +43,18 @@ def make_state(config: Config) -> tuple[gpt.GPT, TrainState]:
         optax.adamw(rate, b2=0.95, eps=1e-5, weight_decay=o.weight_decay),
     )
     return model, TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def setup(**arguments) -> gshard.TrainSetup:
+    """What `gshard plan configs/demo.toml` plans, from the arguments in that file."""
+    config = Config(arguments=Arguments(**arguments))
+    model = make_model(config)
+    return gshard.TrainSetup(
+        state=lambda: make_state(config)[1],
+        loss_fn=lambda params, batch_BxT1: gpt.next_byte_loss(model, params, batch_BxT1),
+        batch=jax.ShapeDtypeStruct((1, config.arguments.sequence + 1), np.uint8),
+        shard=shard_options(config),
+    )
 
 
 def train_on_one_device(model, state, batch_of, config: Config, meter: RunMeter) -> Run:
@@ -113,9 +129,9 @@ def measured(level: str, step, state, batch) -> Run:
 
 def shard_options(config: Config) -> dict:
     # A scanned stack of layers is sharded inside a layer, never between layers.
-    scan_axes = {"^blocks/": 0} if config.model.scan else None
-    return {"min_shard_size": config.min_shard_size, "scan_axes": scan_axes}
+    scan_axes = {"^blocks/": 0} if config.arguments.scan else None
+    return {"min_shard_size": config.arguments.min_shard_size, "scan_axes": scan_axes}
 
 
 def tokens(config: Config) -> int:
-    return config.batch_size * config.model.sequence
+    return config.batch_size * config.arguments.sequence

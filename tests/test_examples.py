@@ -14,13 +14,15 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import AbstractMesh
 from rich.console import Console
 
 import gshard
 from benchmarks.groups import free_address
-from examples import config, gpt, text
+from examples import config, gpt, text, training
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
+from gshard.analysis.setup import load_setup, read_config
 from tests.processes import assert_all_well, run_together, variables
 from tests.tiers import quick
 
@@ -45,33 +47,53 @@ def test_shipped_settings_are_good(name):
     assert config.parse([str(ROOT / "configs" / f"{name}.toml")]).steps > 0
 
 
+@pytest.mark.parametrize("name", ["demo", "smallest"])
+def test_shipped_settings_are_planned_as_they_are_trained(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    planned = read_config(f"configs/{name}.toml")
+    setup = load_setup(planned.model, planned.arguments)
+    trained = config.parse([f"configs/{name}.toml"])
+    assert planned.devices == trained.devices and planned.levels == trained.levels
+    mesh = AbstractMesh((planned.devices,), ("shard",))
+    _, plan = gshard.shard_train_state(setup.state, mesh, "p_g_os", **setup.shard)
+    _, start = training.make_state(trained)
+    mesh = gshard.make_mesh()
+    _, own = gshard.shard_train_state(start, mesh, "p_g_os", **training.shard_options(trained))
+    assert plan.bytes_per_device == own.bytes_per_device
+
+
 def test_file_then_command_line(write):
-    file = write("steps = 7\n[model]\nwidth = 96\nheads = 3\n")
+    file = write("[training]\nsteps = 7\n[arguments]\nwidth = 96\nheads = 3\n")
     read = config.parse(
-        [file, "--model.width", "48", "--levels=os,p_g_os", "--model.remat", "true"]
+        [file, "--arguments.width", "48", "--levels=os,p_g_os", "--arguments.remat", "true"]
     )
-    assert (read.steps, read.model.width, read.model.heads) == (7, 48, 3)
+    assert (read.steps, read.arguments.width, read.arguments.heads) == (7, 48, 3)
     assert read.levels == ("os", "p_g_os")
-    assert read.model.remat is True
-    assert read.model.layers == config.Model().layers
+    assert read.arguments.remat is True
+    assert read.arguments.layers == config.Arguments().layers
 
 
 def test_an_int_is_a_good_float(write):
-    assert config.parse([write("[optimizer]\nclip = 2\n")]).optimizer.clip == 2.0
+    assert config.parse([write("[arguments]\nclip = 2\n")]).arguments.clip == 2.0
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("stepz = 3", "unknown key 'stepz'; did you mean 'steps'?"),
-        ("[model]\nwidht = 3", "unknown key 'model.widht'; did you mean 'model.width'?"),
-        ("learning_rate = 1.0", "did you mean 'optimizer.learning_rate'?"),
-        ("qqq = 1", "unknown key 'qqq'; known: batch_size, "),
-        ("steps = 1.5", "steps must be an int, but is 1.5 (float)"),
-        ("steps = true", "steps must be an int, but is True (bool)"),
-        ("[model]\nscan = 1", "model.scan must be a bool, but is 1 (int)"),
+        ("[training]\nstepz = 3", "unknown key 'training.stepz'; did you mean 'training.steps'?"),
+        (
+            "[arguments]\nwidht = 3",
+            "unknown key 'arguments.widht'; did you mean 'arguments.width'?",
+        ),
+        ("learning_rate = 1.0", "did you mean 'arguments.learning_rate'?"),
+        ("qqq = 1", "unknown key 'qqq'; known: arguments.clip, "),
+        ("[training]\nsteps = 1.5", "training.steps must be an int, but is 1.5 (float)"),
+        ("[training]\nsteps = true", "training.steps must be an int, but is True (bool)"),
+        ("[arguments]\nscan = 1", "arguments.scan must be a bool, but is 1 (int)"),
         ('levels = "os"', "levels must be a list of str, but is 'os' (str)"),
         ("levels = [1]", "levels must be a list of str"),
+        ("steps = 3", "unknown key 'steps'; did you mean 'training.steps'?"),
+        ('model = "other:setup"', "the demo trains 'examples.training:setup'"),
         ("steps = ", "is not TOML"),
     ],
 )
@@ -87,11 +109,11 @@ def test_bad_file_is_named_with_key_and_fix(write, content, said):
     ("arguments", "said"),
     [
         (["--stepz", "3"], "unknown option '--stepz'; did you mean '--steps'?"),
-        (["--model.widht=3"], "did you mean '--model.width'?"),
+        (["--arguments.widht=3"], "did you mean '--arguments.width'?"),
         (["--steps", "many"], "steps must be an int, but is 'many' (str)"),
-        (["--model.scan", "maybe"], "model.scan must be a bool"),
+        (["--arguments.scan", "maybe"], "arguments.scan must be a bool"),
         (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
-        (["--model.heads", "7"], "model.heads=7 does not divide model.width=160"),
+        (["--arguments.heads", "7"], "arguments.heads=7 does not divide arguments.width=160"),
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--save_every", "0"], "save_every=0 must be at least 1"),
         (["--pause", "-1"], "pause=-1.0 must not be negative"),
@@ -325,7 +347,7 @@ def test_demo_says_that_devices_do_not_divide_over_processes(tmp_path):
 
 SMALL = (
     *("--devices", "2", "--levels", "p_g_os", "--steps", "3"),
-    *("--model.layers", "1", "--sample_bytes", "1", "--one_device", "false"),
+    *("--arguments.layers", "1", "--sample_bytes", "1", "--one_device", "false"),
 )
 
 

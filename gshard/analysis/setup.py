@@ -339,12 +339,23 @@ def _from_file(source: str) -> dict[str, Any]:
 
 def _config_of(values: dict[str, Any], where: str) -> Config:
     chosen = [x.name for x in dataclasses.fields(Choices)]
-    keys = ["model", "arguments", "vary", "levels", "devices", "target", "replica", *chosen]
+    keys = [
+        "model",
+        "arguments",
+        "training",
+        "vary",
+        "levels",
+        "devices",
+        "target",
+        "replica",
+        *chosen,
+    ]
     for key in values:
         if key not in keys:
             raise GShardError(
                 f"{where}: there is no key {key!r}.{did_you_mean(key, keys)} Keys are "
-                f"{', '.join(keys)}; arguments of the model's function go into [arguments]."
+                f"{', '.join(keys)}; arguments of the model's function go into [arguments], and "
+                "what only your own script reads into [training]."
             )
     if not isinstance(values.get("model"), str):
         raise GShardError(
@@ -355,6 +366,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
     for key, type_, what in (
         ("arguments", dict, "a table"),
         ("vary", dict, "a table"),
+        ("training", dict, "a table"),
         ("target", str, "a text"),
         ("accumulate", str, "a text"),
         ("offload", bool, "true or false"),

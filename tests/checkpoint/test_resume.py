@@ -22,8 +22,8 @@ from tests.tiers import quick
 
 LIMIT = 240
 SETTINGS = (
-    "--devices 2 --levels os,p_g_os --steps 24 --save_every 3 --model.layers 1 --sample_bytes 1 "
-    "--one_device false"
+    "--devices 2 --levels os,p_g_os --steps 24 --save_every 3 --arguments.layers 1 "
+    "--sample_bytes 1 --one_device false"
 ).split()
 
 

@@ -42,7 +42,7 @@ def on_one_device():
 
 @pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
 @pytest.mark.parametrize("level", ["dp", "os", "os_g", "p_g_os"])
-def test_they_are_set_between_steps_and_compile_nothing_anew(level, kind):
+def test_they_are_set_between_steps_and_compile_nothing_again(level, kind):
     traced = []
 
     def counted(*args):
