@@ -119,7 +119,7 @@ class Checkpointer:
         writes: bool | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
     ):
-        self.directory = as_directory(directory)
+        self.directory: Path = as_directory(directory)
         self._retention = RetentionPolicy(keep_last, keep_every, keep_best, metric, mode)
         self._asynchronous = flag("asynchronous", asynchronous)
         if on_failure not in ("raise", "warn"):

@@ -87,7 +87,7 @@ class DamagedCheckpointError(GShardError):
 
     def __init__(self, message: str, damages: Mapping[int, list[Damage]]):
         super().__init__(message)
-        self.damages = dict(damages)
+        self.damages: dict[int, list[Damage]] = dict(damages)
 
 
 def find_undamaged(directory: Path, asked: int | None, verify: bool) -> tuple[int, set[int]]:

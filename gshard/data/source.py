@@ -39,14 +39,14 @@ class Source:
         if self._has_arrays:
             self.length = _length_of_arrays(data, transform is not None)
         else:
-            self.length = _length(data)
+            self.length: int = _length(data)
         if not self.length:
             raise GShardError("the source is empty: it has no example to make a batch of.")
         self._paths, self._forms, self._structure = self._first()
         forms = zip(self._paths, self._forms, strict=True)
         self.form = [f"{path or 'example'} {dtype}{list(shape)}" for path, (shape, dtype) in forms]
         self.form.append(describe_structure(self._structure))
-        self.checksum = self._checksum() if self._has_arrays or isinstance(data, list) else 0
+        self.checksum: int = self._checksum() if self._has_arrays or isinstance(data, list) else 0
 
     def check_takes_mask(self) -> None:
         """Checks that an example is a dictionary without a `"mask"`."""

@@ -350,7 +350,7 @@ class ReservedPort:
         self._socket = _bind(Address(host, port), shared=False)
         # Only now: a bind that shares would not see that another coordinator listens there.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self.address = Address(host, self._socket.getsockname()[1])
+        self.address: Address = Address(host, self._socket.getsockname()[1])
 
     def release(self) -> None:
         """Gives the port back."""

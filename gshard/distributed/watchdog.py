@@ -89,7 +89,8 @@ class Watchdog:
 
     def introduce(self, rank: int, at: Address, token: str, server: Server | None) -> None:
         """Tells a watchdog that has started without an address where process 0 serves."""
-        self.knows_others, self._rank, self._server = True, rank, server
+        self.knows_others: bool = True
+        self._rank, self._server = rank, server
         self._member = Member(rank, at, token, self._place, self._end_soon)
         self._joining.clear()
         asyncio.run_coroutine_threadsafe(self._join(), self._loop)

@@ -52,7 +52,8 @@ class Even:
         buckets: bool,
     ):
         """Shards the state; `buckets` says whether to all-gather several parameters together."""
-        self.target, self._groups = target, groups
+        self.target: Parameters = target
+        self._groups = groups
         pair = target.pair(grouped(groups, target.labels))
         state, self.plan = shard_train_state(
             pair,

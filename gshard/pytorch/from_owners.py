@@ -38,7 +38,8 @@ class FromOwners:
         rows: bool,
     ):
         """`rows` concatenates an owner's tensors of one dtype, and all-gathers the rows at once."""
-        self._plan, self.devices = plan, devices
+        self.devices: Sequence[Any] = devices
+        self._plan = plan
         rank = jax.process_index()
         self.local = {i: d for i, d in enumerate(devices) if d.process_index == rank}
         self._indices = [i for i, owner in enumerate(owners) if owner is not None]
@@ -54,7 +55,7 @@ class FromOwners:
         if rows:
             for (dtype, _), size in ends.items():
                 self._lengths[dtype] = max(self._lengths.get(dtype, 0), size)
-        self.elements = len(devices) * sum(self._lengths.values()) if rows else ends.total()
+        self.elements: int = len(devices) * sum(self._lengths.values()) if rows else ends.total()
         self._by_row = NamedSharding(plan.mesh, plan.batch_spec)
         self._gather = jax.jit(self._from_rows)
         self._broadcast = jax.jit(self._from_each, static_argnums=0)

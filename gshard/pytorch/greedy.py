@@ -73,7 +73,8 @@ class Greedy:
             )
         for group in groups:
             refuse_coupled(group.tx(), group.tree, group.name)
-        self.target, self._groups = target, groups
+        self.target: Parameters = target
+        self._groups = groups
         state, self.plan = shard_train_state(
             target.pair(optax.identity()),
             mesh,
@@ -86,7 +87,7 @@ class Greedy:
         self._trees = [target.group_tree(indices, g) for g in range(len(groups))]
         order = [mesh.axis_names.index(axis) for axis in self.plan.group.axes]
         devices = list(np.transpose(mesh.devices, order).flat)
-        self.owners = self._assign([x.size for x in leaves], len(devices))
+        self.owners: list[int | None] = self._assign([x.size for x in leaves], len(devices))
         self._from_owners = FromOwners(self.plan, devices, self.owners, buckets)
         self._own = {
             place: Owner(
@@ -180,7 +181,7 @@ class Greedy:
             copies = [np.array(values[p], x.dtype) for p, x in zip(paths, leaves, strict=True)]
             return structure.unflatten(jax.device_put(copies, device))
 
-        self.state = {
+        self.state: dict[int, list[Any]] = {
             place: [
                 placed(state, of, owner.device)
                 for state, of in zip(self.state[place], values[place], strict=True)
@@ -216,7 +217,8 @@ class Owner:
 
         `pack` computes from new tensors what is sent, in addition to the tensors.
         """
-        self.device, self._mine, self._pack = device, mine, pack
+        self.device: Any = device
+        self._mine, self._pack = mine, pack
         self._groups, self._trees = groups, trees
         # A device that owns nothing has no argument that says where to run.
         self._at = SingleDeviceSharding(device)

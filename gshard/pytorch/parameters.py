@@ -85,7 +85,8 @@ class Variables(Parameters):
     """Variables of NNX that were passed without their model; they are set in place."""
 
     def __init__(self, tree: Any, labels: Labels):
-        self.tree, self.labels = tree, labels
+        self.tree: Any = tree
+        self.labels: Labels = labels
 
     def values(self) -> Any:
         return jax.tree.map(lambda x: x.get_value(), self.tree, is_leaf=_is_variable)
@@ -103,7 +104,8 @@ class Model(Parameters):
 
     def __init__(self, model: nnx.Module, label_of: Mapping[int, int | None] | None = None):
         """`label_of` has the group of each Variable by id; without it all are in one group."""
-        self.tree, self._wrt = model, nnx.Param
+        self.tree: nnx.Module = model
+        self._wrt = nnx.Param
         if isinstance(model, Wrapped):
             self.accumulation = kept(model)
             self._wrt = self.accumulation.forward.wrt

@@ -48,7 +48,7 @@ class BatchNumbers:
     """The numbers of one step's calls. It is off in one process, and inside a user's trace."""
 
     def __init__(self, plan: Plan):
-        self.is_on = spans_processes(plan) and plan.group.devices <= _MOST_DEVICES
+        self.is_on: bool = spans_processes(plan) and plan.group.devices <= _MOST_DEVICES
         self._plan = plan
         self._rows: dict[tuple[int | None, int], jax.Array] = {}
         self._count = 0

@@ -49,7 +49,8 @@ class LateChecks:
     def forget(self) -> None:
         """Forgets what was found and what is due."""
         self._due.clear()
-        self._fault, self.order = "", 0
+        self.order: int = 0
+        self._fault = ""
 
 
 _checks: weakref.WeakKeyDictionary[Plan, LateChecks] = weakref.WeakKeyDictionary()

@@ -68,24 +68,27 @@ class MicroBatchLoss:
         scale: jax.Array | None,
         step: jax.Array | None,
     ):
-        self.step, self.warned, self.raw_keys = step, False, set()
+        self.step: jax.Array | None = step
+        self.warned, self.raw_keys = False, set()
         semantics, k = options.loss_semantics, options.micro_batches
-        self.is_global = semantics != "per_device"
+        self.is_global: bool = semantics != "per_device"
         # Micro-batches of one global batch do not see what the others changed.
-        self.adds_updates = semantics == "global" or (self.is_global and k == 1)
-        self.form = NormalizedLoss(
+        self.adds_updates: bool = semantics == "global" or (self.is_global and k == 1)
+        self.form: NormalizedLoss = NormalizedLoss(
             loss, structure, options.has_aux, options.by_examples, self.is_global
         )
-        self.group, self.options, self.scale = plan.group, options, scale
-        self.global_batch = GlobalBatch(
+        self.group: Any = plan.group
+        self.options: StepOptions = options
+        self.scale: jax.Array | None = scale
+        self.global_batch: GlobalBatch = GlobalBatch(
             plan.group,
             *((k, 1) if self.adds_updates else (1, k)),
             limit=most_gathered(plan, options.gather_limit),
         )
-        self.device = group_index(plan.group.axes)
-        self.stored = jax.tree.leaves(plan.params)
-        self.targets = accumulation_layouts(plan, accumulate)
-        self.reshard = resharding(plan, options.reshard_after_forward)
+        self.device: jax.Array = group_index(plan.group.axes)
+        self.stored: list[Any] = jax.tree.leaves(plan.params)
+        self.targets: list[Layout] = accumulation_layouts(plan, accumulate)
+        self.reshard: bool | int = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
         self.order: list[int] = []  # in which gradients become available, after the first call
         self.uses = gather_specs(self.stored, self.targets, converts=converts, reshard=self.reshard)
@@ -215,7 +218,7 @@ class MicroBatchLoss:
                 return inputs
         except Exception:  # the loss needs a fixed number of examples
             pass
-        self.warned = True
+        self.warned: bool = True
         warn(
             "the loss draws random numbers (dropout, noise) with a key that is not among its "
             "arguments: every device and every micro-batch draws the same ones for its own "

@@ -104,7 +104,7 @@ class Accumulation:
         self.plan, wrt = plan, plan.template[1].wrt
         self._phases = Phases(plan, self._sizes, self._options)
         self._of_loss: dict[Any, OnModel] = {}
-        self.forward = OnModel(self._phases.forward, wrt)
+        self.forward: OnModel = OnModel(self._phases.forward, wrt)
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(compiled_fns.unscale)

@@ -212,7 +212,8 @@ class OnModel:
         donated: tuple[int, ...] = (),
         check: ProgramCheck | None = None,
     ):
-        self._fun, self.wrt, self._check = fun, wrt, check
+        self.wrt: Any = wrt
+        self._fun, self._check = fun, check
         numbers = tuple(3 + i for i in donated)
         self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 

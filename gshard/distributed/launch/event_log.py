@@ -71,7 +71,8 @@ class Status:
     """
 
     def __init__(self, path: Path, rank: int, log: EventLog):
-        self.path, self._rank, self._log = path, rank, log
+        self.path: Path = path
+        self._rank, self._log = rank, log
         self._work = Work()
         path.write_bytes(NO_STEP)
         self._read = path.open("rb", buffering=0)

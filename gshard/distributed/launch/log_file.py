@@ -26,7 +26,8 @@ class LogFile:
     """
 
     def __init__(self, path: Path, limit: int):
-        self.path, self._limit = path, limit
+        self.path: Path = path
+        self._limit = limit
         self._open()
 
     def _open(self) -> None:

@@ -19,8 +19,8 @@ class Lines:
     """The last lines of one process."""
 
     def __init__(self) -> None:
-        self.shown = deque[str](maxlen=TAIL)  # those that a user should read
-        self.every = deque[str](maxlen=_JUDGED)  # to find out how the process ended
+        self.shown: deque[str] = deque[str](maxlen=TAIL)  # those that a user should read
+        self.every: deque[str] = deque[str](maxlen=_JUDGED)  # to find out how the process ended
 
 
 class Stream:

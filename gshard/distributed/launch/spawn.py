@@ -174,7 +174,8 @@ class ProcessFailedError(GShardError, RuntimeError):
 
     def __init__(self, message: str, rank: int, exit_code: int):
         super().__init__(message)
-        self.rank, self.exit_code = rank, exit_code
+        self.rank: int = rank
+        self.exit_code: int = exit_code
 
 
 class Spawned:
@@ -192,7 +193,7 @@ class Spawned:
     def __init__(self, supervisor: Supervisor, port: ReservedPort, daemon: bool):
         self._supervisor, self._port = supervisor, port
         self._children = [c for c in supervisor.children if isinstance(c, _Child)]
-        self.processes = [child.process for child in self._children]
+        self.processes: list[SpawnProcess] = [child.process for child in self._children]
         self._end = threading.Event()
         self._terminated, self._error = False, None
         # Results are read as they come, and a failure ends the others, whoever waits or not.

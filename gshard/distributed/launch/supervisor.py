@@ -31,7 +31,9 @@ class Child(ABC):
     """A started process, which leads a group, and the pipes that it writes to."""
 
     def __init__(self, rank: int, pid: int, outputs: Mapping[Any, Stream], lines: Lines):
-        self.rank, self.pid, self.lines = rank, pid, lines
+        self.rank: int = rank
+        self.pid: int = pid
+        self.lines: Lines = lines
         self._outputs = outputs
 
     @abstractmethod

@@ -119,8 +119,10 @@ class GatherBucket:
         grad_sinks: Sequence[jax.Array],
         scope: GatherScope,
     ):
-        self.specs, self.stored = tuple(specs), list(stored)
-        self.grad_sinks, self.scope = list(grad_sinks), scope
+        self.specs: tuple[GatherSpec, ...] = tuple(specs)
+        self.stored = list(stored)
+        self.scope: GatherScope = scope
+        self.grad_sinks = list(grad_sinks)
         if scope.saves:
             scope.buckets.append(self)
         self._kept: list[jax.Array] | None = None
@@ -170,7 +172,8 @@ class GatherBucket:
 
     def end_forward(self) -> None:
         """Releases what only the forward pass needs."""
-        self.grad_sinks, self.gathered = [], None
+        self.grad_sinks: list[jax.Array] = []
+        self.gathered = None
 
 
 def _kept_shard(spec: GatherSpec, stored: jax.Array) -> jax.Array:
@@ -254,7 +257,9 @@ class GatherScope:
     """
 
     def __init__(self, sync: bool, bucket_size: int, saves: bool = True):
-        self.sync, self.bucket_size, self.saves = sync, bucket_size, saves
+        self.sync: bool = sync
+        self.bucket_size: int = bucket_size
+        self.saves: bool = saves
         self.order: list[int] = []  # inputs of the loss by first use, once it is traced
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()

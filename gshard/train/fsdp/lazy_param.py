@@ -27,7 +27,8 @@ class LazyParam:
     """A sharded parameter, all-gathered once per scope however often it is used there."""
 
     def __init__(self, bucket: GatherBucket, index: int = 0):
-        self.bucket, self.index = bucket, index
+        self.bucket: GatherBucket = bucket
+        self.index: int = index
         self.base: LazyParam | None = None  # the parameter of which this one is a view
         self.view: Any = None  # the equation of `VIEWS` that makes it from `base`
         self.used_once = True  # else it is kept gathered between its uses and their derivatives

@@ -62,8 +62,8 @@ class TracedUpdate:
         self.literals: dict[int, Any] = {}
         self.consts: dict[int, Any] = {}  # arrays that the function closed over
         self.unknown_layout: set[int] = set()  # constants of unknown layout, such as a batch
-        self.inputs = [self.add_value(v.aval) for v in jaxpr.invars]
-        self.outputs = self._add_equations(jaxpr, consts, self.inputs)
+        self.inputs: list[int] = [self.add_value(v.aval) for v in jaxpr.invars]
+        self.outputs: list[int] = self._add_equations(jaxpr, consts, self.inputs)
 
     def add_value(self, aval: Any) -> int:
         """Adds a value and returns its number."""
