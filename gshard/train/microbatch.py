@@ -218,7 +218,7 @@ class MicroBatchLoss:
                 return inputs
         except Exception:  # the loss needs a fixed number of examples
             pass
-        self.warned: bool = True
+        self.warned = True
         warn(
             "the loss draws random numbers (dropout, noise) with a key that is not among its "
             "arguments: every device and every micro-batch draws the same ones for its own "
