@@ -1,6 +1,6 @@
 """What this process does: calls that wait for other processes, compilation, work on the devices.
 
-The watchdog reads it, in a thread of its own. Noting something costs a microsecond and no
+The watchdog reads it, in a thread of its own; `gshard.Metrics` reads the time in `spent`. Noting something costs a microsecond and no
 communication.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import core
@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import is_library_frame
 
+T = TypeVar("T")
 _OTHER_CODE = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 _BEGAN = time.monotonic()  # about when this process did
@@ -62,6 +63,41 @@ class doing:  # noqa: N801
     def ranks(self) -> set[int] | None:
         """The processes that it waits for; None for all."""
         return None if self.mesh is None else {d.process_index for d in self.mesh.devices.flat}
+
+
+class spending:  # noqa: N801
+    """A context whose time is spent on something other than steps: `data`, `checkpoint`.
+
+    A context inside another one of the same thread adds nothing.
+    """
+
+    _inside = threading.local()
+
+    def __init__(self, what: str):
+        self._what, self._outer, self._began = what, True, 0.0
+
+    def __enter__(self) -> None:
+        self._outer = not getattr(self._inside, "is_on", False)
+        self._inside.is_on, self._began = True, time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        if self._outer:
+            self._inside.is_on = False
+            spent[self._what] = spent.get(self._what, 0.0) + time.monotonic() - self._began
+
+
+spent: dict[str, float] = {}  # seconds
+
+
+def spent_on(what: str, items: Iterator[T]) -> Iterator[T]:
+    """Yields the items; the time until each is there is spent on this."""
+    while True:
+        with spending(what):
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+        yield item
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,8 @@
 The launcher names a file. Its first line is the number of the last step, which is overwritten in
 place in a memory map, so that a step makes no system call; a killed process leaves it behind. Each
 line after it is an event in JSON.
+
+Metrics and profiles observe the train steps here too.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax import core
@@ -26,6 +28,7 @@ NO_STEP = b"".ljust(WIDTH) + b"\n"  # the first line of a new file
 
 _LONG_COMPILATION = 1.0  # seconds; of the programs of gshard's own every one is told
 
+observers: list[Observer] = []  # of all train steps of this process
 calling = ""  # the program of gshard that is being called
 _restores = 0
 _has_stepped = False
@@ -65,31 +68,71 @@ def restored(step: int, seconds: float) -> None:
     tell("restore", step, seconds)
 
 
+class Observer(Protocol):
+    """What wants to know of the calls of train steps; not of those inside a trace of the user's."""
+
+    def before(self, number: int) -> None:
+        """Called before the step of this number begins."""
+
+    def after(self, number: int, calls: int, result: Any) -> None:
+        """Called once the step was given to the devices.
+
+        Args:
+          number: that of the step; a step that is known to have been skipped has none.
+          calls: the number of steps including all that were skipped.
+          result: a small array that is there once the devices have finished the step.
+        """
+
+    def ran(self, step: Any, batch: Any) -> None:
+        """Called after that with the train step and its global batch."""
+
+
+def ran(step: Any, batch: Any) -> None:
+    """Tells the observers which train step has just run, on which batch."""
+    for observer in list(observers):
+        observer.ran(step, batch)
+
+
 class StepNumber:
     """The number of the last step of a train step, counted without waiting for the devices."""
 
     def __init__(self) -> None:
-        self._number, self._restores, self._began = 0, -1, 0.0
+        self._number, self._calls, self._restores, self._began = 0, 0, -1, 0.0
 
-    def begin(self, step: Any) -> None:
-        """Begins a call; at the first one, and after a restore, `step` is the number before it."""
-        if _map is None or self._restores == _restores or isinstance(step, core.Tracer):
+    def begin(self, step: Any, skipped: Any = 0) -> None:
+        """Begins a call.
+
+        At the first one, and after a restore, `step` is the number before it, and `skipped` that of
+        the steps skipped until then.
+        """
+        if _map is None and not observers:
+            self._restores = -1  # whoever asks later begins with the number of then
             return
-        self._restores, self._number, self._began = _restores, int(step), time.monotonic()
+        if isinstance(step, core.Tracer):
+            return
+        if self._restores != _restores:
+            self._restores, self._number, self._began = _restores, int(step), time.monotonic()
+            self._calls = self._number + int(skipped)
+        for observer in list(observers):
+            observer.before(self._number + 1)
 
     def end(self, result: Any) -> None:
         """Ends a call; `result` is there once the devices have finished it."""
-        if _map is None:
+        if self._restores < 0:
             return
-        self._number += 1
-        _map[:WIDTH] = b"%20d" % self._number
-        if not _has_stepped:
-            self._first(result)
+        self._number, self._calls = self._number + 1, self._calls + 1
+        if _map is not None:
+            _map[:WIDTH] = b"%20d" % self._number
+            if not _has_stepped:
+                self._first(result)
+        for observer in list(observers):
+            observer.after(self._number, self._calls, result)
 
     def skipped(self, step: int, row: int, leaves: Callable[[], str]) -> None:
         """Tells of a step that changed nothing since its gradient was not finite."""
-        if _map is not None:
+        if self._restores >= 0:
             self._number -= 1
+        if _map is not None:
             tell("skip", step, row=row, leaves=leaves() or None)
 
     def _first(self, result: Any) -> None:

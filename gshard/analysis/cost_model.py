@@ -164,19 +164,23 @@ def cost(
     )
 
 
-def flops_of(program: TracedProgram) -> dict[str, float]:
+def flops_of(program: TracedProgram, recomputed: bool = True) -> dict[str, float]:
     """Counts the FLOPs of matrix products and convolutions: two for each multiply-add.
 
     A loop body counts as often as it runs, or once if that is unknown; a condition counts its most
-    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too.
+    expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too. What
+    `jax.checkpoint` computes a second time counts if `recomputed` is true.
 
     Returns:
       FLOPs by name of the dtype that is multiplied.
     """
     found: dict[str, float] = defaultdict(float)
     for op in program.ops:
+        if not recomputed and "rematted_computation" in op.where:
+            continue
         if op.bodies:
-            dearest = max(map(flops_of, op.bodies), key=lambda body: sum(body.values()))
+            bodies = [flops_of(body, recomputed) for body in op.bodies]
+            dearest = max(bodies, key=lambda body: sum(body.values()))
             for dtype, count in dearest.items():
                 found[dtype] += op.trips * count
         elif count := flops_of_op(op, program):

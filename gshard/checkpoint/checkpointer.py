@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Self, TypeVar, overload
 import jax
 
 from gshard._util import events
+from gshard._util.activity import spending
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
@@ -202,7 +203,7 @@ class Checkpointer:
             if not self._asynchronous:
                 self._writer.wait()
 
-        with self._in_use:
+        with self._in_use, spending("checkpoint"):
             self.wait()
             self._run(begin)
 
@@ -213,7 +214,7 @@ class Checkpointer:
           SaveFailedError: the step could not be written; with `on_failure="warn"` this is a
             warning.
         """
-        with self._in_use:
+        with self._in_use, spending("checkpoint"):
             self._run(self._writer.wait)
 
     def delete(self, step: int) -> None:
@@ -227,7 +228,7 @@ class Checkpointer:
             self._refuse_closed()
             return existing_step(self.directory, step, self.all_steps())
 
-        with self._in_use:
+        with self._in_use, spending("checkpoint"):
             self.wait()
             call = f"delete(step={shown(step)})"
             self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
@@ -284,7 +285,7 @@ class Checkpointer:
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
-        with self._in_use:
+        with self._in_use, spending("checkpoint"):
             self.wait()
             began = time.monotonic()
             state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
@@ -324,7 +325,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
-        with self._in_use:
+        with self._in_use, spending("checkpoint"):
             self._closed = True
             self._run(self._writer.close)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from gshard._util.activity import spent_on
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.pytree import differences
 from gshard._util.validation import check_integer, flag, shown
@@ -194,7 +195,8 @@ class DataLoader:
         return self._iterate(self._iteration)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        for at, batch in map_ahead(self._batches_from_here(), self._batch, self._prefetch):
+        ahead = map_ahead(self._batches_from_here(), self._batch, self._prefetch)
+        for at, batch in spent_on("data", ahead):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
             set_number(batch, at[0] * len(self) + at[1], self._has_padding)
@@ -293,8 +295,8 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _numbered(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
-    for number, batch in enumerate(batches):
-        placed = shard_batch(batch, plan)
+    placing = (shard_batch(batch, plan) for batch in batches)
+    for number, placed in enumerate(spent_on("data", placing)):
         set_number(placed, number)
         yield placed
 

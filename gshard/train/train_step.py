@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import jax
 
+from gshard._util import events
 from gshard._util.errors import GShardError, place_of, some
 from gshard._util.text import text_of
 from gshard._util.validation import names_of
@@ -206,12 +207,10 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
         self.loss_transfers: tuple[Transfer, ...] | None = None
-        self._skip_nonfinite = skips_nonfinite(plan, options)
-        self._name = f"the loss {place_of(loss_fn)}"
+        self._skip_nonfinite, self._name = skips_nonfinite(plan, options), f"the loss {place_of(loss_fn)}"
         self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
         self._scaler = s if (s := options.scaler) is not None and s.enable else None
-        self._check_loss = loss_check.is_on(options)
-        wanted = plan.abstract_components()
+        self._check_loss, wanted = loss_check.is_on(options), plan.abstract_components()
         self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
@@ -286,6 +285,7 @@ class TrainStep:
         self.numbers.add(batch, program, sums)
         self._replicas.after_call(new.params, new.step)
         self._late_checks.end_call()
+        events.ran(self, batch)
         state = self._latest.complete(new)
         return metrics if state is None else (state, metrics)
 

@@ -243,7 +243,6 @@ class Watch:
         if before.row is not self._last:
             self._seen.clear()
             self._row = 0
-        self._number.begin(step)
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
             guard, flags = self._seen.popleft()
             row = int(guard.row)
@@ -262,6 +261,7 @@ class Watch:
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     "with float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
                 )
+        self._number.begin(step, before.skipped)
 
     def _has_ended(self, guard: Guard) -> bool:
         return jax.process_count() == 1 and guard.row.is_ready()

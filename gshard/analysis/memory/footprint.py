@@ -217,7 +217,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
     """
     if platform not in PLATFORMS:
         raise GShardError(f"platform={shown(platform)} is none of {', '.join(PLATFORMS)}.")
-    program = _of_device(traced, plan, platform)
+    program = device_program(traced, plan, platform)
     arguments = sum(program.values[i].bytes for i in program.inputs)
     found = peak_of(program, platform)
     rows = sorted(found.live, key=lambda row: -row[0])[:_LARGEST]
@@ -232,7 +232,8 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
     )
 
 
-def _of_device(traced: jax.stages.Traced, plan: Plan, platform: str) -> TracedProgram:
+def device_program(traced: jax.stages.Traced, plan: Plan, platform: str) -> TracedProgram:
+    """Returns a traced step as the program of one device."""
     (leaves, batch, rng, _), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
     shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_components())]
     rows = plan.sharding().update(spec=plan.batch_spec)
