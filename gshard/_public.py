@@ -21,6 +21,8 @@ from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
 from gshard.analysis.forecast import forecast
 from gshard.analysis.forecast_report import Forecast, LevelForecast
+from gshard.analysis.monitor.metrics import Metrics
+from gshard.analysis.monitor.profile import profile
 from gshard.analysis.setup import TrainSetup
 from gshard.checkpoint.checkpointer import Checkpointer, Restored
 from gshard.checkpoint.checksums import Damage, DamagedCheckpointError

@@ -207,7 +207,10 @@ class TrainStep:
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options = plan, options
         self.loss_transfers: tuple[Transfer, ...] | None = None
-        self._skip_nonfinite, self._name = skips_nonfinite(plan, options), f"the loss {place_of(loss_fn)}"
+        self._skip_nonfinite, self._name = (
+            skips_nonfinite(plan, options),
+            f"the loss {place_of(loss_fn)}",
+        )
         self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
         self._scaler = s if (s := options.scaler) is not None and s.enable else None
         self._check_loss, wanted = loss_check.is_on(options), plan.abstract_components()

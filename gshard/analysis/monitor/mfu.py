@@ -1,0 +1,61 @@
+"""Model FLOPs utilization: the arithmetic of the traced step over the peak of the devices.
+
+PaLM (Chowdhery et al. 2022, appendix B): only what the forward and backward pass need counts, not
+what is computed again to save memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gshard._util.chips import chip_of
+from gshard.analysis.cost_model import flops_of
+from gshard.analysis.memory.footprint import PLATFORMS, device_program, trace_step
+from gshard.train.train_step import TrainStep
+
+
+def model_flops(step: TrainStep, batch: Any) -> dict[str, float]:
+    """Counts the FLOPs of matrix products and convolutions of one step on one device.
+
+    A step that ran with this batch is not traced again, and nothing is compiled.
+
+    Args:
+      step: the train step.
+      batch: the global batch, concrete or abstract.
+
+    Returns:
+      FLOPs by name of the dtype that is multiplied.
+    """
+    traced = trace_step(step, step.plan.abstract_state(), batch)
+    platform = _device(step).platform
+    program = device_program(traced, step.plan, platform if platform in PLATFORMS else "gpu")
+    return flops_of(program, recomputed=False)
+
+
+def seconds_at_peak(step: TrainStep, flops: Mapping[str, float], peak: float | None) -> float:
+    """The time of that many FLOPs at a device's peak; 0 where the peak is not known.
+
+    `peak` is that of the user, in FLOP/s, for all dtypes. Dtypes of at most two bytes have the peak
+    of bfloat16.
+    """
+    if peak is not None:
+        return sum(flops.values()) / peak
+    device = _device(step)
+    chip = None if device.platform == "cpu" else chip_of(device)
+    if chip is None:
+        return 0.0
+    wide = ("float32", "float64", "complex64", "complex128")
+    return sum(
+        count / (chip.float32 if dtype in wide else chip.bfloat16) for dtype, count in flops.items()
+    )
+
+
+def kind_of(step: TrainStep) -> str:
+    """The kind of a step's devices, in JAX's words, such as `NVIDIA L4`."""
+    device = _device(step)
+    return "a CPU" if device.platform == "cpu" else repr(device.device_kind)
+
+
+def _device(step: TrainStep) -> Any:
+    return step.plan.mesh.devices.flat[0]

@@ -1,0 +1,75 @@
+"""Follows the train steps of this process: numbers, batches, and the time that goes elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+
+from gshard._util import activity
+from gshard.train.train_step import TrainStep
+
+Program = tuple[TrainStep, Any, tuple[Any, ...]]  # a step, and the structure and form of its batch
+
+_COMPILE = ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
+
+
+class StepCalls:
+    """An observer (`events.Observer`) that adds up the calls of train steps until they are taken.
+
+    Attributes:
+      began: when the first step began, and what had been spent by then; None before it.
+      calls: number of the steps in the life of the state, skipped ones included; None if unknown.
+      programs: how often each step ran with a batch of each form.
+    """
+
+    def __init__(self) -> None:
+        self.began: tuple[float, dict[str, float]] | None = None
+        self.calls: int | None = None
+        self.programs: Counter[Program] = Counter()
+        self._before = (0.0, 0.0)
+        self._is_real = False  # no trace of the user's
+        watch_compilation()
+
+    def before(self, number: int) -> None:
+        """Notes the time."""
+        now = time.monotonic()
+        self.began = self.began or (now, dict(activity.spent))
+        self._before = now, activity.spent.get("compile", 0.0)
+
+    def after(self, number: int, calls: int, result: Any) -> None:
+        """Counts a call; the first one with a form of arguments is traced and compiled."""
+        began, compiled = self._before
+        if activity.spent.get("compile", 0.0) > compiled:
+            activity.spent["compile"] = compiled + time.monotonic() - began
+        self.calls, self._is_real = calls, True
+
+    def ran(self, step: TrainStep, batch: Any) -> None:
+        """Notes the form of the batch, not the batch itself."""
+        if self._is_real:
+            leaves, tree = jax.tree.flatten(batch)
+            self.programs[step, tree, tuple(map(_form, leaves))] += 1
+        self._is_real = False
+
+    def take(self) -> Counter[Program]:
+        """Returns the programs, and begins anew."""
+        taken, self.programs = self.programs, Counter()
+        return taken
+
+
+def _form(x: jax.Array) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+@functools.cache
+def watch_compilation() -> None:
+    """Adds the time of all compilations of this process from now on to `activity.spent`."""
+
+    def listen(event: str, duration_secs: float, **_: Any) -> None:
+        if event.endswith(_COMPILE):
+            activity.spent["compile"] = activity.spent.get("compile", 0.0) + duration_secs
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
