@@ -1,7 +1,7 @@
 """What this process does: calls that wait for other processes, compilation, work on the devices.
 
-The watchdog reads it, in a thread of its own; `gshard.Metrics` reads the time in `spent`. Noting something costs a microsecond and no
-communication.
+The watchdog reads it, in a thread of its own, and `gshard.Metrics` what time is spent on. Noting
+something costs a microsecond and no communication.
 """
 
 from __future__ import annotations

@@ -205,15 +205,12 @@ class TrainStep:
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
-        self.plan, self.options = plan, options
+        self.plan, self.options, self._check_loss = plan, options, loss_check.is_on(options)
         self.loss_transfers: tuple[Transfer, ...] | None = None
-        self._skip_nonfinite, self._name = (
-            skips_nonfinite(plan, options),
-            f"the loss {place_of(loss_fn)}",
-        )
+        self._skip_nonfinite = skips_nonfinite(plan, options)
+        self._name, wanted = f"the loss {place_of(loss_fn)}", plan.abstract_components()
         self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
         self._scaler = s if (s := options.scaler) is not None and s.enable else None
-        self._check_loss, wanted = loss_check.is_on(options), plan.abstract_components()
         self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)

@@ -81,9 +81,7 @@ class Metrics:
         self._every = check_integer("every", every, 1, " of steps")
         self._tokens = None if tokens is None else check_integer("tokens", tokens, 1)
         if peak_flops is not None and not _is_positive(peak_flops):
-            raise GShardError(
-                f"peak_flops={shown(peak_flops)} must be a number above 0, in FLOP/s."
-            )
+            raise GShardError(f"peak_flops={shown(peak_flops)} must be above 0, in FLOP/s.")
         self._peak = peak_flops
         if isinstance(writers, str) or not isinstance(writers, Iterable):
             raise ArgumentTypeError(
@@ -97,6 +95,7 @@ class Metrics:
         self._count, self._is_closed, self._has_said_why = 0, False, False
         self._began, self._spent = time.monotonic(), dict(activity.spent)
         self._now = self._began, self._spent  # at the last step
+        self._skipped: int | None = None  # steps, at the end of the last row
         self._seconds_at_peak: dict[Program, float] = {}
         self._calls = StepCalls()
         events.observers.append(self._calls)
@@ -182,6 +181,7 @@ class Metrics:
         self._due.append((self._count + LATE, window))
 
     def _write(self, window: Window) -> None:
+        window.skipped = self._calls.skipped if self._skipped is None else self._skipped
         try:
             number, scalars = window.row()
         except RuntimeError as error:
@@ -190,6 +190,7 @@ class Metrics:
                 f"They must not be donated to a later step. ({error})"
             )
             return
+        self._skipped = int(scalars.get("skipped_steps", window.skipped))
         at_peak, why = self._at_peak(window)
         if at_peak:
             scalars["mfu"] = at_peak / window.seconds

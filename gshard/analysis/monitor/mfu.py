@@ -58,4 +58,5 @@ def kind_of(step: TrainStep) -> str:
 
 
 def _device(step: TrainStep) -> Any:
-    return step.plan.mesh.devices.flat[0]
+    mesh: Any = step.plan.mesh
+    return mesh.devices.flat[0]

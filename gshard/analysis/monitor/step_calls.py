@@ -23,12 +23,14 @@ class StepCalls:
     Attributes:
       began: when the first step began, and what had been spent by then; None before it.
       calls: number of the steps in the life of the state, skipped ones included; None if unknown.
+      skipped: how many had been skipped before the first of them.
       programs: how often each step ran with a batch of each form.
     """
 
     def __init__(self) -> None:
         self.began: tuple[float, dict[str, float]] | None = None
         self.calls: int | None = None
+        self.skipped = 0
         self.programs: Counter[Program] = Counter()
         self._before = (0.0, 0.0)
         self._is_real = False  # no trace of the user's
@@ -45,6 +47,8 @@ class StepCalls:
         began, compiled = self._before
         if activity.spent.get("compile", 0.0) > compiled:
             activity.spent["compile"] = compiled + time.monotonic() - began
+        if self.calls is None:
+            self.skipped = calls - number
         self.calls, self._is_real = calls, True
 
     def ran(self, step: TrainStep, batch: Any) -> None:

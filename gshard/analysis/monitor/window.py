@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ class Window:
       tokens: the same of tokens.
       number: that of the last step as the user gave it, or counted here.
       calls: number of the steps in the life of the state, skipped ones included; None if unknown.
+      skipped: number of skipped steps before it.
       programs: how often each train step ran.
       seconds: wall time.
       spent: seconds of it by what they were spent on.
@@ -39,6 +41,7 @@ class Window:
     tokens: int | None = 0
     number: int = 0
     calls: int | None = None
+    skipped: int = 0
     programs: Counter[Program] = field(default_factory=Counter)
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
@@ -51,25 +54,30 @@ class Window:
 
     def is_ready(self) -> bool:
         """Whether the devices have finished its steps."""
-        arrays = [x for info in self.infos for x in info.values() if isinstance(x, jax.Array)]
+        arrays: list[Any] = [
+            x for info in self.infos for x in info.values() if isinstance(x, jax.Array)
+        ]
         return all(x.is_ready() for x in arrays)
 
     def fetch(self) -> dict[str, float]:
         """Returns its averages, for which it copies all values to the host at once.
 
-        Floats are averaged over the steps that have a finite value; of integers the last one is
-        taken.
+        Floats are averaged over the steps that were not skipped, which have no meaning where
+        gradients are not finite; of integers the last one is taken.
         """
         infos = jax.device_get(self.infos)
+        counts = [self.skipped, *(info.get("skipped_steps", 0) for info in infos)]
+        kept = [now <= before for before, now in itertools.pairwise(counts)]
         found = {}
         for name in dict.fromkeys(name for info in infos for name in info):
+            has = [name in info for info in infos]
             values = np.array([info[name] for info in infos if name in info])
             if values.dtype.kind in "iub" or name in _LAST:
                 found[name] = values[-1].item()
                 continue
-            values = values.astype(np.float64)
-            finite = values[np.isfinite(values)]
-            found[name] = float(np.mean(finite if finite.size else values))
+            chosen = np.array(kept)[has]
+            values = values[chosen] if chosen.any() else values
+            found[name] = float(np.mean(values.astype(np.float64)))
         return found
 
     def row(self) -> tuple[int, dict[str, float]]:
@@ -116,8 +124,10 @@ def sizes_of(batch: Any, tokens: int | None) -> tuple[int | None, int | None]:
     examples = _global(shaped[0])
     if tokens is not None:
         return examples, examples * tokens
-    named = [batch[name] for name in _TOKENS if isinstance(batch, Mapping) and name in batch]
-    for x in (batch, *named):
+    found: list[Any] = [batch]
+    if isinstance(batch, Mapping):
+        found = [batch[name] for name in _TOKENS if name in batch]
+    for x in found:
         if hasattr(x, "dtype") and np.ndim(x) == 2 and np.dtype(x.dtype).kind in "iu":
             return examples, examples * x.shape[1]
     return examples, None

@@ -162,8 +162,8 @@ def writer_of(given: Any, folder: Path | None) -> SafeWriter:
     if not isinstance(given, str):
         if not callable(given) and not callable(getattr(given, "write_scalars", None)):
             raise GShardError(
-                f"writers= holds {shown(given)}. A writer is one of {', '.join(_KNOWN)}, a function "
-                "(step, scalars), or an object with write_scalars(step, scalars)."
+                f"writers= holds {shown(given)}. A writer is one of {', '.join(_KNOWN)}, a "
+                "function (step, scalars), or an object with write_scalars(step, scalars)."
             )
         return SafeWriter(given, getattr(given, "__name__", type(given).__name__))
     if given not in _KNOWN:
@@ -179,7 +179,7 @@ def writer_of(given: Any, folder: Path | None) -> SafeWriter:
     if given == "tensorboard":
         if folder is None:
             raise GShardError(
-                "the writer 'tensorboard' needs a directory: gshard.Metrics(directory, writers=...)."
+                "the writer 'tensorboard' needs a directory: gshard.Metrics(directory, ...)."
             )
         return SafeWriter(TensorBoard(folder), "TensorBoard")
     return SafeWriter(WandB(folder), "W&B") if package else SafeWriter(Terminal(), "the terminal")
