@@ -451,7 +451,10 @@ def test_wandb_offline(tmp_path, monkeypatch):
         metrics.step({"loss": 1.5}, number=7)
     assert wandb.run is None  # it has finished the run that it began
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert b"loss" in file.read_bytes()
+    end = time.monotonic() + 30  # a process of its own writes the file
+    while b"loss" not in file.read_bytes():
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
