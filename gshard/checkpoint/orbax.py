@@ -28,6 +28,7 @@ from gshard.checkpoint.arrays import (
 )
 from gshard.checkpoint.checksums import Range
 from gshard.checkpoint.directory import MANIFEST
+from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
@@ -40,7 +41,7 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     After this returns, the arrays may be donated or deleted. The function that is returned waits
     until this process's shards are written.
     """
-    import orbax.checkpoint as ocp  # takes most of a second
+    ocp = orbax_module()
 
     arguments = ocp.args.PyTreeSave(dict(arrays))
     saving = _handler().async_save(_epath(step / ARRAYS), args=arguments)
@@ -70,7 +71,7 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 
     A larger shape than the stored one is padded with zeros, a smaller one is cut.
     """
-    import orbax.checkpoint as ocp
+    ocp = orbax_module()
 
     how = {path: _how_to_read(x) for path, x in wanted.items()}
     arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
@@ -105,7 +106,7 @@ def ranges_of(step: Path, process: int, arrays: Collection[str]) -> dict[str, li
 
 
 def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
-    import orbax.checkpoint as ocp
+    ocp = orbax_module()
 
     return ocp.ArrayRestoreArgs(
         restore_type=jax.Array,
@@ -131,7 +132,7 @@ def _own_folder(process: int) -> str:
 
 
 def _handler() -> Any:
-    import orbax.checkpoint as ocp
+    ocp = orbax_module()
 
     # Weights hardly compress; without it, writing is as fast as the disk.
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
@@ -139,7 +140,7 @@ def _handler() -> Any:
 
 def _reader() -> Any:
     """A handler that reads the files of this process's shards, and none for each process."""
-    import orbax.checkpoint as ocp
+    ocp = orbax_module()
 
     # Array metadata is a file of each process; what it holds is only of use for random keys.
     arrays = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
@@ -185,7 +186,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
       >>> state, plan = gshard.shard_train_state(state, mesh, "p_g_os", min_shard_size=0)
       >>> state = gshard.import_orbax("old", like=state)
     """
-    import orbax.checkpoint as ocp
+    ocp = orbax_module()
 
     state, plan = state_and_plan(like, "import_orbax(path, like)")
     flag("cast", cast)

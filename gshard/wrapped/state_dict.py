@@ -18,6 +18,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
+from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.mesh import data_group, make_mesh
@@ -286,7 +287,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def _orbax(act: Any) -> Any:
-    import orbax.checkpoint as ocp  # takes most of a second
+    ocp = orbax_module()
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         return act(checkpointer)
