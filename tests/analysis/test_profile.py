@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import subprocess
 import sys
@@ -38,18 +39,22 @@ def traces(folder):
     return sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
 
 
-def read(file):
-    """The step numbers in a trace, and how often each device ran an all-gather."""
-    steps, gathers = [], 0
+def host_events(file):
+    """The name of each event on the host, and its number if it is a step."""
     data = jax.profiler.ProfileData.from_file(str(file))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one of its types has no module, which Python deprecates
         for line in data.find_plane_with_name("/host:CPU").lines:
             for event in line.events:
-                if event.name == module.ANNOTATION:
-                    steps.append(dict(event.stats)["step_num"])
-                gathers += bool(re.fullmatch(r"all.gather[.\d]*", event.name))
-    return steps, gathers / len(jax.devices())
+                is_step = event.name == module.ANNOTATION
+                yield event.name, dict(event.stats)["step_num"] if is_step else None
+
+
+def read(file):
+    """The step numbers in a trace, and how often each device ran an all-gather."""
+    found = list(host_events(file))
+    gathers = [name for name, _ in found if re.fullmatch(r"all.gather[.\d]*", name)]
+    return [n for _, n in found if n is not None], len(gathers) / len(jax.devices())
 
 
 def test_a_trace_has_exactly_these_steps(tmp_path, capsys):
@@ -63,6 +68,29 @@ def test_a_trace_has_exactly_these_steps(tmp_path, capsys):
     assert not events.observers
     assert f"profile of steps 3 to 5: {tmp_path / 'trace'}" in capsys.readouterr().out
     assert b"gshard/scatter" in file.read_bytes()  # the scopes of docs/metrics.md
+
+
+def test_a_trace_has_no_part_of_the_steps_around(tmp_path):
+    """Steps that take the devices half a second, of which the host knows nothing."""
+
+    def loss_fn(params, x):
+        def body(h, _):
+            return jnp.tanh(h @ params["w"]), None
+
+        return jax.lax.scan(body, x, length=400)[0].mean()
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:1])
+    params = {"w": jnp.ones((256, 256)) / 256}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "dp")
+    step = gshard.make_train_step(loss_fn, plan, max_bad_steps=None)
+    x = np.ones((64, 256), np.float32)
+    state, _ = step(state, x)  # compiled
+    with gshard.profile((3, 4), tmp_path):
+        for _ in range(4):
+            state, info = step(state, x)
+    (file,) = traces(tmp_path)
+    ran = collections.Counter(name for name, _ in host_events(file) if name.startswith("dot"))
+    assert ran and all(abs(count - 2 * 400) < 20 for count in ran.values()), ran
 
 
 def test_two_ranges_one_after_the_other(tmp_path):
