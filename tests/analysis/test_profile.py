@@ -103,11 +103,15 @@ def test_two_ranges_one_after_the_other(tmp_path):
 
 def test_the_number_is_that_of_the_train_state(tmp_path):
     state, step = make()
-    state = train(state, step, 4)
-    with gshard.profile((6, 6), tmp_path):
+    first = jax.tree.map(jnp.copy, state)
+    with gshard.profile((2, 2), tmp_path / "a"):
+        state = train(state, step, 3)
+    state = train(state, step, 2)  # that nobody counts
+    with gshard.profile((7, 7), tmp_path / "b"):
         train(state, step, 3)
-    (file,) = traces(tmp_path)
-    assert read(file)[0] == [6]
+    with gshard.profile((2, 2), tmp_path / "c"):
+        train(first, step, 3)
+    assert [read(file)[0] for x in "abc" for file in traces(tmp_path / x)] == [[2], [7], [2]]
 
 
 def test_steps_that_never_come_are_a_warning(tmp_path):

@@ -59,7 +59,7 @@ class StepCalls:
         self._is_real = False
 
     def take(self) -> Counter[Program]:
-        """Returns the programs, and begins anew."""
+        """Returns the programs, and forgets them."""
         taken, self.programs = self.programs, Counter()
         return taken
 
