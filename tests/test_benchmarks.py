@@ -43,6 +43,13 @@ def run(*args, timeout=600):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_the_cost_of_metrics_is_measured():
+    code, said = run("benchmarks.metrics", "--rounds", "3", "--devices", "2")
+    assert code == 0, said
+    assert said.count("ms a step; with metrics x") == 2
+
+
 def test_bounds_of_a_ratio_hold_its_median_as_often_as_they_say():
     rng = np.random.default_rng(0)
     held = 0

@@ -20,7 +20,7 @@ import gshard
 from gshard._util import events
 from gshard._util.chips import CHIPS
 from gshard.analysis.monitor import metrics as module
-from gshard.analysis.monitor.mfu import model_flops, seconds_at_peak
+from gshard.analysis.monitor.mfu import chip_of_step, model_flops, seconds_at_peak
 from gshard.analysis.monitor.step_calls import StepCalls
 from gshard.analysis.monitor.writers import JsonLines, line_of
 from tests.processes import run_together
@@ -239,19 +239,13 @@ def test_mfu_is_flops_over_wall_time_and_peak():
     assert row["mfu"] == pytest.approx(flops / row["step_time"] / 1e9)
 
 
-def test_the_peak_is_that_of_the_dtype(monkeypatch):
-    _, _, step = make()
+def test_the_peak_is_that_of_the_dtype():
     flops = {"bfloat16": 6e14, "float32": 1e14, "float8_e4m3fn": 1e14}
-    assert seconds_at_peak(step, flops, 1e15) == pytest.approx(0.8)
-    assert seconds_at_peak(step, flops, None) == 0  # a CPU
-
-    class Device:
-        platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
-
-    monkeypatch.setattr("gshard.analysis.monitor.mfu._device", lambda _: Device)
+    assert seconds_at_peak(flops, 1e15) == pytest.approx(0.8)
     h100 = CHIPS["h100"]
     wanted = 7e14 / h100.bfloat16 + 1e14 / h100.float32
-    assert seconds_at_peak(step, flops, None) == pytest.approx(wanted)
+    assert seconds_at_peak(flops, h100) == pytest.approx(wanted)
+    assert chip_of_step(make()[2]) is None  # a CPU
 
 
 def test_mfu_of_nnx_models_and_several_shapes_of_batches():

@@ -15,8 +15,8 @@ import jax
 from gshard._util import activity, events
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, shown
-from gshard.analysis.monitor.mfu import kind_of, model_flops, seconds_at_peak
-from gshard.analysis.monitor.step_calls import Program, StepCalls
+from gshard.analysis.monitor.mfu import chip_of_step, kind_of, model_flops, seconds_at_peak
+from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of
 from gshard.analysis.monitor.window import Window, memory, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
 from gshard.checkpoint.directory import as_directory
@@ -167,8 +167,7 @@ class Metrics:
 
     def _sizes(self, batch: Any, programs: Counter[Program]) -> tuple[int | None, int | None]:
         if programs:
-            _, tree, leaves = list(programs)[-1]
-            batch = jax.tree.unflatten(tree, leaves)
+            batch = batch_of(list(programs)[-1])
         return (None, None) if batch is None else sizes_of(batch, self._tokens)
 
     def _end_window(self) -> None:
@@ -209,13 +208,15 @@ class Metrics:
         if not window.programs:
             why = "FLOPs are those of a step of make_train_step, and none ran"
         for program, times in window.programs.items():
-            step, tree, leaves = program
+            step = program[0]
             if program not in self._seconds_at_peak:
+                found, peak = 0.0, self._peak or chip_of_step(step)
                 try:
-                    flops = model_flops(step, jax.tree.unflatten(tree, leaves))
-                    found = seconds_at_peak(step, flops, self._peak)
+                    if peak is not None:
+                        flops = model_flops(step, batch_of(program))
+                        found = seconds_at_peak(flops, peak)
                 except Exception as error:  # a metric, for which no training stops
-                    found, why = 0.0, f"{type(error).__name__}: {error}"
+                    why = f"{type(error).__name__}: {error}"
                 self._seconds_at_peak[program] = found
             total += times * self._seconds_at_peak[program]
             if not total and not why:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gshard._util.chips import chip_of
+from gshard._util.chips import Chip, chip_of
 from gshard.analysis.cost_model import flops_of
 from gshard.analysis.memory.footprint import PLATFORMS, device_program, trace_step
 from gshard.train.train_step import TrainStep
@@ -33,22 +33,23 @@ def model_flops(step: TrainStep, batch: Any) -> dict[str, float]:
     return flops_of(program, recomputed=False)
 
 
-def seconds_at_peak(step: TrainStep, flops: Mapping[str, float], peak: float | None) -> float:
-    """The time of that many FLOPs at a device's peak; 0 where the peak is not known.
+def seconds_at_peak(flops: Mapping[str, float], peak: Chip | float) -> float:
+    """The time of that many FLOPs at the peak of a device, or at that many FLOP/s.
 
-    `peak` is that of the user, in FLOP/s, for all dtypes. Dtypes of at most two bytes have the peak
-    of bfloat16.
+    Dtypes of at most two bytes have the peak of bfloat16.
     """
-    if peak is not None:
+    if not isinstance(peak, Chip):
         return sum(flops.values()) / peak
-    device = _device(step)
-    chip = None if device.platform == "cpu" else chip_of(device)
-    if chip is None:
-        return 0.0
     wide = ("float32", "float64", "complex64", "complex128")
     return sum(
-        count / (chip.float32 if dtype in wide else chip.bfloat16) for dtype, count in flops.items()
+        count / (peak.float32 if dtype in wide else peak.bfloat16) for dtype, count in flops.items()
     )
+
+
+def chip_of_step(step: TrainStep) -> Chip | None:
+    """The data sheet of a step's devices; None for CPUs, and for devices that are not known."""
+    device = _device(step)
+    return None if device.platform == "cpu" else chip_of(device)
 
 
 def kind_of(step: TrainStep) -> str:

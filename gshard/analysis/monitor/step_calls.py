@@ -65,7 +65,14 @@ class StepCalls:
 
 
 def _form(x: jax.Array) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return x.shape, x.dtype, x.sharding  # they compare faster than a `ShapeDtypeStruct`
+
+
+def batch_of(program: Program) -> Any:
+    """The abstract batch of a program."""
+    _, tree, forms = program
+    leaves = [jax.ShapeDtypeStruct(shape, dtype, sharding=s) for shape, dtype, s in forms]
+    return jax.tree.unflatten(tree, leaves)
 
 
 @functools.cache
