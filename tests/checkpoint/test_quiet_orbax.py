@@ -30,10 +30,14 @@ absl_logging.warning("a warning of the script")
     ("before", "least", "most"),
     [
         ("", 0, 0),
-        ("logging.getLogger('absl').setLevel(logging.INFO)", 0, 0),  # before absl is imported
-        ("import orbax.checkpoint", 0, 0),
+        # before absl is imported
+        pytest.param(
+            "logging.getLogger('absl').setLevel(logging.INFO)", 0, 0, marks=pytest.mark.slow
+        ),
+        pytest.param("import orbax.checkpoint", 0, 0, marks=pytest.mark.slow),
         ("logging.getLogger('absl').setLevel(logging.DEBUG)", 20, 10**9),
     ],
+    ids=["alone", "older logger", "older import", "debug"],
 )
 def test_lines_of_orbax_in_a_log(before, least, most, tmp_path):
     ended = subprocess.run(
