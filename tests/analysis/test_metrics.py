@@ -521,6 +521,7 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 import gshard
 metrics = gshard.Metrics(sys.argv[1], every=2)  # before the processes join
+gshard.profile((2, 3), sys.argv[1] + "-trace")
 gshard.distributed.initialize()
 rank = gshard.distributed.process_index()
 state, plan = gshard.shard_train_state(
@@ -551,5 +552,7 @@ def test_the_first_process_writes_global_values_at_the_end_of_the_script_too(tmp
     for row in rows[1:]:
         assert row["examples_per_second"] == pytest.approx(8 / row["step_time"])
     assert not (tmp_path / "run1").exists()
+    assert len(list(tmp_path.glob("run*-trace/plugins/profile/*/*.xplane.pb"))) == 1
+    assert not (tmp_path / "run1-trace").exists()
     assert "step 2  loss 0.5" in ended[0].said
-    assert "step" not in ended[1].said
+    assert "step" not in ended[1].said and "Warning" not in ended[1].said, ended[1].said
