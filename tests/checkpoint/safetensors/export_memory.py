@@ -60,6 +60,15 @@ def memory(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def settle() -> None:
+    """Waits until other threads have freed what they still hold: half a second without a change."""
+    last, since = own_memory(), time.monotonic()
+    while time.monotonic() < since + 0.5:
+        time.sleep(0.02)
+        if abs((now := own_memory()) - last) > LEAF / 100:
+            last, since = now, time.monotonic()
+
+
 def main(folder: Path) -> None:
     gshard.virtual_devices(3)
 
@@ -75,6 +84,7 @@ def main(folder: Path) -> None:
     assert sorted(padded) == [0, 1] and all(padded.values())
     del params
     jax.block_until_ready(state)
+    settle()
     with Peak() as export:
         gshard.save_safetensors(state, folder / "x")
     with Peak() as back:
