@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from tests.misuses import page, several_processes
@@ -9,6 +12,8 @@ from tests.misuses.one_process import TOPICS
 from tests.misuses.table import assert_words, check
 from tests.processes import run_workers
 
+TROUBLES = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+QUOTED = re.findall(r"```text\n(.*?)\n```\n<!-- misuse: (.*?) -->", TROUBLES.read_text(), re.DOTALL)
 CASES = {f"{topic}: {name}": row for topic, rows in TOPICS.items() for name, row in rows.items()}
 SLOW = {"Losses", "Files", "Transforms, modes and threads"}  # what works there is compiled
 QUICK = {"jax.disable_jit", "jax.transfer_guard('disallow')"}
@@ -50,6 +55,21 @@ def test_what_every_process_sees(processes, name):
 
 def test_the_page_is_current():
     assert page.PAGE.read_text() == page.text(), "run python -m tests.misuses.page"
+
+
+@pytest.mark.filterwarnings("ignore:.*% of the parameters")
+@pytest.mark.parametrize(("message", "name"), QUOTED, ids=[name for _, name in QUOTED])
+def test_what_troubleshooting_quotes_is_what_a_user_sees(message, name, tmp_path):
+    """Word for word, where `...` stands for what differs from program to program."""
+    (row,) = (rows[name] for rows in TOPICS.values() if name in rows)
+    with pytest.raises(row.error) as caught:
+        row.misuse(tmp_path)
+    words = (re.escape(part.strip()) for part in " ".join(message.split()).split("..."))
+    assert re.fullmatch(r"\s*.*?".join(words), " ".join(str(caught.value).split()))
+
+
+def test_every_message_of_troubleshooting_is_compared():
+    assert len(QUOTED) == TROUBLES.read_text().count("```text\n") >= 12
 
 
 def test_there_are_enough():
