@@ -20,7 +20,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
-.PHONY: help demo check test test-all gpu-check lint format clean
+.PHONY: help demo check test test-all docs gpu-check lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,8 +41,12 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+test-all: setup-test setup-docs  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+
+docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
+	$(VENV)/bin/python -m scripts.site_pages build/docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
 
 gpu-check: setup-test  ## what works on this machine's GPUs, and how fast: gpu-check/report.md (25 minutes)
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
@@ -61,9 +65,12 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.PHONY: setup-test setup-dev
+.PHONY: setup-test setup-dev setup-docs
 setup-test:
 	@scripts/venv.sh $(VENV) test,plot,data,export
 
 setup-dev: setup-test
 	@scripts/venv.sh $(VENV) dev
+
+setup-docs:
+	@scripts/venv.sh $(VENV) docs
