@@ -156,6 +156,16 @@ def test_documented_code_runs(path, tmp_path, monkeypatch):
     run_blocks(path)
 
 
+def test_extras_in_the_documents_are_those_that_exist():
+    extras = PROJECT["project"]["optional-dependencies"]
+    pages = [path.read_text() for path in (*DOCUMENTS, ROOT / "CHANGELOG.md")]
+    named = set(re.findall(r"gshard\[([\w,-]+)\]", "\n".join(pages)))
+    assert {extra for names in named for extra in names.split(",")} <= extras.keys()
+    for_users = extras["all"][0].removeprefix("gshard[").removesuffix("]").split(",")
+    install = (ROOT / "docs" / "install.md").read_text()
+    assert not [x for x in (*for_users, "cuda", "tpu", "all") if f"gshard[{x}]" not in install]
+
+
 def test_blocks_share_a_namespace_and_name_their_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
@@ -185,8 +195,25 @@ def run(*command, **environment):
 
 def test_make_says_what_each_target_does():
     said = run("make").stdout
-    for target in ("demo", "test", "test-all", "lint", "help"):
+    for target in ("demo", "test", "test-all", "docs", "lint", "help"):
         assert re.search(rf"^  make {target}\s+\w+", said, re.MULTILINE), said
+
+
+def test_the_workflow_calls_targets_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    called = re.findall(r"- run: (\w+) ([a-z-]+)", workflow)
+    assert {"lint", "test", "docs"} == {target for _, target in called} <= targets
+    assert {command for command, _ in called} == {"make"}
+
+
+def test_the_image_copies_files_that_are_there():
+    lines = re.findall(r"^COPY (.*) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    copied = {name for line in lines for name in line.split()}
+    needed = {"pyproject.toml", "gshard", PROJECT["project"]["readme"]}
+    assert needed.union(PROJECT["project"]["license-files"]) == copied
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert copied == {line[1:] for line in sent if line.startswith("!")}
 
 
 def test_scripts_parse():

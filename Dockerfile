@@ -1,0 +1,9 @@
+# docker build -t gshard .                              for CPU
+# docker build -t gshard --build-arg EXTRAS=cuda .      for NVIDIA GPUs; or tpu, all, "cuda,export"
+FROM python:3.13-slim
+ARG EXTRAS=
+COPY pyproject.toml README.md LICENSE /src/
+COPY gshard /src/gshard
+RUN pip install --no-cache-dir "/src${EXTRAS:+[$EXTRAS]}" && rm -r /src && gshard --version
+ENTRYPOINT ["gshard"]
+CMD ["--help"]
