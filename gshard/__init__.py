@@ -32,6 +32,7 @@ __all__ = [
     "LevelForecast",
     "LocalGradients",
     "Metrics",
+    "NameMap",
     "NonFiniteError",
     "Plan",
     "Precision",

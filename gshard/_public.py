@@ -28,6 +28,7 @@ from gshard.checkpoint.checkpointer import Checkpointer, Restored
 from gshard.checkpoint.checksums import Damage, DamagedCheckpointError
 from gshard.checkpoint.orbax import import_orbax
 from gshard.checkpoint.safetensors.load import load_safetensors
+from gshard.checkpoint.safetensors.name_map import NameMap
 from gshard.checkpoint.safetensors.save import save_safetensors
 from gshard.checkpoint.save import SaveFailedError
 from gshard.data.batch import shard_batch

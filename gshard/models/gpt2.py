@@ -9,6 +9,7 @@ the MLP, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +18,16 @@ import jax.numpy as jnp
 import optax
 
 import gshard
-from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+from gshard.models.training import (
+    DTYPES,
+    REMAT,
+    STACK,
+    named,
+    need,
+    only_with,
+    setup_of,
+    stack_of,
+)
 
 START = nn.initializers.normal(0.02)
 
@@ -55,7 +65,9 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The mean cross-entropy of every token given the ones before it, in nats.
+    """The mean cross-entropy of every token given the ones before it, in nats; or its logits.
+
+    Without the next tokens it returns the logits, (B, T, V) in float32.
 
     Attributes:
       layers, width, heads: of the model; the MLP is four times as wide.
@@ -74,7 +86,7 @@ class GPT2(nn.Module):
     remat: Any = None
 
     @nn.compact
-    def __call__(self, tokens_BxT, next_BxT):
+    def __call__(self, tokens_BxT, next_BxT=None):
         D, V, T = self.width, self.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, embedding_init=START, name="embed")
         place = nn.Embed(
@@ -87,7 +99,40 @@ class GPT2(nn.Module):
         x_BxTxD = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(x_BxTxD)
 
         logits_BxTxV = embed.attend(x_BxTxD).astype(jnp.float32)
+        if next_BxT is None:
+            return logits_BxTxV
         return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, next_BxT).mean()
+
+
+def from_config(config: Mapping[str, Any], *, dtype: str = "float32", remat: str = "none") -> GPT2:
+    """The model of a `config.json` of Hugging Face's GPT-2; its weights: `name_map="gpt2"`.
+
+    Args:
+      config: what the file says.
+      dtype, remat: see `setup`.
+    """
+    width = config["n_embd"]
+    if config.get("n_inner") is not None:
+        only_with(config, n_inner=4 * width)
+    only_with(
+        config,
+        model_type="gpt2",
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-5,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        tie_word_embeddings=True,
+        add_cross_attention=False,
+    )
+    return GPT2(
+        config["n_layer"],
+        width,
+        config["n_head"],
+        config["vocab_size"],
+        config["n_positions"],
+        named("dtype", dtype, DTYPES),
+        named("remat", remat, REMAT),
+    )
 
 
 def setup(

@@ -10,6 +10,7 @@ features of a head, P pairs of them, F width of the MLP, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -19,7 +20,33 @@ from jax.sharding import NamedSharding
 
 import gshard
 from gshard.models.by_slices import SLICE, attend, cross_entropy
-from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+from gshard.models.training import (
+    DTYPES,
+    REMAT,
+    STACK,
+    named,
+    need,
+    only_with,
+    setup_of,
+    stack_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Rotary positions for longer sequences (Llama 3.1; `rope_type: llama3` of Hugging Face).
+
+    Attributes:
+      factor: what the wavelengths of slow pairs are multiplied by.
+      low, high: pairs that turn fewer times than `low` in `tokens` tokens are slow, those that turn
+        more often than `high` are kept, and those between are blended.
+      tokens: the longest sequence before.
+    """
+
+    factor: float
+    low: float
+    high: float
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +61,9 @@ class Sizes:
       mlp: width of the gated MLP.
       vocabulary: tokens.
       tied: the head is the embedding, transposed.
-      theta: base of the rotary positions. Llama 3's stretching of long waves is left out: it has
-        no parameters, and only moves angles.
+      theta: base of the rotary positions.
+      epsilon: what the norms add to the mean square.
+      stretch: of long waves of the rotary positions, as Llama 3.1 has it.
     """
 
     layers: int = 32
@@ -46,6 +74,8 @@ class Sizes:
     vocabulary: int = 32000
     tied: bool = False
     theta: float = 10000.0
+    epsilon: float = 1e-5
+    stretch: Stretch | None = None
 
     def __post_init__(self) -> None:
         counts = self.layers, self.width, self.heads, self.kv_heads, self.mlp, self.vocabulary
@@ -61,10 +91,15 @@ def hold(x, batch_sharding: NamedSharding | None):
     return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
 
 
-def rotate(x_BxTxHxE, theta: float):
+def rotate(x_BxTxHxE, theta: float, stretch: Stretch | None = None):
     """Rotary positions: pairs of features turned by an angle that grows with the position."""
     T, E = x_BxTxHxE.shape[1], x_BxTxHxE.shape[-1]
-    angle_Tx1xP = jnp.arange(T)[:, None, None] * theta ** -(jnp.arange(E // 2) / (E // 2))
+    speed_P = theta ** -(jnp.arange(E // 2) / (E // 2))
+    if stretch is not None:
+        turns_P = stretch.tokens * speed_P / (2 * jnp.pi)
+        kept_P = jnp.clip((turns_P - stretch.low) / (stretch.high - stretch.low), 0, 1)
+        speed_P *= kept_P + (1 - kept_P) / stretch.factor
+    angle_Tx1xP = jnp.arange(T)[:, None, None] * speed_P
     cos, sin = jnp.cos(angle_Tx1xP), jnp.sin(angle_Tx1xP)
     a, b = jnp.split(x_BxTxHxE.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -80,7 +115,8 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD):
         B, T, D = x_BxTxD.shape
-        H, K, theta = self.sizes.heads, self.sizes.kv_heads, self.sizes.theta
+        H, K = self.sizes.heads, self.sizes.kv_heads
+        rope = self.sizes.theta, self.sizes.stretch
 
         def heads(n: int, name: str):
             y_BxTxnE = nn.Dense(n * D // H, use_bias=False, dtype=self.dtype, name=name)(x_BxTxD)
@@ -88,7 +124,7 @@ class Attention(nn.Module):
 
         q_BxTxHxE, k_BxTxKxE, v_BxTxKxE = heads(H, "q"), heads(K, "k"), heads(K, "v")
         y_BxTxHxE = attend(
-            rotate(q_BxTxHxE, theta), rotate(k_BxTxKxE, theta), v_BxTxKxE, min(SLICE, T)
+            rotate(q_BxTxHxE, *rope), rotate(k_BxTxKxE, *rope), v_BxTxKxE, min(SLICE, T)
         )
         y_BxTxD = y_BxTxHxE.reshape(B, T, D)
         return nn.Dense(D, use_bias=False, dtype=self.dtype, name="o")(y_BxTxD)
@@ -119,16 +155,19 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, _):
-        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x_BxTxD)
+        epsilon = self.sizes.epsilon
+        h_BxTxD = nn.RMSNorm(epsilon, dtype=self.dtype, name="attention_norm")(x_BxTxD)
         y_BxTxD = Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
         x_BxTxD = hold(x_BxTxD + y_BxTxD, self.batch_sharding)
-        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x_BxTxD)
+        h_BxTxD = nn.RMSNorm(epsilon, dtype=self.dtype, name="mlp_norm")(x_BxTxD)
         y_BxTxD = MLP(self.sizes, self.dtype, name="mlp")(h_BxTxD)
         return hold(x_BxTxD + y_BxTxD, self.batch_sharding), None
 
 
 class Llama(nn.Module):
-    """The mean cross-entropy of every token given the ones before it, in nats.
+    """The mean cross-entropy of every token given the ones before it, in nats; or its logits.
+
+    Without the next tokens it returns the logits, (B, T, V) in float32.
 
     Attributes:
       sizes: of the model.
@@ -144,13 +183,13 @@ class Llama(nn.Module):
     batch_sharding: NamedSharding | None = None
 
     @nn.compact
-    def __call__(self, tokens_BxT, next_BxT):
+    def __call__(self, tokens_BxT, next_BxT=None):
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
         x_BxTxD = hold(embed(tokens_BxT), self.batch_sharding)
         layers = stack_of(Block, self.sizes.layers, self.remat)
         x_BxTxD, _ = layers(self.sizes, self.dtype, self.batch_sharding, name=STACK)(x_BxTxD, None)
-        x_BxTxD = nn.RMSNorm(dtype=self.dtype, name="norm")(x_BxTxD)
+        x_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="norm")(x_BxTxD)
 
         if self.sizes.tied:
             head_DxV = embed.embedding.astype(self.dtype).T
@@ -159,7 +198,52 @@ class Llama(nn.Module):
             head_DxV = head_DxV.astype(self.dtype)
         if self.batch_sharding is not None:  # once, and not again for every slice
             head_DxV = hold(head_DxV, NamedSharding(self.batch_sharding.mesh, jax.P()))
+        if next_BxT is None:
+            return jnp.matmul(x_BxTxD, head_DxV, preferred_element_type=jnp.float32)
         return cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
+
+
+def from_config(
+    config: Mapping[str, Any], *, dtype: str = "bfloat16", remat: str = "full"
+) -> Llama:
+    """The model of a `config.json` of Hugging Face's Llama; its weights: `name_map="llama"`.
+
+    Args:
+      config: what the file says.
+      dtype, remat: see `setup`.
+    """
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    only_with(
+        config,
+        model_type="llama",
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        head_dim=width // heads,
+    )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    stretch = None
+    if rope.get("rope_type", "default") != "default":
+        only_with(rope, rope_type="llama3")
+        stretch = Stretch(
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
+        )
+    sizes = Sizes(
+        layers=config["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        mlp=config["intermediate_size"],
+        vocabulary=config["vocab_size"],
+        tied=config.get("tie_word_embeddings", False),
+        theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        epsilon=config.get("rms_norm_eps", 1e-6),
+        stretch=stretch,
+    )
+    return Llama(sizes, named("dtype", dtype, DTYPES), named("remat", remat, REMAT))
 
 
 def setup(

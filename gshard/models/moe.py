@@ -109,9 +109,9 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD, _):
-        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x_BxTxD)
+        h_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="attention_norm")(x_BxTxD)
         x_BxTxD += llama.Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
-        h_BxTxD = nn.RMSNorm(dtype=self.dtype, name="experts_norm")(x_BxTxD)
+        h_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="experts_norm")(x_BxTxD)
         experts = Experts(self.sizes.mlp, self.routing, self.dtype, name="experts")
         y_BxTxD, uneven = experts(h_BxTxD)
         return x_BxTxD + y_BxTxD, uneven
@@ -139,7 +139,7 @@ class MoE(nn.Module):
         layers = stack_of(Block, self.sizes.layers, self.remat)
         layers = layers(self.sizes, self.routing, self.dtype, name=STACK)
         x_BxTxD, uneven_L = layers(x_BxTxD, None)
-        x_BxTxD = nn.RMSNorm(dtype=self.dtype, name="norm")(x_BxTxD)
+        x_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="norm")(x_BxTxD)
         head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V)).astype(self.dtype)
         loss = cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
         return loss + self.routing.balance * uneven_L.mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -95,6 +96,16 @@ def named(argument: str, name: str, known: dict[str, Any]) -> Any:
             f"Choose one of {', '.join(known)}."
         )
     return known[name]
+
+
+def only_with(config: Mapping[str, Any], **known: Any) -> None:
+    """Refuses a `config.json` of Hugging Face that says something else than a model here does."""
+    other = [f"{x}={config[x]!r}" for x, value in known.items() if config.get(x, value) != value]
+    if other:
+        wanted = ", ".join(f"{name}={value!r}" for name, value in known.items())
+        raise gshard.GShardError(
+            f"This model cannot have {', '.join(other)} of config.json, only {wanted}."
+        )
 
 
 def need(possible: bool, what: str) -> None:

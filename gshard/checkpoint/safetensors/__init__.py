@@ -1,1 +1,1 @@
-"""The weights of a state as a safetensors file. Start reading: `save`, then `load`."""
+"""The weights of a state as safetensors files. Start reading: `save`, `load`, then `name_map`."""

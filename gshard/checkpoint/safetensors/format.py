@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,18 +72,16 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]  # the full shape
     offset: int  # the byte of the file at which the tensor begins
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A slice of the tensor as a new array; the library has no NumPy arrays of float8."""
+    def view(self) -> np.ndarray:
+        """The tensor in the file, unread; the library has no NumPy arrays of float8."""
         dtype = DTYPES[self.dtype]
-        size = [len(range(*s.indices(n))) for s, n in zip(index, self.shape, strict=True)]
-        if 0 in size:
-            return np.zeros(size, dtype)
-        tensor = np.memmap(self.path, dtype, "r", self.offset, self.shape)
-        return np.array(tensor[index])
+        if 0 in self.shape:
+            return np.zeros(self.shape, dtype)
+        return np.memmap(self.path, dtype, "r", self.offset, self.shape)
 
 
-def in_file_order(weights: Mapping[str, Weight], call: str) -> dict[str, Weight]:
-    """Sorts as the library does: by alignment, then by name. Refuses dtypes without a name."""
+def refuse_dtypes(weights: Mapping[str, Weight], call: str) -> None:
+    """Refuses dtypes without a name in the format."""
     unknown = [f"{n} ({x.dtype})" for n, (_, x) in weights.items() if x.dtype not in _NAMES]
     if unknown:
         raise GShardError(
@@ -90,19 +89,22 @@ def in_file_order(weights: Mapping[str, Weight], call: str) -> dict[str, Weight]
             f"has {', '.join(str(dtype) for dtype in _NAMES)}: keep these values in one of them "
             "(a complex number as two floats)."
         )
-    order = {dtype: i for i, dtype in enumerate(DTYPES.values())}
-    return dict(sorted(weights.items(), key=lambda item: (order[item[1].layout.dtype], item[0])))
 
 
-def header(weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file before its first tensor."""
+def alignment(dtype: np.dtype) -> int:
+    """The place of a dtype in the order in which the library writes tensors."""
+    return list(_NAMES).index(dtype)
+
+
+def header(tensors: Iterable[Any], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file before its first tensor; each has `name`, `shape` and `dtype`."""
     entries: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
-    for name, (_, layout) in weights.items():
-        begin, end = end, end + int(np.prod(layout.shape, dtype=np.int64)) * layout.dtype.itemsize
-        entries[name] = {
-            "dtype": _NAMES[layout.dtype],
-            "shape": list(layout.shape),
+    for tensor in tensors:
+        begin, end = end, end + nbytes(tensor)
+        entries[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     try:
@@ -113,6 +115,11 @@ def header(weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> bytes:
         ) from error
     text += b" " * (-len(text) % 8)
     return _LENGTH.pack(len(text)) + text
+
+
+def nbytes(tensor: Any) -> int:
+    """The bytes of a tensor in a file."""
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def tensors_of(file: Path, call: str) -> dict[str, Stored]:
@@ -204,21 +211,22 @@ def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weigh
 
 
 def replace_weights(
-    components: Components, plan: Plan, make: Callable[[str, Layout], jax.Array]
+    components: Components, plan: Plan, make: Callable[[str, Layout, Any], Any]
 ) -> Components:
-    """The components with each weight and master copy replaced by `make(name, layout)`."""
+    """The components with each weight and master copy replaced by `make(name, layout, it)`."""
     random = plan.kind.random_paths(plan.template)
 
     def replace_in(tree: Any, layouts: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         layouts = jax.tree.leaves(layouts)
         new = [
-            make(name_of(layout), layout) if _is_weight(layout, random) else x
+            make(name_of(layout), layout, x) if _is_weight(layout, random) else x
             for x, layout in zip(leaves, layouts, strict=True)
         ]
         return jax.tree.unflatten(structure, new)
 
-    master = {path: make(name_of(x), x) for path, x in plan.master.items()}
+    had = components.opt_state.master
+    master = {path: make(name_of(x), x, had[path]) for path, x in plan.master.items()}
     return dataclasses.replace(
         components,
         params=replace_in(components.params, plan.params),

@@ -1,7 +1,8 @@
-"""`load_safetensors`: a sharded state with the weights of a safetensors file."""
+"""`load_safetensors`: a sharded state with the weights of safetensors files."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,32 +14,43 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gshard._util.durable import file_path
-from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError
 from gshard._util.validation import flag
+from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
     DTYPES,
     Stored,
     Weight,
     replace_weights,
-    tensors_of,
     weights_of,
 )
+from gshard.checkpoint.safetensors.name_map import NameMap, Piece
+from gshard.checkpoint.safetensors.name_maps import name_map_of
+from gshard.checkpoint.safetensors.tensors import chosen, nearest, pieces_of
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of a shard as stored, by dimension
-_HINTS = 20  # missing names for which a similar one is suggested: slow among thousands
+_CALL = "load_safetensors"
+_BLOCK = 2**23  # bytes of two tensors that are compared at a time
 
 
-def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = False) -> Any:
-    """A sharded state with the weights of a safetensors file.
+def load_safetensors(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    name_map: NameMap | str | None = None,
+    only: str | Sequence[str] | None = None,
+    cast: bool = False,
+) -> Any:
+    """A sharded state with the weights of a safetensors file, or of a folder of shards.
 
-    `gshard.save_safetensors` wrote the file, from a state of any level, mesh and precision, or
-    another program with the same names, shapes and dtypes. Parameters, their master copies and the
-    collections next to them are replaced, in the layouts of `state`. The step, the optimizer's
-    moments (shard a new state for new ones) and random keys are kept.
+    `gshard.save_safetensors` wrote them, from a state of any level, mesh and precision, or another
+    program with the same names, shapes and dtypes, or with those that `name_map` says. Parameters,
+    their master copies and the collections next to them are replaced, in the layouts of `state`.
+    The step, the optimizer's moments (shard a new state for new ones) and random keys are kept.
 
     One weight at a time is on the host, and only what this process's devices need. With several
     processes all call this, each reads the file, and all return when all have.
@@ -47,7 +59,12 @@ def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = F
       state: what `shard_train_state` or a step returned, at any level; for NNX the
         `(model, optimizer)` pair. Its arrays are not changed or freed; the result shares those that
         are kept.
-      path: the path of the file.
+      path: the path of a file; of a folder with one model, in one file or in shards with an index
+        (`model.safetensors.index.json`); or of such an index.
+      name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
+        `"gemma3"`, or a `gshard.NameMap`. None for gshard's own.
+      only: a regular expression, or several: weights whose path contains a match are loaded and
+        the others are kept, such as `"^adapters/"`.
       cast: True converts a weight of another floating dtype to the state's, and one of another
         integer dtype to the state's.
 
@@ -55,8 +72,9 @@ def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = F
       A state of the same type and with the same plan; for NNX a new pair.
 
     Raises:
-      GShardError: the file is missing, cut, damaged or not of this format; weights of the state are
-        missing in it or it has others; a shape or, without `cast`, a dtype differs; or the
+      GShardError: a file is missing, cut, damaged or not of this format; the folder has several
+        models; weights of the state are missing in the file or it has others; a shape or, without
+        `cast`, a dtype differs; the map is unknown or has no rule for a weight; or the
         `safetensors` library is not installed. With several processes every one raises.
 
     Example:
@@ -67,64 +85,109 @@ def load_safetensors(state: Any, path: str | os.PathLike[str], *, cast: bool = F
       >>> bool((gshard.full_params(state)["w"] == 1).all())
       True
     """
-    plan = plan_of(state, "load_safetensors")
+    plan = plan_of(state, _CALL)
     if isinstance(plan.mesh, jax.sharding.AbstractMesh):
-        raise GShardError("load_safetensors: the plan has an abstract mesh: it has no devices.")
+        raise GShardError(f"{_CALL}: the plan has an abstract mesh: it has no devices.")
 
     def read() -> Any:
-        convert = flag("cast", cast)
-        file = file_path(path, "load_safetensors")
+        convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
+        file = file_path(path, _CALL)
         components = plan.kind.split(state)
-        wanted = weights_of(components, plan, "load_safetensors")
-        found = tensors_of(file, "load_safetensors")
-        _check_fit(found, wanted, file, convert)
+        wanted = chosen(weights_of(components, plan, _CALL), only, _CALL)
+        pieces = pieces_of(wanted, names, _CALL)
+        found = tensors_at(file, _CALL)
+        if names is not None:
+            found = _needed(found, {x.name for each in pieces.values() for x in each}, names)
+        _check_fit(found, wanted, pieces, file, convert, names)
 
-        def make(name: str, layout: Layout) -> jax.Array:
+        def make(name: str, layout: Layout, old: Any) -> Any:
+            if name not in wanted:
+                return old
             dtypes = (wanted[name].layout.dtype, layout.dtype)  # by way of a master copy's
-            return _shard_weight(name, found[name], dtypes, layout, plan)
+            return _shard_weight(pieces[name], found, dtypes, layout, plan)
 
         return replace_weights(components, plan, make)
 
-    components = run_on_all(read, plan.mesh, call="load_safetensors")
+    components = run_on_all(read, plan.mesh, call=_CALL)
     return plan.kind.merge(components, state, plan.kind.tx(state))
 
 
+def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> dict[str, Stored]:
+    """The tensors of a file without those that the map leaves out, each with the map's prefix."""
+    full = {}
+    for name, stored in found.items():
+        if name not in wanted and names.prefix + name in {*wanted, *names.tied.values()}:
+            name = names.prefix + name
+        full[name] = stored
+    repeated = {}
+    for name, original in names.tied.items():
+        if name in full and name not in wanted and original in full:
+            repeated[name] = original
+            if not _equal(full[name], full[original]):
+                raise GShardError(
+                    f"{_CALL}: {name} is tied to {original} in this state, and differs from it in "
+                    f"{full[name].path}. Make the model with an output head of its own."
+                )
+    ignored = {name for name in full if any(x.search(name) for x in names.ignores)}
+    gone = (ignored | repeated.keys()) - wanted
+    return {name: x for name, x in full.items() if name not in gone}
+
+
+def _equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors have the same bits; a block at a time is read."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    x, y = (stored.view().reshape(-1).view(np.uint8) for stored in (a, b))
+    starts = range(0, x.size, _BLOCK)
+    return all(np.array_equal(x[i : i + _BLOCK], y[i : i + _BLOCK]) for i in starts)
+
+
 def _check_fit(
-    found: Mapping[str, Stored], wanted: Mapping[str, Weight], file: Path, cast: bool
+    found: Mapping[str, Stored],
+    wanted: Mapping[str, Weight],
+    pieces: Mapping[str, Sequence[Piece]],
+    file: Path,
+    cast: bool,
+    names: NameMap | None,
 ) -> None:
-    """Raises a `GShardError` that lists what does not fit: names, then shapes, then dtypes."""
-    missing = [name for name in wanted if name not in found]
-    added = [name for name in found if name not in wanted]
-    if missing or added:
-        hints = [f"{name}:{did_you_mean(name, added)}" for name in missing[:_HINTS]]
-        hints = [hint for hint in hints if not hint.endswith(":")]
-        raise GShardError(
-            f"load_safetensors: {file} has other weights than the state. Missing in the file: "
-            f"{', '.join(missing) or 'none'}. Not in the state: {', '.join(added) or 'none'}."
-            f"{' ' if hints else ''}{' '.join(hints)} Rename, add or remove tensors of the file "
-            "(safetensors.numpy.load_file, save_file), or shard a state of the same model."
-        )
-    shapes = [
-        f"{name} is {list(found[name].shape)} in the file and {list(x.shape)} in the state"
-        for name, (_, x) in wanted.items()
-        if found[name].shape != x.shape
-    ]
+    """Raises a `GShardError` that lists all that does not fit, each name once."""
+    tensors = {x.name: (x, wanted[name].layout) for name in pieces for x in pieces[name]}
+    missing = [name for name in tensors if name not in found]
+    added = [name for name in found if name not in tensors]
+    both = [name for name in tensors if name in found]
+    shapes = [x for x in both if found[x].shape != tensors[x][0].shape]
     dtypes = [
-        f"{name} is {found[name].dtype} in the file and {x.dtype} in the state"
-        for name, (_, x) in wanted.items()
-        if not _fits(DTYPES.get(found[name].dtype), x.dtype, cast)
+        x
+        for x in both
+        if x not in {*shapes} and not _fits(DTYPES.get(found[x].dtype), tensors[x][1].dtype, cast)
     ]
-    if shapes:
-        fix = "Shard a state of the model that the file was written from."
-    elif cast:
-        fix = "cast=True converts floating dtypes into one another, and integer ones."
-    else:
-        fix = "Pass cast=True to convert them."
-    if wrong := shapes or dtypes:
-        raise GShardError(
-            f"load_safetensors: {file} has weights of other {'shapes' if shapes else 'dtypes'}: "
-            f"{', '.join(wrong)}. {fix}"
+    if not (missing or added or shapes or dtypes):
+        return
+    tied = names.tied if names else {}
+    lost = [f"{x} (a model with a tied head has none)" for x in missing if x in tied]
+    lost += nearest((x for x in missing if x not in tied), added)
+    said = [f"{_CALL}: {file} has other weights than the state."]
+    if missing or added:
+        said.append(f"Missing in the file: {', '.join(lost) or 'none'}.")
+        said.append(f"Not in the state: {', '.join(added) or 'none'}.")
+    said += [
+        f"{x} is {list(found[x].shape)} in the file and {list(tensors[x][0].shape)} in the state."
+        for x in shapes
+    ]
+    said += [
+        f"{x} is {found[x].dtype} in the file and {tensors[x][1].dtype} in the state."
+        for x in dtypes
+    ]
+    if dtypes and not cast:
+        said.append("Pass cast=True to convert dtypes.")
+    elif dtypes:
+        said.append("cast=True converts floating dtypes into one another, and integer ones.")
+    if missing or added or shapes:
+        said.append(
+            "Pass the name_map= of the program that wrote the file, choose weights with only=, or "
+            "shard a state of the same model."
         )
+    raise GShardError(" ".join(said))
 
 
 def _fits(stored: Any, wanted: Any, cast: bool) -> bool:
@@ -135,7 +198,11 @@ def _fits(stored: Any, wanted: Any, cast: bool) -> bool:
 
 
 def _shard_weight(
-    name: str, stored: Stored, dtypes: Sequence[Any], layout: Layout, plan: Plan
+    pieces: Sequence[Piece],
+    found: Mapping[str, Stored],
+    dtypes: Sequence[Any],
+    layout: Layout,
+    plan: Plan,
 ) -> jax.Array:
     """One weight in its layout; each shard is read once, padded, and freed after its transfer."""
     sharding, shape = plan.sharding(layout), layout.stored_shape
@@ -147,12 +214,37 @@ def _shard_weight(
     for bounds, same in devices.items():
         ends = zip(bounds, layout.shape, strict=True)
         inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in ends)
-        x = _padded(_converted(name, stored.read(inside), dtypes), bounds)
+        x = _padded(_read(pieces, found, inside, dtypes), bounds)
         for device in same:
             single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(x, single, may_alias=False))
         jax.block_until_ready(shards)  # otherwise several shards would be on the host at a time
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+
+def _read(
+    pieces: Sequence[Piece],
+    found: Mapping[str, Stored],
+    index: tuple[slice, ...],
+    dtypes: Sequence[Any],
+) -> np.ndarray:
+    """A slice of a weight; of each tensor only what is in it is read and converted."""
+    axes, sizes = pieces[0].leaf_axes, pieces[0].sizes
+    # A slice of a dimension of several axes is no slice of each of them: cut when it is complete.
+    cut = {g[0]: s for g, s in zip(axes, index, strict=True) if len(g) == 1}
+    inside = {x: cut.get(x, slice(0, sizes[x])) for group in axes for x in group}
+    sized = {x: len(range(sizes[x])[s]) for x, s in inside.items()}
+    out = np.empty([*sized.values()], dtypes[-1])
+    for piece in pieces:
+        at = {x: i - inside[x].start for x, i in piece.at.items() if x in inside}
+        if any(not 0 <= i < sized[x] for x, i in at.items()):
+            continue
+        rest = tuple(s for x, s in inside.items() if x not in at)
+        part = np.array(piece.in_tensor(found[piece.name].view())[rest])
+        out[tuple(at.get(x, slice(None)) for x in inside)] = _converted(piece.name, part, dtypes)
+    out = out.reshape([math.prod(sized[x] for x in group) for group in axes])
+    whole = slice(None)
+    return out[tuple(whole if len(g) == 1 else s for g, s in zip(axes, index, strict=True))]
 
 
 def _padded(x: np.ndarray, bounds: Bounds) -> np.ndarray:

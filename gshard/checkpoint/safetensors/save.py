@@ -1,25 +1,34 @@
-"""`save_safetensors`: the weights of a sharded state, gathered into one safetensors file."""
+"""`save_safetensors`: the weights of a sharded state, gathered into safetensors files."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from gshard._util.durable import NewFile, file_path
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 from gshard._util.version import __version__
+from gshard.checkpoint.safetensors.folder import INDEX, models_in, shard_names
 from gshard.checkpoint.safetensors.format import (
     Weight,
     header,
-    in_file_order,
+    nbytes,
+    refuse_dtypes,
     row_major,
     weights_of,
 )
+from gshard.checkpoint.safetensors.name_map import NameMap
+from gshard.checkpoint.safetensors.name_maps import name_map_of
+from gshard.checkpoint.safetensors.tensors import Group, Tensor, chosen, groups_of, pieces_of
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
@@ -30,30 +39,47 @@ _CALL = "save_safetensors"
 
 
 def save_safetensors(
-    state: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    name_map: NameMap | str | None = None,
+    only: str | Sequence[str] | None = None,
+    max_shard_bytes: float | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the weights of a sharded state into a safetensors file, gathered and by name.
+    """Writes the weights of a sharded state into safetensors files, gathered and by name.
 
     These are the parameters, frozen ones included, and the collections next to them (`batch_stats`,
     an EMA, other Variables of an NNX model), in logical shapes; with a `Precision` the master
-    copies. Names are paths joined by `.`: `Dense_0.kernel`, `batch_stats.BatchNorm_0.mean`. The
-    optimizer's state and random keys (`jax.random` keys, `nnx.Rngs`) are not written.
+    copies. Names are paths joined by `.`: `Dense_0.kernel`, `batch_stats.BatchNorm_0.mean`, or
+    those of `name_map`. The optimizer's state and random keys (`jax.random` keys, `nnx.Rngs`) are
+    not written.
 
-    One weight at a time is gathered to the host and written. The file gets its name when it is
-    complete, and replaces one of that name. With several processes all call this; the first of the
-    mesh writes, and all return when the file is there.
+    One weight at a time is gathered to the host and written; weights that share a tensor are on the
+    host together. A file gets its name when it is complete, and replaces one of that name. With
+    several processes all call this; the first of the mesh writes, and all return when the file is
+    there.
 
     Args:
       state: what `shard_train_state` or a step returned, at any level; for NNX the
         `(model, optimizer)` pair.
-      path: the path of the file, in a folder that exists.
-      metadata: strings by name for the file's metadata, in addition to `gshard_format`,
+      path: the path of the file, in a folder that exists; with `max_shard_bytes` the path of a
+        folder that exists and has no weights yet.
+      name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
+        `"gemma3"`, or a `gshard.NameMap`. None for gshard's own.
+      only: a regular expression, or several: only weights whose path contains a match are written,
+        such as `"^adapters/"`.
+      max_shard_bytes: writes a folder as Hugging Face's `from_pretrained` reads it, with
+        `name_map` and the model's `config.json`: `model.safetensors`, or if that would have more
+        bytes than this (5e9 is usual) shards and `model.safetensors.index.json`.
+      metadata: strings by name for the metadata of each file, in addition to `gshard_format`,
         `gshard_version` and `step`.
 
     Raises:
       GShardError: `shard_train_state` did not make the state, the format does not have a dtype, two
-        weights have the same name, metadata are not strings, or the file system refuses. Then the
-        path is unchanged, and every process raises.
+        weights have the same name, the map is unknown or has no rule for a weight, metadata are not
+        strings, the folder has weights, or the file system refuses. Then the path is unchanged, and
+        every process raises.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -70,45 +96,140 @@ def save_safetensors(
     several = plan.mesh.is_multi_process
     with contextlib.ExitStack() as stack:
 
-        def begin() -> tuple[list[Weight], NewFile | None]:
+        def begin() -> tuple[dict[str, Weight], list[Group], _Files | None]:
             check_now(plan)
-            target = file_path(path, _CALL)
+            target, most = file_path(path, _CALL), _limit(max_shard_bytes)
+            names = name_map_of(name_map, _CALL)
             components = plan.kind.split(state)
-            weights = in_file_order(weights_of(components, plan, _CALL), _CALL)
+            weights = chosen(weights_of(components, plan, _CALL), only, _CALL)
+            refuse_dtypes(weights, _CALL)
+            groups = groups_of(weights, pieces_of(weights, names, _CALL), _CALL)
             step = int(full_on_host(components.step, plan.layouts.step))
-            beginning = header(weights, _all_metadata(metadata, step))
+            said = _all_metadata(metadata, step)
+            if names is not None:
+                said = {"format": "pt"} | said  # transformers refuses files without
             if not writes:
-                return [*weights.values()], None
-            file = stack.enter_context(NewFile(target, _CALL))
-            file.write(beginning)
-            return [*weights.values()], file
+                return weights, groups, None
+            return weights, groups, _Files(stack, target, most, groups, said)
 
-        weights, file = run_on_all(begin, plan.mesh, call=_CALL)
+        weights, groups, files = run_on_all(begin, plan.mesh, call=_CALL)
         compare_losses(plan)
-        run_on_all(lambda: _stream(weights, file, several), plan.mesh, call=_CALL)
+        run_on_all(lambda: _stream(weights, groups, files, several), plan.mesh, call=_CALL)
 
 
-def _stream(weights: Sequence[Weight], file: NewFile | None, several: bool) -> None:
-    """Gathers one weight at a time, and writes it if there is a file."""
+class _Files:
+    """The new files: one at a path, or a folder's shards and index; complete after `commit`."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        path: Path,
+        most: float | None,
+        groups: Sequence[Group],
+        metadata: Mapping[str, str],
+    ):
+        shards = _split([x for group in groups for x in group.tensors], most or math.inf)
+        paths = [path]
+        if most is not None:
+            _check_folder(path)
+            paths = [path / name for name in shard_names(len(shards))]
+        headers = [header(shard, metadata) for shard in shards]
+        self._files = [stack.enter_context(NewFile(x, _CALL)) for x in paths]
+        self._of = dict[str, NewFile]()
+        for file, text, shard in zip(self._files, headers, shards, strict=True):
+            file.write(text)
+            self._of |= {tensor.name: file for tensor in shard}
+        if len(shards) > 1:
+            listed = {x.name: path.name for path, s in zip(paths, shards, strict=True) for x in s}
+            size = sum(nbytes(x) for shard in shards for x in shard)
+            index = {"metadata": {"total_size": size}, "weight_map": listed}
+            self._files.append(stack.enter_context(NewFile(path / INDEX, _CALL)))
+            self._files[-1].write(json.dumps(index, indent=2).encode())
+
+    def write(self, tensor: Tensor, x: np.ndarray) -> None:
+        """Appends a tensor, in the order of the groups."""
+        for block in row_major(x):
+            self._of[tensor.name].write(block)
+
+    def commit(self) -> None:
+        """Gives the files their names, the index last."""
+        for file in self._files:
+            file.commit()
+
+
+def _limit(most: Any) -> float | None:
+    if most is None:
+        return None
+    if isinstance(most, bool) or not isinstance(most, (int, float)) or not most > 0:
+        raise GShardError(
+            f"{_CALL}: max_shard_bytes={shown(most)} must be a number of bytes, such as 5e9."
+        )
+    return most
+
+
+def _check_folder(folder: Path) -> None:
+    """The files that a program reads from a folder must all be of one model."""
+    if not folder.is_dir():
+        raise GShardError(
+            f"{_CALL}: with max_shard_bytes, {folder} must be a folder that exists: make it."
+        )
+    if there := models_in(folder):
+        raise GShardError(
+            f"{_CALL}: {folder} has weights already: {some(x.name for x in there)}. Choose an "
+            "empty folder, or delete them."
+        )
+
+
+def _split(tensors: Sequence[Tensor], most: float) -> list[list[Tensor]]:
+    """Consecutive tensors of at most so many bytes; one tensor that has more is alone."""
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + nbytes(tensor) > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += nbytes(tensor)
+    return shards
+
+
+def _stream(
+    weights: Mapping[str, Weight], groups: Sequence[Group], files: _Files | None, several: bool
+) -> None:
+    """Gathers one weight at a time, and writes it if there are files."""
     fault: GShardError | None = None
-    for weight in weights:
+
+    def gather(name: str) -> np.ndarray:  # on every process
+        return weights[name].layout.unpad(stored_on_host(*weights[name]))
+
+    for group in groups:
         try:
-            _write(weight, None if fault else file)
+            _write(group, gather, None if fault else files)
         except GShardError as error:
             if not several:
                 raise
             fault = error  # raised at the end: the gathers to come need this process
     if fault is not None:
         raise fault
-    if file is not None:
-        file.commit()
+    if files is not None:
+        files.commit()
 
 
-def _write(weight: Weight, file: NewFile | None) -> None:
-    full = stored_on_host(*weight)  # on every process: this may be a gather
-    if file is not None:
-        for block in row_major(weight.layout.unpad(full)):
-            file.write(block)
+def _write(group: Group, gather: Callable[[str], np.ndarray], files: _Files | None) -> None:
+    if len(group.weights) == 1:
+        (name,) = group.weights
+        full = gather(name)
+        for tensor in group.tensors if files else ():
+            files.write(tensor, tensor.pieces[name].as_tensor(full))
+        return
+    merged = {x.name: np.empty(x.shape, x.dtype) for x in group.tensors} if files else {}
+    for name in group.weights:
+        full = gather(name)
+        for tensor in group.tensors if files else ():
+            if piece := tensor.pieces.get(name):
+                piece.in_tensor(merged[tensor.name])[...] = piece.in_leaf(full)
+    for tensor in group.tensors if files else ():
+        files.write(tensor, merged.pop(tensor.name))
 
 
 def _all_metadata(given: Any, step: int) -> dict[str, str]:

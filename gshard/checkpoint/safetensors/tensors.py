@@ -1,0 +1,130 @@
+"""Weights of a state and tensors of a file: which is in which, by a name map or by path."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gshard._util.errors import GShardError, some
+from gshard._util.validation import names_of, pattern, shown
+from gshard.checkpoint.safetensors.format import Weight, alignment
+from gshard.checkpoint.safetensors.name_map import NameMap, Piece, same_layout
+
+
+@dataclasses.dataclass
+class Tensor:
+    """One tensor of a file, and the weights in it by name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: dict[str, Piece]
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """Weights and the tensors that hold them; most have one weight, and one tensor or a stack."""
+
+    weights: list[str]
+    tensors: list[Tensor]
+
+
+def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Weight]:
+    """The weights whose path contains a match of one of the patterns `only`; all for None."""
+    if only is None:
+        return dict(weights)
+    found: set[str] = set()
+    for text in names_of("only", only):
+        regex = pattern(text, "only")
+        fits = {name for name, weight in weights.items() if regex.search(weight.layout.path)}
+        if not fits:
+            paths = some(weight.layout.path for weight in weights.values())
+            raise GShardError(f"{call}: only={shown(text)} fits no weight. There are {paths}.")
+        found |= fits
+    return {name: weight for name, weight in weights.items() if name in found}
+
+
+def pieces_of(
+    weights: Mapping[str, Weight], name_map: NameMap | None, call: str
+) -> dict[str, tuple[Piece, ...]]:
+    """Where the tensors of a file hold each weight."""
+    if name_map is None:
+        return {name: (same_layout(name, x.layout.shape),) for name, x in weights.items()}
+    found = {n: name_map.pieces(x.layout.path, x.layout.shape) for n, x in weights.items()}
+    if unknown := [weights[name].layout.path for name, pieces in found.items() if not pieces]:
+        rules = list(name_map.rules)
+        raise GShardError(
+            f"{call}: name_map has no rule for {', '.join(nearest(unknown, rules))}. Use the map "
+            "of this model, add rules (gshard.NameMap), or leave these weights out with only=."
+        )
+    return found
+
+
+def groups_of(
+    weights: Mapping[str, Weight], pieces: Mapping[str, Sequence[Piece]], call: str
+) -> list[Group]:
+    """The tensors of a file in its order: the larger alignment first, then by name."""
+    order = sorted(weights, key=lambda name: (alignment(weights[name].layout.dtype), name))
+    tensors: dict[str, Tensor] = {}
+    group_of: dict[str, Group] = {}  # by tensor
+    groups: list[Group] = []
+    for name in order:
+        dtype, mine = weights[name].layout.dtype, Group([name], [])
+        groups.append(mine)
+        for piece in pieces[name]:
+            tensor = tensors.get(piece.name)
+            if tensor is None:
+                tensor = tensors[piece.name] = Tensor(piece.name, piece.shape, dtype, {})
+                mine.tensors.append(tensor)
+            elif (group := group_of[piece.name]) is not mine:
+                group.weights += mine.weights
+                group.tensors += mine.tensors
+                groups.remove(mine)
+                mine = group
+            if (tensor.shape, tensor.dtype) != (piece.shape, dtype):
+                raise GShardError(
+                    f"{call}: {name} would be in {piece.name} as {dtype}{list(piece.shape)}, and "
+                    f"{' and '.join(tensor.pieces)} as {tensor.dtype}{list(tensor.shape)}. Correct "
+                    "the rules of name_map, or give these weights one dtype."
+                )
+            tensor.pieces[name] = piece
+            group_of |= {x.name: mine for x in mine.tensors}
+    for tensor in tensors.values():
+        _check_filled(tensor, call)
+    return groups
+
+
+def _check_filled(tensor: Tensor, call: str) -> None:
+    """Each entry of a tensor comes from one weight."""
+    numbers = 0
+    taken = set()
+    for piece in tensor.pieces.values():
+        mine = {x: i for x, i in piece.at.items() if any(x in group for group in piece.file_axes)}
+        taken.add(tuple(mine.values()))
+        held = math.prod(piece.sizes[x] for g in piece.file_axes for x in g if x not in mine)
+        numbers += held
+    if numbers != math.prod(tensor.shape) or len(taken) != len(tensor.pieces):
+        raise GShardError(
+            f"{call}: {tensor.name} would hold {numbers} numbers of {' and '.join(tensor.pieces)}, "
+            f"and has room for {math.prod(tensor.shape)}. Each of its numbers must belong to one "
+            "weight: correct the rules of name_map, or only=."
+        )
+
+
+def nearest(names: Iterable[str], known: list[str], most: int = 20) -> list[str]:
+    """The names, with the most similar one that is known behind; it is taken out of `known`.
+
+    For the first names only: comparing thousands takes seconds.
+    """
+    said = []
+    for i, name in enumerate(names):
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if i < most else []
+        said.append(f"{name} (did you mean {close[0]}?)" if close else name)
+        for x in close:
+            known.remove(x)
+    return said
