@@ -24,11 +24,11 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}{_FILE}" for i in range(count)]
 
 
-def models_in(folder: Path) -> list[Path]:
+def models_in(folder: Path, call: str) -> list[Path]:
     """Files with weights and indexes of a folder, without the shards that an index lists."""
     files = [x for x in sorted(folder.iterdir()) if not x.name.startswith(".")]
     indexes = [x for x in files if x.name.endswith(_INDEX)]
-    shards = {name for index in indexes for name in _weight_map(index, "").values()}
+    shards = {name for index in indexes for name in _weight_map(index, call).values()}
     alone = [x for x in files if x.name.endswith(_FILE) and x.name not in shards]
     return indexes + alone
 
@@ -39,7 +39,7 @@ def tensors_at(path: Path, call: str) -> dict[str, Stored]:
     The files are checked; nothing of the tensors is read.
     """
     if path.is_dir():
-        models = models_in(path)
+        models = models_in(path, call)
         if not models:
             raise GShardError(f"{call}: the folder {path} has no safetensors file. Choose another.")
         if len(models) > 1:
@@ -83,11 +83,9 @@ def _weight_map(index: Path, call: str) -> dict[str, str]:
         listed = content["weight_map"]
         fine = all(isinstance(x, str) and x == Path(x).name for x in listed.values()) and listed
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if not call:
-            return {}
         raise GShardError(f"{call}: {index} is not an index of shards: {error!r}.") from error
-    if not fine and call:
+    if not fine:
         raise GShardError(
             f"{call}: {index} is not an index of shards: weight_map must have names of files."
         )
-    return dict(listed) if fine else {}
+    return dict(listed)

@@ -173,7 +173,7 @@ def _check_folder(folder: Path) -> None:
         raise GShardError(
             f"{_CALL}: with max_shard_bytes, {folder} must be a folder that exists: make it."
         )
-    if there := models_in(folder):
+    if there := models_in(folder, _CALL):
         raise GShardError(
             f"{_CALL}: {folder} has weights already: {some(x.name for x in there)}. Choose an "
             "empty folder, or delete them."

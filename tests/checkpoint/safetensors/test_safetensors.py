@@ -438,8 +438,7 @@ GOOD = raw([("w.kernel", "F32", F4)])
 BAD_FILES = {
     "names": (
         [("w.kernl", "F32", F4), ("u", "F32", F4)],
-        "Missing in the file: w.kernel. Not in the state: w.kernl, u. "
-        "w.kernel: Did you mean 'w.kernl'?",
+        "Missing in the file: w.kernel (did you mean w.kernl?). Not in the state: u.",
     ),
     "missing": ([], "Missing in the file: w.kernel. Not in the state: none."),
     "added": ([("w.kernel", "F32", F4), ("u", "F32", F4)], "file: none. Not in the state: u."),
@@ -509,7 +508,7 @@ def test_paths_and_arguments_of_import(tmp_path, monkeypatch):
     gshard.save_safetensors(state, tmp_path / "x")
     for path, cast, said in (
         (tmp_path / "y", False, "y does not exist"),
-        (tmp_path, False, "is not a file"),
+        (tmp_path, False, "has no safetensors file"),
         (7, False, "path=7 must be the path"),
         (tmp_path / "x", "yes", "cast='yes' must be True or False"),
     ):

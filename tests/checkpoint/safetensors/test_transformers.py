@@ -136,9 +136,7 @@ def test_a_model_that_goes_through_gshard_is_the_same_bit_for_bit(tmp_path, name
     state, _ = shard(name, tmp_path / "a", "p_g_os", 3, precision="bfloat16")
     state = gshard.load_safetensors(state, tmp_path / "a", name_map=MODELS[name][2])
     (tmp_path / "b").mkdir()
-    gshard.save_safetensors(
-        state, tmp_path / "b", name_map=MODELS[name][2], max_shard_bytes=5e9
-    )
+    gshard.save_safetensors(state, tmp_path / "b", name_map=MODELS[name][2], max_shard_bytes=5e9)
     assert os.listdir(tmp_path / "b") == ["model.safetensors"]
     theirs, ours = (load_file(tmp_path / x / "model.safetensors") for x in "ab")
     assert theirs.keys() == ours.keys()

@@ -1,0 +1,368 @@
+"""Name maps and folders of shards: numbers land where a plain NumPy transposition puts them."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.checkpoint.safetensors.name_maps import KNOWN
+from tests.reference import flat
+
+WHY = "needs the export extra: pip install 'gshard[export]'"
+safetensors = pytest.importorskip("safetensors.numpy", reason=WHY)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
+
+RANDOM = np.random.default_rng(0)
+D, H, E, L = 6, 3, 4, 2  # width, heads, features of each, layers
+
+
+def some(*shape, dtype=np.float32):
+    return RANDOM.normal(size=shape).astype(dtype)
+
+
+def simple(params, devices=3, level="p_g_os", **options):
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    return gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, level, min_shard_size=1, **options
+    )[0]
+
+
+def zeros(params):
+    return jax.tree.map(np.zeros_like, params)
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype, name
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+def written(state, folder, name_map, **options):
+    gshard.save_safetensors(state, folder / "x.safetensors", name_map=name_map, **options)
+    return safetensors.load_file(folder / "x.safetensors")
+
+
+# ---- rules --------------------------------------------------------------------------------------
+
+Q, K, V = some(D, H, E), some(D, H, E), some(D, H, E)
+STACK = some(L, D, H * E)
+FUSED = np.concatenate([x.reshape(D, -1) for x in (Q, K, V)], axis=1)
+PAIR = some(2, H, D, E)
+RULES = {
+    "transposed": ({"w": STACK[0]}, {"w": ("t", "in out -> out in")}, {"t": STACK[0].T}),
+    "a stack, a tensor for each layer": (
+        {"layers": {"w": STACK}},
+        {"layers/w": ("h.{layer}.t", "layer in out -> out in")},
+        {f"h.{i}.t": STACK[i].T for i in range(L)},
+    ),
+    "a layer in the path and in the name": (
+        {"h_0": {"w": STACK[0]}, "h_1": {"w": STACK[1]}},
+        {"h_{layer}/w": ("h.{layer}.t", "in out -> out in")},
+        {f"h.{i}.t": STACK[i].T for i in range(L)},
+    ),
+    "heads merged": (
+        {"w": Q},
+        {"w": ("t", "in head feature -> (head feature) in")},
+        {"t": Q.reshape(D, -1).T},
+    ),
+    "heads split": (
+        {"w": Q.reshape(D, -1)},
+        {"w": ("{head:a,b,c}", "in (head feature) -> feature in")},
+        {name: Q[:, i].T for i, name in enumerate("abc")},
+    ),
+    "query, key and value in one tensor": (
+        {"q": {"w": Q}, "k": {"w": K}, "v": {"w": V}},
+        {"{part:q,k,v}/w": ("qkv", "in head feature -> in (part head feature)")},
+        {"qkv": FUSED},
+    ),
+    "query, key and value of all layers in one tensor each": (
+        {name: {"w": np.stack([x, -x])} for name, x in {"q": Q, "k": K, "v": V}.items()},
+        {"{p:q,k,v}/w": ("h.{i}.qkv", "i in head feature -> in (p head feature)")},
+        {"h.0.qkv": FUSED, "h.1.qkv": -FUSED},
+    ),
+    "keys and values of one weight in two tensors": (
+        {"kv": PAIR},
+        {"kv": ("{part:k,v}.t", "part head in feature -> (head feature) in")},
+        {name: PAIR[i].transpose(0, 2, 1).reshape(-1, D) for i, name in enumerate(("k.t", "v.t"))},
+    ),
+    "other words for the same": (
+        {"up": some(3), "down": some(4)},
+        {"{x:up,down}": "{x:w3,w2}"},
+        None,
+    ),
+    "a scalar": ({"s": np.float32(3)}, {"s": "scale"}, {"scale": np.float32(3)}),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 3, 8])
+@pytest.mark.parametrize("case", RULES)
+def test_a_rule_in_both_directions(tmp_path, case, devices):
+    params, rules, expected = RULES[case]
+    if expected is None:
+        expected = {"w3": params["up"], "w2": params["down"]}
+    name_map = gshard.NameMap(rules)
+    for dim in (0, -1):  # what is sharded: also a dimension of several axes, and a stack
+        by_dim = {path: dim for path, x in flat(params).items() if np.ndim(x)}
+        state = simple(params, devices, rules=by_dim or None)
+        assert_same(written(state, tmp_path, name_map), expected)
+        back = simple(zeros(params), devices, rules=by_dim or None)
+        back = gshard.load_safetensors(back, tmp_path / "x.safetensors", name_map=name_map)
+        assert_same(flat(gshard.full_params(back)), flat(params))
+
+
+BAD_RULES = {
+    "an axis of the weight alone": ({"w": ("t", "layer in -> in")}, "'layer' is an axis of one"),
+    "an axis of the tensor alone": ({"w": ("t", "in -> out in")}, "'out' is an axis of one side"),
+    "an open part": ({"{p}/w": ("t", "in -> (p in)")}, "'p' of the path must list its texts"),
+    "a lost word": ({"h_{i}/w": "t"}, "'i' of the path must be in the name"),
+    "an unknown word": ({"w": "h.{i}"}, "'i' of the name must be in the path"),
+    "uneven words": ({"{x:a,b}": "{x:c}"}, "'x' must list as many texts"),
+    "no arrow": ({"w": ("t", "in out")}, "the axes 'in out' must be those"),
+    "an axis twice": ({"w": ("t", "in in -> in")}, "must be those of the weight"),
+    "brackets": ({"w": ("t", "in (a -> a in")}, "must be those of the weight"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RULES)
+def test_rules_that_cannot_be(case):
+    rules, said = BAD_RULES[case]
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.NameMap(rules)
+    assert said in str(caught.value) and repr(next(iter(rules))) in str(caught.value)
+
+
+W = {"w": some(4, 6)}
+BAD_MAPS = {
+    "rank": ({"w": ("t", "i -> i")}, "w is [4, 6], and its rule has the axes 'i'"),
+    "sizes": (
+        {"w": ("{p:a,b,c,d,e}", "i (p j) -> i j")},
+        "w is [4, 6], and its rule has the axes 'i (p j)' with {'p': 5}",
+    ),
+    "too many unknown": ({"w": ("t", "(i j) k -> i j k")}, "has the axes '(i j) k'"),
+    "two rules": ({"w": "t", "{x}": "{x}"}, "w fits the rules 'w' and '{x}'"),
+    "no rule": ({"ww": "t"}, "no rule for w (did you mean ww?)"),
+    "nobody's part": ({"{x:w,u}": ("t", "i j -> i (x j)")}, "t would hold 24 numbers of w, and"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_MAPS)
+def test_maps_that_do_not_fit(tmp_path, case):
+    rules, said = BAD_MAPS[case]
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.save_safetensors(simple(W), tmp_path / "x", name_map=gshard.NameMap(rules))
+    assert said in str(caught.value)
+    assert not os.listdir(tmp_path)
+
+
+def test_two_weights_of_one_name_or_of_two_dtypes_in_one_tensor(tmp_path):
+    state = simple({"a": some(3), "b": some(3)})
+    with pytest.raises(gshard.GShardError, match="t would hold 6 numbers of a and b"):
+        rules = gshard.NameMap({"a": "t", "b": "t"})
+        gshard.save_safetensors(state, tmp_path / "x", name_map=rules)
+    state = simple({"a": some(3), "b": some(3, dtype=np.float16)})
+    rules = gshard.NameMap({"{x:a,b}": ("t", "i -> x i")})
+    with pytest.raises(gshard.GShardError, match="give these weights one dtype"):
+        gshard.save_safetensors(state, tmp_path / "x", name_map=rules)
+
+
+def test_an_unknown_map(tmp_path):
+    gshard.save_safetensors(simple(W), tmp_path / "x")
+    for call in (gshard.save_safetensors, gshard.load_safetensors):
+        with pytest.raises(gshard.GShardError, match="'lama' is unknown. Did you mean 'llama'"):
+            call(simple(W), tmp_path / "x", name_map="lama")
+        with pytest.raises(gshard.GShardError, match=f"Choose one of {', '.join(KNOWN)}"):
+            call(simple(W), tmp_path / "x", name_map={"w": "t"})
+
+
+# ---- what a file has besides --------------------------------------------------------------------
+
+MAP = gshard.NameMap(
+    {"w": ("model.w", "i o -> o i"), "b": "model.b", "head": "head"},
+    tied={"head": "model.b"},
+    ignored=[r"\.mask$"],
+    prefix="model.",
+)
+
+
+def test_tied_and_ignored_tensors_and_names_without_the_prefix(tmp_path):
+    params = {"w": some(4, 6), "b": some(5)}
+    whole = {"model.w": params["w"].T.copy(), "model.b": params["b"]}
+    bare = {"w": whole["model.w"], "b": whole["model.b"]}
+    assert_same(written(simple(params), tmp_path, MAP), whole)
+    for tensors in (whole, bare):
+        for more in ({}, {"head": params["b"]}, {"h.mask": some(2)}):
+            safetensors.save_file({**tensors, **more}, tmp_path / "y")
+            back = gshard.load_safetensors(simple(zeros(params)), tmp_path / "y", name_map=MAP)
+            assert_same(gshard.full_params(back), params)
+
+
+def test_a_head_of_its_own_is_not_dropped(tmp_path):
+    params = {"w": some(4, 6), "b": some(5)}
+    other = params["b"].copy()
+    other[-1] += 1
+    for head in (other, some(4), params["b"].astype(np.float16)):
+        tensors = {"model.w": params["w"].T.copy(), "model.b": params["b"], "head": head}
+        safetensors.save_file(tensors, tmp_path / "y")
+        with pytest.raises(gshard.GShardError, match="head is tied to model.b .* output head"):
+            gshard.load_safetensors(simple(params), tmp_path / "y", name_map=MAP)
+    mine = params | {"head": some(5)}
+    del tensors["head"]
+    safetensors.save_file(tensors, tmp_path / "y")
+    with pytest.raises(gshard.GShardError, match=r"head \(a model with a tied head has none\)"):
+        gshard.load_safetensors(simple(mine), tmp_path / "y", name_map=MAP)
+
+
+def test_all_that_does_not_fit_is_said_at_once_and_each_name_once(tmp_path):
+    params = {"layers": {n: some(2, 3, 3) for n in ("query", "key", "shape", "dtype")}}
+    rules = gshard.NameMap({"layers/{x}": ("h.{i}.{x}", "i a b -> b a")})
+    tensors = {f"h.{i}.{n}": some(3, 3) for i in range(2) for n in ("query", "shape", "dtype")}
+    tensors["h.0.keys"] = some(3, 3)  # key is missing, and one of them has another name
+    tensors["h.1.shape"] = some(3, 4)
+    tensors["h.1.dtype"] = some(3, 3, dtype=np.float16)
+    tensors["unrelated"] = some(1)
+    safetensors.save_file(tensors, tmp_path / "x")
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.load_safetensors(simple(params), tmp_path / "x", name_map=rules)
+    said = str(caught.value)
+    assert "Missing in the file: h.0.key (did you mean h.0.keys?), h.1.key." in said
+    assert "Not in the state: unrelated." in said
+    assert "h.1.shape is [3, 4] in the file and [3, 3] in the state." in said
+    assert "h.1.dtype is F16 in the file and float32 in the state." in said
+    assert said.count("h.0.keys") == said.count("unrelated") == said.count("h.1.key") == 1
+    assert "h.0.query" not in said and "h.0.shape" not in said
+
+
+# ---- only ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["dp", "p_g_os"])
+def test_only_some_weights(tmp_path, level):
+    params = {"base": {"w": some(4, 6)}, "lora": {"a": some(4, 2), "b": some(2, 6)}}
+    options = {"frozen": "^base/", "precision": "bfloat16"}
+    state = simple(params, level=level, **options)
+    gshard.save_safetensors(state, tmp_path / "x", only="^lora/")
+    expected = {"lora.a": params["lora"]["a"], "lora.b": params["lora"]["b"]}
+    assert_same(safetensors.load_file(tmp_path / "x"), expected)
+    other = jax.tree.map(lambda x: -x, params)
+    back = simple(other, level=level, **options)
+    back = gshard.load_safetensors(back, tmp_path / "x", only=["^lora/a", "lora/b"])
+    full = gshard.full_params(back)
+    assert_same(full["lora"], params["lora"])
+    assert_same(full["base"], other["base"])
+    for call in (gshard.save_safetensors, gshard.load_safetensors):
+        with pytest.raises(gshard.GShardError, match="only='adapter' fits no weight"):
+            call(state, tmp_path / "x", only=["lora", "adapter"])
+
+
+# ---- folders ------------------------------------------------------------------------------------
+
+
+def folder_of(path, most, params=None):
+    path.mkdir()
+    state = simple(params or {n: np.full(10, i, np.float32) for i, n in enumerate("abcde")})
+    gshard.save_safetensors(state, path, max_shard_bytes=most)
+    return state
+
+
+@pytest.mark.parametrize(("most", "shards"), [(1, 5), (79, 5), (80, 3), (199, 2), (200, 1)])
+def test_shards_have_at_most_so_many_bytes(tmp_path, most, shards):
+    state = folder_of(tmp_path / "x", most)
+    files = sorted(x.name for x in (tmp_path / "x").glob("*.safetensors"))
+    assert len(files) == shards
+    found = {}
+    for name in files:
+        tensors = safetensors.load_file(tmp_path / "x" / name)
+        assert len(tensors) == 1 or sum(x.nbytes for x in tensors.values()) <= most
+        found |= {tensor: name for tensor in tensors}
+    others = {x for x in os.listdir(tmp_path / "x") if x not in files}
+    if shards == 1:
+        assert files == ["model.safetensors"] and not others
+    else:
+        assert files == [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+        (index,) = others
+        said = json.loads((tmp_path / "x" / index).read_text())
+        assert said == {"metadata": {"total_size": 200}, "weight_map": found}
+    back = gshard.load_safetensors(simple(zeros(gshard.full_params(state))), tmp_path / "x")
+    assert_same(gshard.full_params(back), gshard.full_params(state))
+
+
+def index(folder):
+    return folder / "model.safetensors.index.json"
+
+
+def change_index(folder, change):
+    said = json.loads(index(folder).read_text())
+    change(said["weight_map"])
+    index(folder).write_text(json.dumps(said))
+
+
+SHARD = "model-00002-of-00003.safetensors"
+BAD_FOLDERS = {
+    "a missing shard": (lambda x: (x / SHARD).unlink(), f"{SHARD} is missing"),
+    "no weights": (lambda x: [y.unlink() for y in x.iterdir()], "has no safetensors file"),
+    "several models": (
+        lambda x: (x / "consolidated.safetensors").write_bytes((x / SHARD).read_bytes()),
+        "several models: model.safetensors.index.json, consolidated.safetensors",
+    ),
+    "no index": (
+        lambda x: index(x).unlink(),
+        f"several models: model-00001-of-00003.safetensors, {SHARD}",
+    ),
+    "an index of nothing": (lambda x: index(x).write_text("{}"), "is not an index of shards"),
+    "an index that is cut": (lambda x: index(x).write_text('{"weight'), "is not an index of"),
+    "an index of paths": (
+        lambda x: change_index(x, lambda y: y.update(a="../a.safetensors")),
+        "weight_map must have names of files",
+    ),
+    "a tensor elsewhere": (
+        lambda x: change_index(x, lambda y: y.update(a=SHARD)),
+        f"a is not in {SHARD}",
+    ),
+    "a tensor that is not listed": (
+        lambda x: change_index(x, lambda y: y.pop("a")),
+        "a is in model-00001-of-00003.safetensors too",
+    ),
+    "a damaged shard": (
+        lambda x: (x / SHARD).write_bytes(b"x" * 9),
+        f"{SHARD} is not a safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_folders_that_are_refused(tmp_path, case):
+    damage, said = BAD_FOLDERS[case]
+    state = folder_of(tmp_path / "x", 80)
+    damage(tmp_path / "x")
+    with pytest.raises(gshard.GShardError) as caught:
+        gshard.load_safetensors(state, tmp_path / "x")
+    assert said in str(caught.value) and str(tmp_path / "x") in str(caught.value)
+
+
+def test_one_of_several_models_by_its_path(tmp_path):
+    state = folder_of(tmp_path / "x", 80)
+    (tmp_path / "x" / "other.safetensors").write_bytes(b"of another program")
+    zero = simple(zeros(gshard.full_params(state)))
+    back = gshard.load_safetensors(zero, index(tmp_path / "x"))
+    assert_same(gshard.full_params(back), gshard.full_params(state))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    state = folder_of(tmp_path / "x", 80)
+    before = {x.name: x.read_bytes() for x in (tmp_path / "x").iterdir()}
+    with pytest.raises(gshard.GShardError, match="has weights already: model.safetensors.index"):
+        gshard.save_safetensors(state, tmp_path / "x", max_shard_bytes=80)
+    assert {x.name: x.read_bytes() for x in (tmp_path / "x").iterdir()} == before
+    with pytest.raises(gshard.GShardError, match="must be a folder that exists"):
+        gshard.save_safetensors(state, tmp_path / "y", max_shard_bytes=80)
+    for most in (0, -1, True, "5GB", float("nan")):
+        with pytest.raises(gshard.GShardError, match="max_shard_bytes=.* a number of bytes"):
+            gshard.save_safetensors(state, tmp_path / "x", max_shard_bytes=most)
