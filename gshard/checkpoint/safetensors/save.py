@@ -130,6 +130,11 @@ class _Files:
     ):
         shards = _split([x for group in groups for x in group.tensors], most or math.inf)
         paths = [path]
+        if most is None and path.is_dir():
+            raise GShardError(
+                f"{_CALL}: {path} is a folder. Choose another name for the file, or pass "
+                "max_shard_bytes=5e9 to write a model into the folder."
+            )
         if most is not None:
             _check_folder(path)
             paths = [path / name for name in shard_names(len(shards))]

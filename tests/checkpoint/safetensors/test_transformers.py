@@ -18,7 +18,7 @@ import gshard
 from gshard.models import gpt2, llama
 from tests.tiers import quick
 
-WHY = "needs torch and transformers: pip install 'gshard[export]' torch transformers"
+WHY = "needs torch and transformers: pip install 'gshard[pretrained]'"
 torch = pytest.importorskip("torch", reason=WHY)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -142,20 +142,3 @@ def test_a_model_that_goes_through_gshard_is_the_same_bit_for_bit(tmp_path, name
     assert theirs.keys() == ours.keys()
     for tensor, x in theirs.items():
         np.testing.assert_array_equal(ours[tensor], x)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
-        ("gpt2", {"n_inner": 7}, "n_inner=7"),
-        ("llama", {"attention_bias": True}, "attention_bias=True"),
-        ("llama", {"head_dim": 8}, "head_dim=8"),
-        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
-        ("llama", {"model_type": "mistral"}, "model_type='mistral'"),
-    ],
-)
-def test_what_a_model_here_does_not_have(name, change, said):
-    config = MODELS[name][0]().config.to_dict() | change
-    with pytest.raises(gshard.GShardError, match=f"cannot have .*{said}"):
-        MODELS[name][1].from_config(config)

@@ -1,0 +1,60 @@
+"""Models of a `config.json`: what they are, and what is refused instead of computed otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+import gshard
+from gshard.models import gpt2, llama
+
+GPT2 = {"model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 2}
+GPT2 |= {"n_positions": 17, "vocab_size": 61}
+LLAMA = {"model_type": "llama", "hidden_size": 24, "num_hidden_layers": 3, "vocab_size": 61}
+LLAMA |= {"num_attention_heads": 4, "intermediate_size": 44, "rms_norm_eps": 1e-6}
+STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+STRETCH |= {"rope_type": "llama3", "original_max_position_embeddings": 16}
+
+
+def test_sizes():
+    model = gpt2.from_config(GPT2)
+    sizes = model.layers, model.width, model.heads, model.vocabulary, model.positions
+    assert sizes == (3, 24, 2, 61, 17)
+    assert llama.from_config(LLAMA).sizes == llama.Sizes(3, 24, 4, 4, 44, 61, epsilon=1e-6)
+    more = {"num_key_value_heads": 2, "tie_word_embeddings": True, "head_dim": 6}
+    found = llama.from_config(LLAMA | more).sizes
+    assert found == llama.Sizes(3, 24, 4, 2, 44, 61, True, epsilon=1e-6)
+
+
+def test_rotary_positions_in_the_words_of_old_and_new_files():
+    new = LLAMA | {"rope_parameters": STRETCH | {"rope_theta": 500.0}}
+    old = LLAMA | {"rope_scaling": STRETCH, "rope_theta": 500.0}
+    sizes = llama.from_config(new).sizes
+    assert sizes == llama.from_config(old).sizes
+    assert (sizes.theta, sizes.stretch) == (500.0, llama.Stretch(8.0, 1.0, 4.0, 16))
+    plain = llama.from_config(LLAMA | {"rope_scaling": None, "rope_theta": 500.0}).sizes
+    assert (plain.theta, plain.stretch) == (500.0, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "change"),
+    [
+        (gpt2, GPT2, {"activation_function": "relu"}),
+        (gpt2, GPT2, {"n_inner": 7}),
+        (gpt2, GPT2, {"scale_attn_by_inverse_layer_idx": True}),
+        (gpt2, GPT2, {"tie_word_embeddings": False}),
+        (llama, LLAMA, {"attention_bias": True}),
+        (llama, LLAMA, {"head_dim": 8}),
+        (llama, LLAMA, {"hidden_act": "gelu"}),
+        (llama, LLAMA, {"model_type": "mistral"}),
+    ],
+)
+def test_what_a_model_here_does_not_have(model, config, change):
+    ((name, value),) = change.items()
+    with pytest.raises(gshard.GShardError, match=f"cannot have {name}={value!r} of config.json"):
+        model.from_config(config | change)
+
+
+def test_other_rotary_positions():
+    config = LLAMA | {"rope_parameters": {"rope_type": "yarn"}}
+    with pytest.raises(gshard.GShardError, match="cannot have rope_type='yarn' of config.json"):
+        llama.from_config(config)
