@@ -12,6 +12,7 @@ import pytest
 
 import gshard
 from gshard.checkpoint.safetensors.name_maps import KNOWN
+from gshard.models import gpt2, llama
 from tests.reference import flat
 
 WHY = "needs the export extra: pip install 'gshard[export]'"
@@ -180,6 +181,57 @@ def test_an_unknown_map(tmp_path):
             call(simple(W), tmp_path / "x", name_map="lama")
         with pytest.raises(gshard.GShardError, match=f"Choose one of {', '.join(KNOWN)}"):
             call(simple(W), tmp_path / "x", name_map={"w": "t"})
+
+
+# ---- the maps that gshard has ------------------------------------------------------------------
+
+
+def hf_gpt2(w):
+    """The tensors of Hugging Face's GPT-2, by hand; its Conv1D has kernels like Flax's."""
+    dense = {"attn.c_attn": "qkv", "attn.c_proj": "out", "mlp.c_fc": "up", "mlp.c_proj": "down"}
+    found = {"wte.weight": w["embed/embedding"], "wpe.weight": w["positions/embedding"]}
+    found |= {"ln_f.weight": w["norm/scale"], "ln_f.bias": w["norm/bias"]}
+    for i in range(2):
+        for theirs, ours in dense.items():
+            found[f"h.{i}.{theirs}.weight"] = w[f"layers/{ours}/kernel"][i]
+            found[f"h.{i}.{theirs}.bias"] = w[f"layers/{ours}/bias"][i]
+        for theirs, ours in {"ln_1": "attention_norm", "ln_2": "mlp_norm"}.items():
+            found[f"h.{i}.{theirs}.weight"] = w[f"layers/{ours}/scale"][i]
+            found[f"h.{i}.{theirs}.bias"] = w[f"layers/{ours}/bias"][i]
+    return {f"transformer.{name}": x for name, x in found.items()}
+
+
+def hf_llama(w):
+    """The tensors of Hugging Face's Llama, by hand."""
+    found = {"model.embed_tokens.weight": w["embed/embedding"], "lm_head.weight": w["head"].T}
+    found["model.norm.weight"] = w["norm/scale"]
+    for i in range(2):
+        block = f"model.layers.{i}"
+        for x in "qkvo":
+            found[f"{block}.self_attn.{x}_proj.weight"] = w[f"layers/attention/{x}/kernel"][i].T
+        for x in ("gate", "up", "down"):
+            found[f"{block}.mlp.{x}_proj.weight"] = w[f"layers/mlp/{x}/kernel"][i].T
+        found[f"{block}.input_layernorm.weight"] = w["layers/attention_norm/scale"][i]
+        found[f"{block}.post_attention_layernorm.weight"] = w["layers/mlp_norm/scale"][i]
+    return found
+
+
+SIZES = {"layers": 2, "width": 8, "heads": 2, "vocabulary": 11}
+SHIPPED = {
+    "gpt2": (lambda: gpt2.setup(**SIZES, positions=6), hf_gpt2),
+    "llama": (lambda: llama.setup(**SIZES, kv_heads=1, mlp=10, sequence=4), hf_llama),
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_names_of_hugging_face(tmp_path, name):
+    setup, theirs = SHIPPED[name]
+    params = jax.tree.map(lambda x: some(*x.shape), jax.eval_shape(setup().state).params)
+    state = simple(params, scan_axes={"^layers/": 0})
+    assert_same(written(state, tmp_path, name), theirs(flat(params)))
+    back = simple(zeros(params), scan_axes={"^layers/": 0})
+    back = gshard.load_safetensors(back, tmp_path / "x.safetensors", name_map=name)
+    assert_same(flat(gshard.full_params(back)), flat(params))
 
 
 # ---- what a file has besides --------------------------------------------------------------------
