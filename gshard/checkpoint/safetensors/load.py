@@ -26,7 +26,7 @@ from gshard.checkpoint.safetensors.format import (
 )
 from gshard.checkpoint.safetensors.name_map import NameMap, Piece
 from gshard.checkpoint.safetensors.name_maps import name_map_of
-from gshard.checkpoint.safetensors.tensors import chosen, nearest, pieces_of
+from gshard.checkpoint.safetensors.tensors import chosen, names_of_others, nearest, pieces_of
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -93,9 +93,11 @@ def load_safetensors(
         convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
         file = file_path(path, _CALL)
         components = plan.kind.split(state)
-        wanted = chosen(weights_of(components, plan, _CALL), only, _CALL)
+        weights = weights_of(components, plan, _CALL)
+        wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
-        found = tensors_at(file, _CALL)
+        others = names_of_others(weights, wanted, names)
+        found = {name: x for name, x in tensors_at(file, _CALL).items() if name not in others}
         if names is not None:
             found = _needed(found, {x.name for each in pieces.values() for x in each}, names)
         _check_fit(found, wanted, pieces, file, convert, names)
@@ -240,7 +242,7 @@ def _read(
         if any(not 0 <= i < sized[x] for x, i in at.items()):
             continue
         rest = tuple(s for x, s in inside.items() if x not in at)
-        part = np.array(piece.in_tensor(found[piece.name].view())[rest])
+        part = piece.in_tensor(found[piece.name].view())[rest]
         out[tuple(at.get(x, slice(None)) for x in inside)] = _converted(piece.name, part, dtypes)
     out = out.reshape([math.prod(sized[x] for x in group) for group in axes])
     whole = slice(None)

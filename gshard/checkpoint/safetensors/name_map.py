@@ -208,18 +208,11 @@ class Rule:
         found = []
         for entry in itertools.product(*(range(sizes[x]) for x in stacked)):
             at = dict(zip(stacked, entry, strict=True))
-            texts = {x: (of_name[x] or _Counted())[i] for x, i in at.items()}
+            texts = {x: many[i] if (many := of_name[x]) else str(i) for x, i in at.items()}
             tensor = tuple(math.prod(sizes[x] for x in group) for group in file)
             name = self.name.fill(said | texts)
             found.append(Piece(name, tensor, leaf, file, sizes, fixed | at))
         return tuple(found)
-
-
-class _Counted:
-    """The texts of a stack that lists none: 0, 1, 2, ..."""
-
-    def __getitem__(self, i: int) -> str:
-        return str(i)
 
 
 def _flat(axes: Axes) -> list[str]:
@@ -254,7 +247,7 @@ def _sizes(path: str, shape: Sequence[int], axes: Axes, known: Mapping[str, int]
         fits &= len(unknown) < 2 and n == (n // rest if unknown and rest else 1) * rest
         sizes |= {x: n // rest for x in unknown[:1] if rest}
     if not fits:
-        said = " ".join(f"({' '.join(x)})" if len(x) > 1 else x[0] for x in axes)
+        said = " ".join(" ".join(x) if len(x) == 1 else f"({' '.join(x)})" for x in axes)
         raise GShardError(
             f"NameMap: {path} is {list(shape)}, and its rule has the axes '{said}'"
             f"{f' with {dict(known)}' if known else ''}. Correct the rule, or use the map of this "

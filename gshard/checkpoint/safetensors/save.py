@@ -221,20 +221,23 @@ def _stream(
 
 
 def _write(group: Group, gather: Callable[[str], np.ndarray], files: _Files | None) -> None:
-    if len(group.weights) == 1:
+    if files is None:
+        for name in group.weights:
+            gather(name)
+    elif len(group.weights) == 1:
         (name,) = group.weights
         full = gather(name)
-        for tensor in group.tensors if files else ():
+        for tensor in group.tensors:
             files.write(tensor, tensor.pieces[name].as_tensor(full))
-        return
-    merged = {x.name: np.empty(x.shape, x.dtype) for x in group.tensors} if files else {}
-    for name in group.weights:
-        full = gather(name)
-        for tensor in group.tensors if files else ():
-            if piece := tensor.pieces.get(name):
-                piece.in_tensor(merged[tensor.name])[...] = piece.in_leaf(full)
-    for tensor in group.tensors if files else ():
-        files.write(tensor, merged.pop(tensor.name))
+    else:
+        merged = {x.name: np.empty(x.shape, x.dtype) for x in group.tensors}
+        for name in group.weights:
+            full = gather(name)
+            for tensor in group.tensors:
+                if piece := tensor.pieces.get(name):
+                    piece.in_tensor(merged[tensor.name])[...] = piece.in_leaf(full)
+        for tensor in group.tensors:
+            files.write(tensor, merged.pop(tensor.name))
 
 
 def _all_metadata(given: Any, step: int) -> dict[str, str]:

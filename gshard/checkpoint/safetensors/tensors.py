@@ -65,6 +65,20 @@ def pieces_of(
     return found
 
 
+def names_of_others(
+    weights: Mapping[str, Weight], wanted: Mapping[str, Weight], name_map: NameMap | None
+) -> set[str]:
+    """The tensors that hold nothing but weights that `only` leaves out."""
+    if name_map is None:
+        return weights.keys() - wanted.keys()
+
+    def held(names: Iterable[str]) -> set[str]:
+        layouts = [weights[name].layout for name in names]
+        return {piece.name for x in layouts for piece in name_map.pieces(x.path, x.shape)}
+
+    return held(weights.keys() - wanted.keys()) - held(wanted)
+
+
 def groups_of(
     weights: Mapping[str, Weight], pieces: Mapping[str, Sequence[Piece]], call: str
 ) -> list[Group]:

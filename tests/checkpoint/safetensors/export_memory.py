@@ -1,10 +1,10 @@
 """A process that exports and imports a large state, and says how much memory that took.
 
-    python -m tests.checkpoint.safetensors.export_memory FOLDER
+    python -m tests.checkpoint.safetensors.export_memory FOLDER [AXES]
 
-Apart from the tests, because what these leave to be freed later would show as memory not taken.
-Prints the bytes of a leaf, of all leaves, and the most that an export and an import had beside what
-was there before, and what an export left.
+With AXES, such as "a b -> b a", the tensors have these. Apart from the tests, because what these
+leave to be freed later would show as memory not taken. Prints the bytes of a leaf, of all leaves,
+and the most that an export and an import had beside what was there before, and what an export left.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def settle() -> None:
             last, since = now, time.monotonic()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, axes: str | None = None) -> None:
     gshard.virtual_devices(3)
 
     import jax
@@ -83,14 +83,15 @@ def main(folder: Path) -> None:
     padded = {layout.dim: layout.padding for layout in jax.tree.leaves(plan.params)}
     assert sorted(padded) == [0, 1] and all(padded.values())
     del params
+    name_map = None if axes is None else gshard.NameMap({"{x}": ("{x}.t", axes)})
     jax.block_until_ready(state)
     settle()
     with Peak() as export:
-        gshard.save_safetensors(state, folder / "x")
+        gshard.save_safetensors(state, folder / "x", name_map=name_map)
     with Peak() as back:
-        state = gshard.load_safetensors(state, folder / "x")
+        state = gshard.load_safetensors(state, folder / "x", name_map=name_map)
     print(json.dumps([LEAF, 5 * LEAF, export.high, back.most, export.left]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -595,10 +595,11 @@ def test_what_a_killed_export_left_is_removed_by_the_next(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_one_leaf_is_on_the_host_at_a_time(tmp_path):
+@pytest.mark.parametrize("axes", [[], ["a b -> b a"]], ids=["own layout", "transposed"])
+def test_one_leaf_is_on_the_host_at_a_time(tmp_path, axes):
     """Sharded on either dimension, padded: the rest of the state never shows in memory."""
     (ended,) = run_together(
-        tmp_path, [["-m", "tests.checkpoint.safetensors.export_memory", str(tmp_path)]]
+        tmp_path, [["-m", "tests.checkpoint.safetensors.export_memory", str(tmp_path), *axes]]
     )
     assert_all_well([ended])
     leaf, state, export, back, left = json.loads(ended.said.splitlines()[-1])
