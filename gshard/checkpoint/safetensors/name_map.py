@@ -47,7 +47,8 @@ class NameMap:
 
     Example:
       >>> torch_linear = gshard.NameMap({"w": ("weight", "in out -> out in"), "b": "bias"})
-      >>> state, plan = gshard.shard_train_state((params, tx), gshard.make_mesh(), "zero1")
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "p_g_os", min_shard_size=0)
       >>> gshard.save_safetensors(state, "linear.safetensors", name_map=torch_linear)
       >>> from safetensors.numpy import load_file
       >>> {name: x.shape for name, x in load_file("linear.safetensors").items()}
