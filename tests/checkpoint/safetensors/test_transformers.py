@@ -16,7 +16,6 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard.models import gpt2, llama
-from tests.tiers import quick
 
 WHY = "needs torch and transformers: pip install 'gshard[pretrained]'"
 torch = pytest.importorskip("torch", reason=WHY)
@@ -25,6 +24,7 @@ with warnings.catch_warnings():
     transformers = pytest.importorskip("transformers", reason=WHY)
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -104,7 +104,7 @@ def shard(name: str, folder: Path, level: str, devices: int, **options):
 
 @pytest.mark.parametrize(
     ("name", "level", "devices"),
-    quick(TABLE, [("gpt2", "p_g_os", 3), ("llama", "p_g_os", 8), ("llama, tied", "dp", 3)]),
+    TABLE,
 )
 def test_logits_are_theirs_in_both_directions(tmp_path, name, level, devices):
     source, target = tmp_path / "source", tmp_path / "target"
