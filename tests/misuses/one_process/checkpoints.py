@@ -374,6 +374,17 @@ ROWS = {
     "load_safetensors into a plain state": refused(
         lambda path: gshard.load_safetensors(linen(), weights(path)), "gshard.shard_train_state"
     ),
+    "load_safetensors with an unknown map of names": refused(
+        lambda path: gshard.load_safetensors(kept()[0], weights(path), name_map="lama"), "llama"
+    ),
+    "load_safetensors of a folder with several models": refused(
+        lambda path: gshard.load_safetensors(
+            kept()[0], (weights(path), own_file(path, {}))[0].parent
+        ),
+        "several models",
+        "own.safetensors",
+        "x.safetensors",
+    ),
     "what load_safetensors returns is not kept": right(
         lambda path: (gshard.load_safetensors(kept()[0], weights(path)).params, params())
     ),
