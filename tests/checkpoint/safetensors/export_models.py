@@ -15,6 +15,15 @@ from flax.training.train_state import TrainState
 import gshard
 from tests.reference import flat
 
+NAMES = gshard.NameMap(  # of the weights of `linen_state` in another program
+    {
+        "{a}/kernel": ("{a}.t", "i o -> o i"),
+        "{a}/{x:bias,scale}": "{a}.{x}",
+        "batch_stats/{a}/{x}": "stats.{a}.{x}",
+        "scale": "scale",
+    }
+)
+SHARD_BYTES = 200
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 ROWS = 24
 

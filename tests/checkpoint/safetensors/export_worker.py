@@ -22,7 +22,7 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
     import numpy as np
     import optax
 
-    from tests.checkpoint.safetensors.export_models import divided
+    from tests.checkpoint.safetensors.export_models import NAMES, SHARD_BYTES, divided
     from tests.reference import flat
 
     mesh = gshard.make_mesh()
@@ -37,6 +37,17 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
         other, _, _ = divided("linen", "p_g_os", mesh, seed=5)
         back = gshard.full_params(gshard.load_safetensors(other, folder / name))
         found |= {f"{name}/{path.replace('/', '.')}": x for path, x in flat(back).items()}
+
+    shards = {"name_map": NAMES, "max_shard_bytes": SHARD_BYTES}
+    if rank == 0:
+        (folder / "shards").mkdir()
+    gshard.distributed.barrier()
+    state, _, _ = divided("linen", "p_g_os", mesh)
+    gshard.save_safetensors(state, folder / "shards", **shards)
+    other, _, _ = divided("linen", "os", mesh, seed=5)
+    other = gshard.load_safetensors(other, folder / "shards", name_map=NAMES)
+    back = flat(gshard.full_params(other))
+    found |= {f"shards/{path.replace('/', '.')}": x for path, x in back.items()}
 
     def fails(call, *args, **options) -> None:
         try:
@@ -65,6 +76,7 @@ def main(coordinator: str, processes: int, rank: int, file: str, folder: Path) -
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     fails(gshard.load_safetensors, state, folder / ("p_g_os" if rank == 0 else "none"))
+    fails(gshard.save_safetensors, state, folder / "shards", **shards)
     gshard.save_safetensors(state, folder / "after")  # and nobody hangs
     np.savez(file, said="\n".join(said), **found)
 

@@ -19,7 +19,15 @@ from flax import nnx
 import gshard
 from gshard._util.durable import NewFile
 from gshard.checkpoint.safetensors.format import BLOCK, row_major
-from tests.checkpoint.safetensors.export_models import LEVELS, divided, linen_state, named, trained
+from tests.checkpoint.safetensors.export_models import (
+    LEVELS,
+    NAMES,
+    SHARD_BYTES,
+    divided,
+    linen_state,
+    named,
+    trained,
+)
 from tests.processes import assert_all_well, run_together, run_workers
 from tests.reference import flat
 from tests.tiers import quick
@@ -622,6 +630,7 @@ FAULTS = {  # in its order: the rank at fault, and what it says
     1: (1, "metadata has 1 by the name 'a'"),
     2: (0, "cannot be written: File too large"),
     3: (1, "none does not exist"),
+    4: (0, "has weights already"),
 }
 
 
@@ -644,6 +653,20 @@ def test_two_processes_write_the_file_of_one_and_read_it(processes, tmp_path, ru
     params = {name: x for name, x in given.items() if not name.startswith("batch_stats.")}
     for process in seen:
         read = {k.removeprefix(f"{run}/"): x for k, x in process.items() if k.startswith(f"{run}/")}
+        assert_same(read, params)
+
+
+def test_two_processes_write_the_shards_of_one_and_read_them(processes, tmp_path):
+    folder, seen = processes
+    state, _, given = divided("linen", "p_g_os", 4)
+    gshard.save_safetensors(state, tmp_path, name_map=NAMES, max_shard_bytes=SHARD_BYTES)
+    files = sorted(os.listdir(tmp_path))
+    assert len(files) > 3 and sorted(os.listdir(folder / "shards")) == files
+    for name in files:
+        assert (folder / "shards" / name).read_bytes() == (tmp_path / name).read_bytes()
+    params = {name: x for name, x in given.items() if not name.startswith("batch_stats.")}
+    for process in seen:
+        read = {k[7:]: x for k, x in process.items() if k.startswith("shards/")}
         assert_same(read, params)
 
 
