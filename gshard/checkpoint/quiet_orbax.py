@@ -23,7 +23,7 @@ def orbax_module() -> Any:
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    if record.levelno > logging.INFO or logging.getLogger(_LOGGER).level == logging.DEBUG:
+    if record.levelno > logging.INFO or logging.getLogger(_LOGGER).isEnabledFor(logging.DEBUG):
         return True
     frame: FrameType | None = sys._getframe()
     while frame is not None:  # not `record.pathname`: that of absl, if its logger is older than it
