@@ -6,6 +6,8 @@ for G heads of queries, E features of a head, V vocabulary, N slices of C tokens
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,15 @@ import jax.numpy as jnp
 SLICE = 128  # tokens; a shorter sequence is one slice
 
 
-def slices(x_BxTx, size: int):
+def slices(x_BxTx: jax.Array, size: int) -> jax.Array:
     """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence iterates over."""
     x_BxNxCx = x_BxTx.reshape(x_BxTx.shape[0], -1, size, *x_BxTx.shape[2:])
     return jnp.moveaxis(x_BxNxCx, 1, 0)
 
 
-def attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, size: int):
+def attend(
+    q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, size: int
+) -> jax.Array:
     """Causal attention, a slice of queries at a time; `size` divides T, and K divides H."""
     B, T, H, E = q_BxTxHxE.shape
     K = k_BxTxKxE.shape[2]
@@ -81,5 +85,5 @@ def _cross_entropy_backward(size: int, kept, d_sum_B):
     return jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(x_BxTxD.shape), d_head_DxV, None
 
 
-cross_entropy = jax.custom_vjp(_cross_entropy, nondiff_argnums=(3,))
+cross_entropy: Any = jax.custom_vjp(_cross_entropy, nondiff_argnums=(3,))
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

@@ -40,7 +40,7 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD, _):
+    def __call__(self, x_BxTxD: jax.Array, _: Any) -> Any:
         B, T, D = x_BxTxD.shape
         # What is added to the stream shrinks with the number of layers that add to it.
         last = nn.initializers.normal(0.02 / (2 * self.layers) ** 0.5)
@@ -86,7 +86,7 @@ class GPT2(nn.Module):
     remat: Any = None
 
     @nn.compact
-    def __call__(self, tokens_BxT, next_BxT=None):
+    def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array | None = None) -> jax.Array:
         D, V, T = self.width, self.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, embedding_init=START, name="embed")
         place = nn.Embed(

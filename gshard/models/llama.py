@@ -86,12 +86,12 @@ class Sizes:
         )
 
 
-def hold(x, batch_sharding: NamedSharding | None):
+def hold(x: jax.Array, batch_sharding: NamedSharding | None) -> jax.Array:
     """Constrains an array to be sharded by examples, if a sharding is given."""
     return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
 
 
-def rotate(x_BxTxHxE, theta: float, stretch: Stretch | None = None):
+def rotate(x_BxTxHxE: jax.Array, theta: float, stretch: Stretch | None = None) -> jax.Array:
     """Rotary positions: pairs of features turned by an angle that grows with the position."""
     T, E = x_BxTxHxE.shape[1], x_BxTxHxE.shape[-1]
     speed_P = theta ** -(jnp.arange(E // 2) / (E // 2))
@@ -113,7 +113,7 @@ class Attention(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD: jax.Array) -> Any:
         B, T, D = x_BxTxD.shape
         H, K = self.sizes.heads, self.sizes.kv_heads
         rope = self.sizes.theta, self.sizes.stretch
@@ -137,7 +137,7 @@ class MLP(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD: jax.Array) -> Any:
         def dense(features: int, name: str):
             return nn.Dense(features, use_bias=False, dtype=self.dtype, name=name)
 
@@ -154,7 +154,7 @@ class Block(nn.Module):
     batch_sharding: NamedSharding | None
 
     @nn.compact
-    def __call__(self, x_BxTxD, _):
+    def __call__(self, x_BxTxD: jax.Array, _: Any) -> Any:
         epsilon = self.sizes.epsilon
         h_BxTxD = nn.RMSNorm(epsilon, dtype=self.dtype, name="attention_norm")(x_BxTxD)
         y_BxTxD = Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
@@ -183,7 +183,7 @@ class Llama(nn.Module):
     batch_sharding: NamedSharding | None = None
 
     @nn.compact
-    def __call__(self, tokens_BxT, next_BxT=None):
+    def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array | None = None) -> jax.Array:
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
         x_BxTxD = hold(embed(tokens_BxT), self.batch_sharding)

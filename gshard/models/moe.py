@@ -68,7 +68,7 @@ class Experts(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD):
+    def __call__(self, x_BxTxD: jax.Array) -> Any:
         (B, T, D), F, X = x_BxTxD.shape, self.mlp, self.routing.experts
         S = min(self.routing.group, T)
         C = self.routing.slots(S)
@@ -108,7 +108,7 @@ class Block(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(self, x_BxTxD, _):
+    def __call__(self, x_BxTxD: jax.Array, _: Any) -> Any:
         h_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="attention_norm")(x_BxTxD)
         x_BxTxD += llama.Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
         h_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="experts_norm")(x_BxTxD)
@@ -133,7 +133,7 @@ class MoE(nn.Module):
     remat: Any = REMAT["full"]
 
     @nn.compact
-    def __call__(self, tokens_BxT, next_BxT):
+    def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array) -> Any:
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
         x_BxTxD = nn.Embed(V, D, dtype=self.dtype, name="embed")(tokens_BxT)
         layers = stack_of(Block, self.sizes.layers, self.remat)

@@ -17,7 +17,7 @@ from gshard._util.errors import did_you_mean
 
 STACK = "layers"  # the parameters of all layers, one on another
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Any] = {
     "adamw": partial(optax.adamw, b2=0.95, weight_decay=0.1),
     "adafactor": optax.adafactor,
     "lion": partial(optax.lion, weight_decay=0.1),
@@ -27,7 +27,7 @@ OPTIMIZERS = {
 DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 # What is saved of a layer for the backward pass, besides its input; the rest is recomputed.
-REMAT = {
+REMAT: dict[str, Any] = {
     "none": None,  # nothing is recomputed
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,

@@ -41,7 +41,9 @@ class FromOwners:
         self.devices: Sequence[Any] = devices
         self._plan = plan
         rank = jax.process_index()
-        self.local = {i: d for i, d in enumerate(devices) if d.process_index == rank}
+        self.local: dict[int, Any] = {
+            i: d for i, d in enumerate(devices) if d.process_index == rank
+        }
         self._indices = [i for i, owner in enumerate(owners) if owner is not None]
         self._owners = tuple(owner for owner in owners if owner is not None)
         layouts = jax.tree.leaves(plan.params)

@@ -44,8 +44,9 @@ class ParamGroup(MutableMapping[str, Any]):
         params: Callable[[], list[Any]],
     ):
         """`own` arguments of the optax factory replace its `defaults`; `params` returns arrays."""
-        self._factory, self._params, self.tree = factory, params, tree
-        self.name = getattr(factory, "__name__", repr(factory))
+        self._factory, self._params = factory, params
+        self.tree: Any = tree
+        self.name: str = getattr(factory, "__name__", repr(factory))
         known, takes_any = _signature(factory, self.name)
         given = {k: x for of in (defaults, own) for k, x in _renamed(of, known, takes_any).items()}
         self._own = {_MAXIMIZE} - set(known)  # what the factory is not given
@@ -67,10 +68,11 @@ class ParamGroup(MutableMapping[str, Any]):
         if isinstance(lr := every.get("learning_rate"), str):
             raise ArgumentTypeError(f"lr={lr!r} must be a number, or a schedule of optax.")
         every = {name: _python(x) for name, x in every.items()}
-        self.live, self.fixed = {}, every
+        self.live = {}
+        self.fixed: dict[str, Any] = every
         tx = self._make()
         try:
-            self.state = jax.eval_shape(tx.init, tree)
+            self.state: Any = jax.eval_shape(tx.init, tree)
             _, wanted = self._trace({})
         except Exception as error:
             raise GShardError(
@@ -83,7 +85,7 @@ class ParamGroup(MutableMapping[str, Any]):
             for name, x in numbers.items():
                 if self._can_trace(traced | {name: x}, wanted):
                     traced[name] = x
-        self.live = {  # a float that replaces an integer would need a compilation
+        self.live: dict[str, Any] = {  # a float that replaces an integer would need a compilation
             name: x if isinstance(known.get(name), int) else float(x) for name, x in traced.items()
         }
         self.fixed = {name: x for name, x in every.items() if name not in self.live}

@@ -42,7 +42,7 @@ class Parameters:
         self.labels = labels
         leaves, structure = jax.tree.flatten(tree)
         self._fixed = {i: x for i, x in enumerate(leaves) if not _is_trained(x)}
-        self.tree = structure.unflatten([x if _is_trained(x) else None for x in leaves])
+        self.tree: Any = structure.unflatten([x if _is_trained(x) else None for x in leaves])
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
         """Returns the argument for `shard_train_state`."""
@@ -107,7 +107,7 @@ class Model(Parameters):
         self.tree: nnx.Module = model
         self._wrt = nnx.Param
         if isinstance(model, Wrapped):
-            self.accumulation = kept(model)
+            self.accumulation: Accumulation | None = kept(model)
             self._wrt = self.accumulation.forward.wrt
             if not isinstance(model, DataParallel):
                 raise GShardError(
@@ -115,7 +115,7 @@ class Model(Parameters):
                     "state is sharded already. Use that one, or wrap the model in "
                     "gshard.pytorch.DataParallel."
                 )
-        self.labels = [0 if label_of is None else label_of.get(i) for i in self._ids()]
+        self.labels: Labels = [0 if label_of is None else label_of.get(i) for i in self._ids()]
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
         return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)

@@ -69,7 +69,8 @@ class MicroBatchLoss:
         step: jax.Array | None,
     ):
         self.step: jax.Array | None = step
-        self.warned, self.raw_keys = False, set()
+        self.warned: bool = False
+        self.raw_keys: set[Any] = set()
         semantics, k = options.loss_semantics, options.micro_batches
         self.is_global: bool = semantics != "per_device"
         # Micro-batches of one global batch do not see what the others changed.
@@ -91,7 +92,9 @@ class MicroBatchLoss:
         self.reshard: bool | int = resharding(plan, options.reshard_after_forward)
         converts = plan.precision is not None and plan.precision.reduce_dtype is not None
         self.order: list[int] = []  # in which gradients become available, after the first call
-        self.uses = gather_specs(self.stored, self.targets, converts=converts, reshard=self.reshard)
+        self.uses: list[Any] = gather_specs(
+            self.stored, self.targets, converts=converts, reshard=self.reshard
+        )
 
     def __call__(self, given: DeviceInputs, i: Any) -> MicroBatchSums:
         """Computes the sums of micro-batch `i`."""

@@ -218,7 +218,7 @@ class TrainStep:
         self._replicas = ReplicaCheck(plan, options.check_replicas)
         self._check_mask = MaskCheck(f"the step of {self._name}", prefix="1/")
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
-        self.jitted = jax.jit(
+        self.jitted: Any = jax.jit(
             self._run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),

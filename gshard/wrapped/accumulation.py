@@ -83,7 +83,7 @@ class Accumulation:
         """Prepares the compiled phases; `options` are those of `gshard.value_and_grad`."""
         self.model: Any = None
         self.optimizer: Any = None
-        self.grads: nnx.State | None = None
+        self.grads: nnx.State[Any, Any] | None = None
         self.scaler: Any = None
         self.finite: jax.Array | None = None
         self.stepped_by: Any = None
@@ -101,7 +101,8 @@ class Accumulation:
         """Switches to another plan and drops all gradients."""
         self.settle()
         self.clear()
-        self.plan, wrt = plan, plan.template[1].wrt
+        wrt = plan.template[1].wrt
+        self.plan: Plan = plan
         self._phases = Phases(plan, self._sizes, self._options)
         self._of_loss: dict[Any, OnModel] = {}
         self.forward: OnModel = OnModel(self._phases.forward, wrt)
@@ -206,7 +207,7 @@ class Accumulation:
                 "scaler.step(optimizer) and scaler.update()."
             )
 
-    def take(self) -> nnx.State:
+    def take(self) -> nnx.State[Any, Any]:
         """Returns the reduced gradients; raises a `GShardError` if there are none."""
         self.refuse_waiting()
         if self.grads is None:

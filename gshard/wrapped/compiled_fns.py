@@ -29,7 +29,7 @@ from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, va
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
 LossFn = Callable[..., Any]
-Grads = nnx.State | None
+Grads = nnx.State[Any, Any] | None
 Pending = LocalGradients | None
 
 
@@ -87,7 +87,7 @@ class Phases:
 
     def backward(
         self, loss_fn: LossFn, model: nnx.Module, batch: Any, pending: Pending, grads: Grads
-    ) -> tuple[jax.Array, nnx.State]:
+    ) -> tuple[jax.Array, nnx.State[Any, Any]]:
         """Returns the loss, and its gradient and pending ones reduced and added to `grads`."""
         if pending is None:
             semantics = "per_device"  # DataParallel and DDP average the losses of the devices
@@ -122,7 +122,7 @@ class Phases:
         own, buffers = self._own(loss_fn, model, batch, buffers)
         return own.loss, _added(pending, own), buffers
 
-    def reduce(self, pending: LocalGradients, grads: Grads) -> nnx.State:
+    def reduce(self, pending: LocalGradients, grads: Grads) -> nnx.State[Any, Any]:
         """Returns the pending gradients, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
@@ -180,7 +180,7 @@ def update(model: Any, optimizer: Any, grads: Any, finite: jax.Array | None) -> 
         nnx.update(target, new)
 
 
-def unscale(grads: nnx.State, scale: jax.Array) -> tuple[nnx.State, jax.Array]:
+def unscale(grads: nnx.State[Any, Any], scale: jax.Array) -> tuple[nnx.State[Any, Any], jax.Array]:
     """Returns the gradients divided by the scale, and whether every entry is finite."""
     new = jax.tree.map(lambda g: (g * (1 / scale)).astype(g.dtype), grads)
     return new, jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(new)]))
@@ -191,7 +191,7 @@ def _added(pending: Pending, own: LocalGradients) -> LocalGradients:
     return own if pending is None else dataclasses.replace(pending + own, weight=own.weight)
 
 
-def _sum(grads: Grads, new: nnx.State) -> nnx.State:
+def _sum(grads: Grads, new: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
     return new if grads is None else jax.tree.map(jnp.add, grads, new)
 
 

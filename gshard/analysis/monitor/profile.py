@@ -75,7 +75,9 @@ class StepProfile:
     """
 
     def __init__(self, first: int, last: int, directory: str | os.PathLike[str]):
-        self.first, self.last, self.directory = first, last, as_directory(directory)
+        self.first: int = first
+        self.last: int = last
+        self.directory: Any = as_directory(directory)
         self._is_recording = False
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._latest: Any = None  # a result of the last step

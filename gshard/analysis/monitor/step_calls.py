@@ -48,7 +48,7 @@ class StepCalls:
         if activity.spent.get("compile", 0.0) > compiled:
             activity.spent["compile"] = compiled + time.monotonic() - began
         if self.calls is None:
-            self.skipped = calls - number
+            self.skipped: int = calls - number
         self.calls, self._is_real = calls, True
 
     def ran(self, step: TrainStep, batch: Any) -> None:

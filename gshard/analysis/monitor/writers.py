@@ -30,7 +30,7 @@ class SafeWriter:
 
     def __init__(self, writer: Any, name: str):
         self._writer, self._name, self._has_warned = writer, name, False
-        self.is_terminal = isinstance(writer, Terminal)
+        self.is_terminal: bool = isinstance(writer, Terminal)
 
     def write(self, step: int, scalars: Scalars) -> None:
         """Writes the scalars of a step."""

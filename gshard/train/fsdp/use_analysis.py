@@ -53,7 +53,8 @@ class ParamUses:
 
     def __init__(self, jaxpr: Any, differentiated: Sequence[Any] = ()):
         self.jaxpr = jaxpr
-        self.bind = RepeatedEquations(jaxpr, differentiated).bind if differentiated else bind
+        repeated = RepeatedEquations(jaxpr, differentiated) if differentiated else None
+        self.bind: Any = bind if repeated is None else repeated.bind
         self._users: dict[Any, list[tuple[Any, int]]] = {}
         for eqn in jaxpr.eqns:
             for position, v in enumerate(eqn.invars):
