@@ -78,7 +78,8 @@ def initialize(
     """
     asked = JobPosition(coordinator_address, num_processes, process_id)
     _check_secure(secure)
-    if _joined:
+    by_the_user = jax.distributed.is_initialized() and not watchdogs  # by a call of the user's own
+    if _joined and not by_the_user:
         _check_again(asked)
         return
     if heartbeat_timeout_seconds is None:
@@ -97,7 +98,6 @@ def initialize(
         hang_timeout = env_vars.read_seconds(env_vars.HANG_TIMEOUT, HANG_TIMEOUT, least=0)
     options["hang_timeout"] = check_integer("hang_timeout", hang_timeout, 0, " of seconds")
     position = resolve_position(asked)
-    by_the_user = jax.distributed.is_initialized()  # by a call of the user's own
     if position.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -105,12 +105,14 @@ def initialize(
         join(position, coordinator_bind_address, **options, **secure)
     elif by_the_user:
         _watch(Watchdog(position.process_id, options["hang_timeout"]))
-    _joined.append((asked, position))
+    _joined[:] = [(asked, position)]
     if not jax.distributed.is_initialized():
         _known[:] = [(1, 0)]
         return
     exit_when_it_fails()
-    if position.num_processes is not None and not by_the_user:
+    if by_the_user:
+        _known.clear()  # an earlier call may have found no other process
+    elif position.num_processes is not None:
         _known[:] = [(int(position.num_processes), int(position.process_id or 0))]
 
 

@@ -40,8 +40,8 @@ def introduce(mesh: Mesh) -> None:
             told = json.dumps([at.host, *server.invitation])
         except (OSError, GShardError) as error:
             warn(
-                f"Process 0 has no address for the others: {error} Reports of long waits will not "
-                "say where the other processes are. Call gshard.distributed.initialize with "
+                f"Process 0 has no address for the others ({error}). Reports of long waits will "
+                "not say where the other processes are. Call gshard.distributed.initialize with "
                 "coordinator_address, num_processes and process_id instead."
             )
     told = all_gather_text(told, mesh, what=_WHAT)[0]

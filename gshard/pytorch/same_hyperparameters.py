@@ -15,8 +15,8 @@ from gshard.sharding.plan import Plan
 class SameHyperparameters:
     """Compares those of all steps so far in the steps 1, 2, 4, 8, ... of one optimizer.
 
-    So its cost vanishes in a long training, and a difference is found before the number of steps
-    that follow it is that of those before it.
+    So the cost vanishes in a long training, and a difference is found before the training is twice
+    as long.
     """
 
     def __init__(self) -> None:

@@ -7,6 +7,7 @@ another sharding at every step, or fail deep inside a compiled program.
 from __future__ import annotations
 
 import weakref
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -149,9 +150,9 @@ def refuse_donated(leaves: list[Any]) -> None:
 
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     """Describes how a leaf differs from the plan, if at all. JAX replicates host values itself."""
-    if not hasattr(x, "dtype"):  # a Python number: a step count, or a hyperparameter that was set
-        kind = (int, float) if jnp.issubdtype(wanted.dtype, jnp.floating) else int
-        fits = wanted.shape == () and isinstance(x, kind)
+    if not hasattr(x, "dtype") or isinstance(x, np.number):  # a hyperparameter, or a step count
+        kind = Real if jnp.issubdtype(wanted.dtype, jnp.floating) else Integral
+        fits = wanted.shape == () and isinstance(x, kind) and not isinstance(x, bool)
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
     numpy = isinstance(x, (np.ndarray, np.generic))
     dtype = dtypes.canonicalize_dtype(x.dtype) if numpy else x.dtype

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard._util import events
+from gshard._util import activity, events
 from gshard._util.chips import CHIPS
 from gshard.analysis.monitor import metrics as module
 from gshard.analysis.monitor.mfu import chip_of_step, model_flops, seconds_at_peak
@@ -119,6 +119,23 @@ def test_time_in_checkpoints_and_in_the_loader_is_told_apart(tmp_path):
     # The wait for the first batch is before the first step, and not part of the row.
     assert row["data_time"] >= 3 * EXAMPLES * 0.002
     assert saved * 0.9 < row["checkpoint_time"] < 4 * row["step_time"] - row["data_time"]
+
+
+def test_time_of_nested_calls_counts_once():
+    before = sum(activity.spent.values())
+    began = time.monotonic()
+    with activity.spending("checkpoint"), activity.spending("data"):
+        time.sleep(0.05)
+    assert 0.05 <= sum(activity.spent.values()) - before <= time.monotonic() - began
+
+
+def test_names_of_the_row_are_not_taken_from_the_users_scalars(tmp_path):
+    state, _, step = make()
+    with gshard.Metrics(tmp_path, every=1) as metrics:
+        _, info = step(state, batch())
+        metrics.step({**info, "step": 9, "time": 3})
+    (row,) = read(tmp_path)
+    assert row["step"] == 1 and isinstance(row["time"], str) and list(row)[:2] == ["time", "step"]
 
 
 def test_compilation_of_the_first_step_is_named():

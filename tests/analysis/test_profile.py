@@ -186,3 +186,21 @@ def test_two_profiles_of_the_same_steps_are_refused(tmp_path):
         with pytest.raises(gshard.CallOrderError, match="profile of steps 10 to 13 has some"):
             gshard.profile((13, 20), tmp_path)
     assert not events.observers
+
+
+def test_a_range_that_a_resumed_run_enters_late_is_not_complete(tmp_path):
+    state, step = make()
+    state = train(state, step, 3)
+    with pytest.warns(gshard.GShardWarning, match="not complete: it begins at step 4"):
+        with gshard.profile(steps=(2, 5), directory=tmp_path):
+            train(state, step, 2)
+
+
+def test_a_trace_that_the_user_stops_does_not_stop_the_training(tmp_path):
+    state, step = make()
+    with pytest.warns(gshard.GShardWarning, match="profile of steps 1 to 2 was not written"):
+        with gshard.profile(steps=(1, 2), directory=tmp_path):
+            state = train(state, step, 1)
+            jax.profiler.stop_trace()
+            state = train(state, step, 1)
+    assert int(state.step) == 2

@@ -1,6 +1,6 @@
 """A training script of which only JAX joins the processes; one makes a call alone at the end.
 
-python tests/distributed/joined_by_jax_worker.py ADDRESS PROCESSES RANK
+python tests/distributed/joined_by_jax_worker.py ADDRESS PROCESSES RANK [alone before]
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from gshard.distributed import watchdog
 watchdog.REMIND = 2.0
 
 
-def main(address: str, processes: int, rank: int) -> None:
+def main(address: str, processes: int, rank: int, before: str = "") -> None:
+    if before:
+        gshard.distributed.initialize()  # which finds no others
+        assert gshard.distributed.process_count() == 1
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, processes, rank)
+    assert not before or not gshard.distributed.initialize()
+    assert gshard.distributed.process_count() == processes
 
     def loss_fn(params, batch):
         return ((batch["x"] @ params["w"]) ** 2).mean()
@@ -42,4 +47,4 @@ def main(address: str, processes: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

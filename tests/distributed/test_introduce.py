@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from benchmarks.groups import free_address
 from gshard.distributed.introduce import _own_address
 from tests.processes import run_together
@@ -12,9 +14,10 @@ from tests.processes import run_together
 WORKER = Path(__file__).with_name("joined_by_jax_worker.py")
 
 
-def test_a_wait_says_where_the_others_are_and_different_calls_are_errors(tmp_path):
+@pytest.mark.parametrize("before", [[], ["alone before"]])
+def test_a_wait_says_where_the_others_are_and_different_calls_are_errors(tmp_path, before):
     address = free_address()
-    commands = [[str(WORKER), address, "2", str(rank)] for rank in range(2)]
+    commands = [[str(WORKER), address, "2", str(rank), *before] for rank in range(2)]
     ended = run_together(tmp_path, commands, to_the_end=True, limit=90)
     lines = WORKER.read_text().splitlines()
     sleeps, gathers, waits = (

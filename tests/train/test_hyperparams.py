@@ -40,7 +40,7 @@ def on_one_device():
     return own
 
 
-@pytest.mark.parametrize("kind", [float, np.float32, jnp.float32])
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, jnp.float32])
 @pytest.mark.parametrize("level", ["dp", "os", "os_g", "p_g_os"])
 def test_they_are_set_between_steps_and_compile_nothing_again(level, kind):
     traced = []
@@ -82,7 +82,7 @@ def test_none_or_several_are_refused(tx, count):
         _ = state.opt_state.hyperparams
 
 
-@pytest.mark.parametrize("value", ["fast", None, [0.1], 1 + 2j])
+@pytest.mark.parametrize("value", ["fast", None, [0.1], 1 + 2j, True])
 def test_what_is_no_number_is_refused(value):
     mesh = gshard.make_mesh(devices=jax.devices()[:2])
     state, plan = gshard.shard_train_state((params(), chained()), mesh, "os", min_shard_size=0)

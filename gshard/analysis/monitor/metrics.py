@@ -29,7 +29,7 @@ class Metrics:
     """Writes what a training loop does: loss, speed, MFU, memory, and where time goes.
 
     Call `step` after every train step. A row is written for each `every` steps, two steps later:
-    its values are then on the devices' way out anyway, so that no step waits. Nothing is compiled
+    by then the devices have finished it, so that no step waits for the copy. Nothing is compiled
     or communicated for it. In several processes all make the same calls, and the first one writes.
 
     A row has the means of the scalars that the steps returned (integers, such as `skipped_steps`:
@@ -206,7 +206,7 @@ class Metrics:
         """The time that the arithmetic of a window takes at the devices' peak, or why it is 0."""
         total, why = 0.0, ""
         if not window.programs:
-            why = "FLOPs are those of a step of make_train_step, and none ran"
+            why = "it needs a step of gshard.make_train_step, and none ran"
         for program, times in window.programs.items():
             step = program[0]
             if program not in self._seconds_at_peak:

@@ -82,10 +82,16 @@ class StepProfile:
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._latest: Any = None  # a result of the last step
         self._number: int | None = None  # of the last step
+        self._begins = first  # at which step the trace does
         atexit.register(self.close)
 
     def __str__(self) -> str:
-        return f"profile of steps {self.first} to {self.last}"
+        one = self.first == self.last
+        return (
+            f"profile of step {self.first}"
+            if one
+            else f"profile of steps {self.first} to {self.last}"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -98,8 +104,10 @@ class StepProfile:
         if jax.process_index() != 0:
             self._end()
         elif self.first <= number <= self.last:
-            if not self._is_recording and not self._start():
-                return
+            if not self._is_recording:
+                if not self._start():
+                    return
+                self._begins = number
             self._annotate(jax.profiler.StepTraceAnnotation(ANNOTATION, step_num=number))
         elif number > self.last:  # of a run that was resumed
             self._number = number - 1
@@ -128,8 +136,14 @@ class StepProfile:
         self._is_recording = False
         self._annotate(None)
         jax.block_until_ready(self._latest)
-        jax.profiler.stop_trace()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # a full disk, or the user has stopped it
+            warn(f"the {self} was not written: {error}. Training goes on.")
+            return
         print(f"{self}: {self.directory}", flush=True)
+        if self._begins > self.first:
+            warn(f"the {self} is not complete: it begins at step {self._begins}.")
         if self._number is None or self._number < self.last:
             warn(f"the {self} is not complete: {reached}.")
 
