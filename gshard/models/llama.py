@@ -219,12 +219,14 @@ def from_config(
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
-        head_dim=width // heads,
     )
+    if config.get("head_dim") is not None:
+        only_with(config, head_dim=width // heads)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     stretch = None
-    if rope.get("rope_type", "default") != "default":
-        only_with(rope, rope_type="llama3")
+    kind = rope.get("rope_type") or rope.get("type") or "default"  # `type` in older files
+    if kind != "default":
+        only_with({"rope_type": kind}, rope_type="llama3")
         stretch = Stretch(
             rope["factor"],
             rope["low_freq_factor"],

@@ -58,3 +58,14 @@ def test_other_rotary_positions():
     config = LLAMA | {"rope_parameters": {"rope_type": "yarn"}}
     with pytest.raises(gshard.GShardError, match="cannot have rope_type='yarn' of config.json"):
         llama.from_config(config)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_rotary_positions_in_the_words_of_older_files(kind):
+    config = LLAMA | {"rope_scaling": {"type": kind, "factor": 4.0}}
+    with pytest.raises(gshard.GShardError, match=f"rope_type='{kind}'"):
+        llama.from_config(config)
+
+
+def test_a_head_width_that_is_null():
+    assert llama.from_config(LLAMA | {"head_dim": None}).sizes == llama.from_config(LLAMA).sizes
