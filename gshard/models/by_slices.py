@@ -15,6 +15,11 @@ import jax.numpy as jnp
 SLICE = 128  # tokens; a shorter sequence is one slice
 
 
+def slice_of(tokens: int) -> int:
+    """The largest slice that divides a sequence."""
+    return next(size for size in range(min(tokens, SLICE), 0, -1) if tokens % size == 0)
+
+
 def slices(x_BxTx: jax.Array, size: int) -> jax.Array:
     """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence iterates over."""
     x_BxNxCx = x_BxTx.reshape(x_BxTx.shape[0], -1, size, *x_BxTx.shape[2:])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.models.by_slices import SLICE, attend, cross_entropy
+from gshard.models.by_slices import SLICE, attend, cross_entropy, slice_of
 from gshard.models.training import (
     DTYPES,
     REMAT,
@@ -124,7 +124,7 @@ class Attention(nn.Module):
 
         q_BxTxHxE, k_BxTxKxE, v_BxTxKxE = heads(H, "q"), heads(K, "k"), heads(K, "v")
         y_BxTxHxE = attend(
-            rotate(q_BxTxHxE, *rope), rotate(k_BxTxKxE, *rope), v_BxTxKxE, min(SLICE, T)
+            rotate(q_BxTxHxE, *rope), rotate(k_BxTxKxE, *rope), v_BxTxKxE, slice_of(T)
         )
         y_BxTxD = y_BxTxHxE.reshape(B, T, D)
         return nn.Dense(D, use_bias=False, dtype=self.dtype, name="o")(y_BxTxD)
@@ -200,7 +200,7 @@ class Llama(nn.Module):
             head_DxV = hold(head_DxV, NamedSharding(self.batch_sharding.mesh, jax.P()))
         if next_BxT is None:
             return jnp.matmul(x_BxTxD, head_DxV, preferred_element_type=jnp.float32)
-        return cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
+        return cross_entropy(x_BxTxD, head_DxV, next_BxT, slice_of(T)).mean() / T
 
 
 def from_config(

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import gshard
 from gshard.models import llama
-from gshard.models.by_slices import SLICE, cross_entropy
+from gshard.models.by_slices import SLICE, cross_entropy, slice_of
 from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
 
 EXPERT_INIT = nn.initializers.lecun_normal(batch_axis=(0,))
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         x_BxTxD, uneven_L = layers(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="norm")(x_BxTxD)
         head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V)).astype(self.dtype)
-        loss = cross_entropy(x_BxTxD, head_DxV, next_BxT, min(SLICE, T)).mean() / T
+        loss = cross_entropy(x_BxTxD, head_DxV, next_BxT, slice_of(T)).mean() / T
         return loss + self.routing.balance * uneven_L.mean()
 
 

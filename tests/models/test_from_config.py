@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import numpy as np
 import pytest
 
 import gshard
@@ -69,3 +71,13 @@ def test_rotary_positions_in_the_words_of_older_files(kind):
 
 def test_a_head_width_that_is_null():
     assert llama.from_config(LLAMA | {"head_dim": None}).sizes == llama.from_config(LLAMA).sizes
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 130, 131, 200])
+def test_a_sequence_of_any_length_has_the_logits_of_its_longer_one(tokens):
+    """Causal: what comes later changes nothing, whatever the slices are."""
+    model = llama.from_config(LLAMA, dtype="float32")
+    rows = jax.random.randint(jax.random.key(0), (2, 256), 0, 61)
+    params = model.init(jax.random.key(1), rows)
+    whole, part = model.apply(params, rows), model.apply(params, rows[:, :tokens])
+    np.testing.assert_allclose(part, whole[:, :tokens], atol=1e-5)
