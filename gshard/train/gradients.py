@@ -121,8 +121,7 @@ class LocalGradients:
             "calls by the weight of all examples. For another factor scale the reduced gradients."
         )
 
-    __mul__: Any = __truediv__
-    __rmul__: Any = __mul__
+    __mul__ = __rmul__ = __truediv__
 
     def _refuse(self, other: str) -> NoReturn:
         raise GShardError(
