@@ -9,6 +9,7 @@ and the most that an export and an import had beside what was there before, and 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
@@ -62,6 +63,7 @@ def memory(name: str) -> int:
 
 def settle() -> None:
     """Waits until other threads have freed what they still hold: half a second without a change."""
+    gc.collect()
     last, since = own_memory(), time.monotonic()
     while time.monotonic() < since + 0.5:
         time.sleep(0.02)

@@ -612,7 +612,8 @@ def test_one_leaf_is_on_the_host_at_a_time(tmp_path, axes):
     assert_all_well([ended])
     leaf, state, export, back, left = json.loads(ended.said.splitlines()[-1])
     some = leaf / 10  # what a sample may have next to it
-    assert 0.8 * leaf < export < leaf + BLOCK + some
+    # At least a part: what is freed meanwhile, of before, does not show.
+    assert leaf / 4 < export < leaf + BLOCK + some
     assert left < some  # JAX would keep what the host has seen
     assert back < state + leaf + some
 
