@@ -39,11 +39,11 @@ class SameHyperparameters:
         self._steps += 1
         if self._steps & (self._steps - 1):
             return
-        earlier = f"others in an earlier step (checksum {self._so_far.hexdigest()})"
+        every = [*lines, f"others in an earlier step (checksum {self._so_far.hexdigest()})"]
         mesh: Any = plan.mesh
-        if not find_differences("step", {"values": [*lines, earlier]}, mesh):
+        if not find_differences("step", {"values": every}, mesh):
             return
-        differing = by_value(first_difference([*lines, earlier], mesh))
+        differing = by_value(first_difference(every, mesh))
         raise GShardError(
             f"step {self._steps} of the ZeroRedundancyOptimizer: the processes have different "
             f"hyperparameters: {differing}. Set those of param_groups on all processes alike."

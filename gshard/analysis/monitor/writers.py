@@ -71,8 +71,8 @@ class JsonLines(_Own):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         values = {name: x if math.isfinite(x) else None for name, x in scalars.items()}
-        row = {"time": "", "step": step} | values | {"time": now(), "step": step}
-        line = json.dumps(row).encode() + b"\n"
+        own = {"time": now(), "step": step}
+        line = json.dumps(own | values | own).encode() + b"\n"
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":  # a crash has cut the last line
             line = b"\n" + line

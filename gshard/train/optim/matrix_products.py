@@ -163,9 +163,8 @@ class GatheredUpdate:
             found |= wanted
         made = {i for step in self._steps if step.replicated for i in step.outs}
         copies = {i: self._traced.add_value(self._traced.avals[i]) for i in sorted(found - made)}
-        self.sources: dict[int, int] = {
-            x: i for i, x in copies.items()
-        }  # gathered copies of values
+        # Gathered copies of values.
+        self.sources: dict[int, int] = {copy: i for i, copy in copies.items()}
         for step in self._steps:
             if step.replicated or step.branches or step.has_product:
                 step.ins = [copies.get(i, i) for i in step.ins]
