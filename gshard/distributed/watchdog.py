@@ -70,7 +70,7 @@ class Watchdog:
         self._member: Member | None = None
         if at is not None and rank is not None:
             self._member = Member(rank, at, token, self._place, self._end_soon)
-        self.knows_others = self._member is not None  # or did, until that failed
+        self.knows_others: bool = self._member is not None  # or did, until that failed
         self._devices = _Devices()
         self._due: dict[object, float] = {}  # when a wait is mentioned, in seconds of its age
         self._at_end: doing | None = None  # the end of the script
@@ -89,7 +89,7 @@ class Watchdog:
 
     def introduce(self, rank: int, at: Address, token: str, server: Server | None) -> None:
         """Tells a watchdog that has started without an address where process 0 serves."""
-        self.knows_others: bool = True
+        self.knows_others = True
         self._rank, self._server = rank, server
         self._member = Member(rank, at, token, self._place, self._end_soon)
         self._joining.clear()

@@ -25,7 +25,7 @@ class LateChecks:
         self._calls = 0
         self._due: deque[tuple[int, Callable[[], str]]] = deque()
         self._fault = ""
-        self.order = 0
+        self.order: int = 0
 
     def add(self, check: Callable[[], str]) -> None:
         """Adds a check of the call that has just begun."""
@@ -49,7 +49,7 @@ class LateChecks:
     def forget(self) -> None:
         """Forgets what was found and what is due."""
         self._due.clear()
-        self.order: int = 0
+        self.order = 0
         self._fault = ""
 
 

@@ -30,7 +30,7 @@ class StepCalls:
     def __init__(self) -> None:
         self.began: tuple[float, dict[str, float]] | None = None
         self.calls: int | None = None
-        self.skipped = 0
+        self.skipped: int = 0
         self.programs: Counter[Program] = Counter()
         self._before = (0.0, 0.0)
         self._is_real = False  # no trace of the user's
@@ -48,7 +48,7 @@ class StepCalls:
         if activity.spent.get("compile", 0.0) > compiled:
             activity.spent["compile"] = compiled + time.monotonic() - began
         if self.calls is None:
-            self.skipped: int = calls - number
+            self.skipped = calls - number
         self.calls, self._is_real = calls, True
 
     def ran(self, step: TrainStep, batch: Any) -> None:

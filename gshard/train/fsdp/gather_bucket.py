@@ -122,7 +122,7 @@ class GatherBucket:
         self.specs: tuple[GatherSpec, ...] = tuple(specs)
         self.stored = list(stored)
         self.scope: GatherScope = scope
-        self.grad_sinks = list(grad_sinks)
+        self.grad_sinks: list[jax.Array] = list(grad_sinks)
         if scope.saves:
             scope.buckets.append(self)
         self._kept: list[jax.Array] | None = None
@@ -172,7 +172,7 @@ class GatherBucket:
 
     def end_forward(self) -> None:
         """Releases what only the forward pass needs."""
-        self.grad_sinks: list[jax.Array] = []
+        self.grad_sinks = []
         self.gathered = None
 
 
