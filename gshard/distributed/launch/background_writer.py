@@ -73,22 +73,25 @@ class BackgroundWriter:
         return getattr(self._to, name)
 
     def _run(self) -> None:
+        text = ""
         while True:
             with self._changed:
                 self._writes = False
+                self._size -= len(text)  # only now: until it is written it takes memory
                 self._changed.notify_all()
                 while not self._waiting and not self._dropped:
                     self._changed.wait()
-                text, self._waiting, self._size = "".join(self._waiting), [], 0
+                text, self._waiting = "".join(self._waiting), []
                 dropped, self._dropped = self._dropped, 0
                 self._writes = True
+            gap = ""
             if dropped:
-                text += (
+                gap = (
                     f"gshard: {dropped:,} lines are not shown, since nobody read the output in "
                     "time. The logs have all.\n"
                 )
             try:
-                self._write_now(text)
+                self._write_now(text + gap)
             except (OSError, ValueError):  # nobody reads any more: the job goes on
                 pass
 

@@ -42,7 +42,8 @@ def test_a_writer_does_not_wait_for_its_reader(pipe):
         "time. The logs have all."
     )
     assert [int(line) for line in shown] == list(range(len(shown)))
-    assert 0 < len(shown) < LINES
+    # What the pipe took and what may wait, however late the thread began.
+    assert 0 < 100 * len(shown) < background_writer._MOST + 2**17
 
 
 def test_everything_is_written_in_order_for_one_who_reads(pipe):
