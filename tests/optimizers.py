@@ -123,9 +123,9 @@ BARE = (
     "scale_by_adamax", "scale_by_adan", "scale_by_amsgrad", "scale_by_belief",
     "scale_by_distance_over_gradients", "scale_by_lbfgs", "scale_by_lion", "scale_by_novograd",
     "scale_by_optimistic_gradient", "scale_by_param_block_norm", "scale_by_param_block_rms",
-    "scale_by_radam", "scale_by_rms", "scale_by_rss", "scale_by_sign", "scale_by_sm3",
-    "scale_by_stddev", "scale_by_trust_ratio", "scale_by_yogi", "normalize_by_update_norm",
-    "set_to_zero", "zero_nans",
+    "scale_by_factored_rms", "scale_by_radam", "scale_by_rms", "scale_by_rss", "scale_by_sign",
+    "scale_by_sm3", "scale_by_stddev", "scale_by_trust_ratio", "scale_by_yogi",
+    "normalize_by_update_norm", "set_to_zero", "zero_nans",
 )  # fmt: skip
 CONTRIB_BARE = (
     "normalize", "reduce_on_plateau", "scale_by_acprop", "scale_by_ademamix", "scale_by_adopt",
@@ -138,6 +138,8 @@ OPTIMIZERS: dict[str, Factory] = {
     **{name: partial(bare, getattr(optax, name)) for name in BARE},
     **{name: partial(bare, getattr(contrib, name)) for name in CONTRIB_BARE},
     "polyak_sgd": lambda: optax.polyak_sgd(RATE),
+    "dog": lambda: contrib.dog(1.0, init_step=("heuristic", 1e-2)),
+    "dowg": lambda: contrib.dowg(1.0, init_estim_sq_dist=1e-2),
     "scale_by_polyak": lambda: then_descend(optax.scale_by_polyak()),
     "scale_by_madgrad": lambda: contrib.scale_by_madgrad(RATE, 0.9, 1e-6),
     "scale_by_rprop": lambda: optax.chain(optax.scale_by_rprop(RATE), optax.scale(-1.0)),
@@ -239,6 +241,7 @@ NOT_OPTIMIZERS = {
     "inject_stateful_hyperparams": "inject_hyperparams, whose old name it is",
     "chain": "every combination above",
     "scale_by_muon": "muon",
+    "hutchinson_estimator_diag_hessian": "sophia",
     "measure_with_ema": "no update: it watches",
     "snapshot": "no update: it watches",
 }
@@ -257,7 +260,7 @@ KINDS = [
     (
         (
             "lion", "clip, adamw, warm-up, mask", "novograd", "adaptive_grad_clip", "muon",
-            "prodigy", "momo", "lookahead", "mechanize", "flatten", "freeze", "centralize",
+            "prodigy", "momo", "dog", "lookahead", "mechanize", "flatten", "freeze", "centralize",
         ),
         "p_g_os",
     ),

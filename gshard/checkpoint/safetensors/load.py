@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gshard._util.durable import file_path
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
@@ -26,11 +27,19 @@ from gshard.checkpoint.safetensors.format import (
 )
 from gshard.checkpoint.safetensors.name_map import NameMap, Piece
 from gshard.checkpoint.safetensors.name_maps import name_map_of
-from gshard.checkpoint.safetensors.tensors import chosen, names_of_others, nearest, pieces_of
+from gshard.checkpoint.safetensors.tensors import (
+    check_filled,
+    chosen,
+    nearest,
+    pieces_by_rule,
+    pieces_of,
+)
 from gshard.distributed.agree import run_on_all
-from gshard.sharding.host_arrays import plan_of
+from gshard.sharding.host_arrays import full_on_host, plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
+from gshard.train.optim.made_of_params import layouts_made_of_params, make_of_params
+from gshard.train_state.components import Components
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of a shard as stored, by dimension
 _CALL = "load_safetensors"
@@ -51,6 +60,8 @@ def load_safetensors(
     program with the same names, shapes and dtypes, or with those that `name_map` says. Parameters,
     their master copies and the collections next to them are replaced, in the layouts of `state`.
     The step, the optimizer's moments (shard a new state for new ones) and random keys are kept.
+    Before the first step, what the optimizer's `init` copies from the parameters (schedule-free
+    optimizers, Prodigy, DoG, Lookahead) is made of the new ones; later a warning names it.
 
     One weight at a time is on the host, and only what this process's devices need. With several
     processes all call this, each reads the file, and all return when all have.
@@ -91,15 +102,23 @@ def load_safetensors(
 
     def read() -> Any:
         convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
-        file = file_path(path, _CALL)
+        # Hugging Face's cache has links, whose targets have no names and no shards beside them.
+        file = file_path(path, _CALL, resolve=False)
         components = plan.kind.split(state)
         weights = weights_of(components, plan, _CALL)
         wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
-        others = names_of_others(weights, wanted, names)
-        found = {name: x for name, x in tensors_at(file, _CALL).items() if name not in others}
+        known = pieces_by_rule(weights, names)
+        mine, every = (
+            {x.name for each in several.values() for x in each} for several in (pieces, known)
+        )
+        check_filled(
+            {k: [x for x in several if x.name in mine] for k, several in known.items()}, _CALL
+        )
+        found = tensors_at(file, _CALL)
         if names is not None:
-            found = _needed(found, {x.name for each in pieces.values() for x in each}, names)
+            found = _needed(found, every, names)
+        found = {name: x for name, x in found.items() if name in mine or name not in every}
         _check_fit(found, wanted, pieces, file, convert, names)
 
         def make(name: str, layout: Layout, old: Any) -> Any:
@@ -110,8 +129,29 @@ def load_safetensors(
 
         return replace_weights(components, plan, make)
 
-    components = run_on_all(read, plan.mesh, call=_CALL)
+    components = _with_copies(run_on_all(read, plan.mesh, call=_CALL), plan)
     return plan.kind.merge(components, state, plan.kind.tx(state))
+
+
+def _with_copies(components: Components, plan: Plan) -> Components:
+    """Makes what the optimizer copies from the parameters of the new ones, if no step was made."""
+    copies = layouts_made_of_params(plan)
+    if not copies:
+        return components
+    step = int(full_on_host(components.step, plan.layouts.step))
+    try:
+        if step == 0:
+            new = make_of_params(plan, copies, components.params, components.opt_state)
+            return dataclasses.replace(components, opt_state=new)
+        why = f"in step {step} they hold what the steps have made of the parameters before"
+    except Exception as error:
+        why = f"its init cannot be compiled: {error}"
+    warn(
+        f"{_CALL}: the optimizer's state depends on the values of the parameters, and was kept: "
+        f"{some(x.path for x in copies)} ({why}). The next steps may undo what was loaded. Load "
+        "before the first step; or shard (gshard.full_params(state), tx) after loading."
+    )
+    return components
 
 
 def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> dict[str, Stored]:
@@ -119,6 +159,11 @@ def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> di
     full = {}
     for name, stored in found.items():
         if name not in wanted and names.prefix + name in {*wanted, *names.tied.values()}:
+            if names.prefix + name in found:
+                raise GShardError(
+                    f"{_CALL}: {stored.path} has both {names.prefix + name} and {name}, and one "
+                    "weight of the state for both. Delete one from the file."
+                )
             name = names.prefix + name
         full[name] = stored
     repeated = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -165,11 +166,11 @@ class _Files:
 def _limit(most: Any) -> float | None:
     if most is None:
         return None
-    if isinstance(most, bool) or not isinstance(most, (int, float)) or not most > 0:
+    if isinstance(most, bool) or not isinstance(most, numbers.Real) or not most > 0:
         raise GShardError(
             f"{_CALL}: max_shard_bytes={shown(most)} must be a number of bytes, such as 5e9."
         )
-    return most
+    return float(most)
 
 
 def _check_folder(folder: Path) -> None:

@@ -39,7 +39,9 @@ def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Wei
     if only is None:
         return dict(weights)
     found: set[str] = set()
-    for text in names_of("only", only):
+    if not (texts := names_of("only", only)):
+        raise GShardError(f"{call}: only=[] chooses nothing. Pass a pattern, or None for all.")
+    for text in texts:
         regex = pattern(text, "only")
         fits = {name for name, weight in weights.items() if regex.search(weight.layout.path)}
         if not fits:
@@ -49,14 +51,22 @@ def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Wei
     return {name: weight for name, weight in weights.items() if name in found}
 
 
+def pieces_by_rule(
+    weights: Mapping[str, Weight], name_map: NameMap | None
+) -> dict[str, tuple[Piece, ...]]:
+    """Where the tensors of a file hold each weight; nothing for one without a rule."""
+    if name_map is None:
+        return {name: (same_layout(name, x.layout.shape),) for name, x in weights.items()}
+    return {n: name_map.pieces(x.layout.path, x.layout.shape) for n, x in weights.items()}
+
+
 def pieces_of(
     weights: Mapping[str, Weight], name_map: NameMap | None, call: str
 ) -> dict[str, tuple[Piece, ...]]:
-    """Where the tensors of a file hold each weight."""
-    if name_map is None:
-        return {name: (same_layout(name, x.layout.shape),) for name, x in weights.items()}
-    found = {n: name_map.pieces(x.layout.path, x.layout.shape) for n, x in weights.items()}
-    if unknown := [weights[name].layout.path for name, pieces in found.items() if not pieces]:
+    """The same; a `GShardError` for weights without a rule."""
+    found = pieces_by_rule(weights, name_map)
+    unknown = [weights[name].layout.path for name, pieces in found.items() if not pieces]
+    if name_map is not None and unknown:
         rules = list(name_map.rules)
         raise GShardError(
             f"{call}: name_map has no rule for {', '.join(nearest(unknown, rules))}. Use the map "
@@ -65,18 +75,28 @@ def pieces_of(
     return found
 
 
-def names_of_others(
-    weights: Mapping[str, Weight], wanted: Mapping[str, Weight], name_map: NameMap | None
-) -> set[str]:
-    """The tensors that hold nothing but weights that `only` leaves out."""
-    if name_map is None:
-        return weights.keys() - wanted.keys()
-
-    def held(names: Iterable[str]) -> set[str]:
-        layouts = [weights[name].layout for name in names]
-        return {piece.name for x in layouts for piece in name_map.pieces(x.path, x.shape)}
-
-    return held(weights.keys() - wanted.keys()) - held(wanted)
+def check_filled(pieces: Mapping[str, Sequence[Piece]], call: str) -> None:
+    """Raises a `GShardError` unless each number of a tensor belongs to one weight."""
+    tensors: dict[str, dict[str, Piece]] = {}
+    for weight, several in pieces.items():
+        for piece in several:
+            tensors.setdefault(piece.name, {})[weight] = piece
+    for name, held in tensors.items():
+        numbers = 0
+        taken = set()
+        for piece in held.values():
+            inside = {x for group in piece.file_axes for x in group}
+            mine = {x: i for x, i in piece.at.items() if x in inside}
+            taken.add(tuple(mine.values()))
+            numbers += math.prod(piece.sizes[x] for x in inside if x not in mine)
+        shapes = {piece.shape for piece in held.values()}
+        if {math.prod(shape) for shape in shapes} != {numbers} or len(taken) != len(held):
+            rooms = " or ".join(f"{math.prod(x)} {[*x]}" for x in sorted(shapes))
+            raise GShardError(
+                f"{call}: {name} has room for {rooms} numbers, and {' and '.join(held)} "
+                f"{'has' if len(held) == 1 else 'have'} {numbers}. Each number must belong to one "
+                "weight: correct the rules of name_map, or only=."
+            )
 
 
 def groups_of(
@@ -108,26 +128,8 @@ def groups_of(
                 )
             tensor.pieces[name] = piece
             group_of |= {x.name: mine for x in mine.tensors}
-    for tensor in tensors.values():
-        _check_filled(tensor, call)
+    check_filled(pieces, call)
     return groups
-
-
-def _check_filled(tensor: Tensor, call: str) -> None:
-    """Each entry of a tensor comes from one weight."""
-    numbers = 0
-    taken = set()
-    for piece in tensor.pieces.values():
-        mine = {x: i for x, i in piece.at.items() if any(x in group for group in piece.file_axes)}
-        taken.add(tuple(mine.values()))
-        held = math.prod(piece.sizes[x] for g in piece.file_axes for x in g if x not in mine)
-        numbers += held
-    if numbers != math.prod(tensor.shape) or len(taken) != len(tensor.pieces):
-        raise GShardError(
-            f"{call}: {tensor.name} would hold {numbers} numbers of {' and '.join(tensor.pieces)}, "
-            f"and has room for {math.prod(tensor.shape)}. Each of its numbers must belong to one "
-            "weight: correct the rules of name_map, or only=."
-        )
 
 
 def nearest(names: Iterable[str], known: list[str], most: int = 20) -> list[str]:

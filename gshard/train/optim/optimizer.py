@@ -272,8 +272,8 @@ def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
     """Returns the new values where a step updates, else the old ones."""
 
     def chosen(x: Any, y: Any) -> jax.Array:
-        # A number in a state has a dtype and no shape. This takes a third of `jnp.where`'s time.
-        if jnp.shape(x) == y.shape and x.dtype == y.dtype:
+        # A constant may have no shape and no dtype. This takes a third of `jnp.where`'s time.
+        if jnp.shape(x) == y.shape and getattr(x, "dtype", None) == y.dtype:
             return lax.select_n(updates, y, x)
         return jnp.where(updates, x, y)
 

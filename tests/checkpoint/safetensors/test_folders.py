@@ -39,7 +39,9 @@ def folder_of(path, most):
     return state
 
 
-@pytest.mark.parametrize(("most", "shards"), [(1, 5), (79, 5), (80, 3), (199, 2), (200, 1)])
+@pytest.mark.parametrize(
+    ("most", "shards"), [(1, 5), (79, 5), (np.int64(80), 3), (199, 2), (200, 1)]
+)
 def test_shards_have_at_most_so_many_bytes(tmp_path, most, shards):
     folder_of(tmp_path / "x", most)
     files = sorted(x.name for x in (tmp_path / "x").glob("*.safetensors"))
@@ -117,6 +119,17 @@ def test_one_of_several_models_by_its_path(tmp_path):
     folder_of(tmp_path / "x", 80)
     (tmp_path / "x" / "other.safetensors").write_bytes(b"of another program")
     assert_loads(index(tmp_path / "x"))
+
+
+def test_a_cache_whose_files_are_links_to_files_of_other_names(tmp_path):
+    """Hugging Face's cache; `hf_hub_download` returns the path of such a link."""
+    folder_of(tmp_path / "snapshot", 80)
+    (tmp_path / "blobs").mkdir()
+    for i, file in enumerate([*(tmp_path / "snapshot").iterdir()]):
+        blob = file.rename(tmp_path / "blobs" / f"{i:064x}")
+        file.symlink_to(blob)
+    assert_loads(tmp_path / "snapshot")
+    assert_loads(index(tmp_path / "snapshot"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):

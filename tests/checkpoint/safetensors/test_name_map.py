@@ -149,7 +149,10 @@ BAD_MAPS = {
     "too many unknown": ({"w": ("t", "(i j) k -> i j k")}, "has the axes '(i j) k'"),
     "two rules": ({"w": "t", "{x}": "{x}"}, "w fits the rules 'w' and '{x}'"),
     "no rule": ({"ww": "t"}, "no rule for w (did you mean ww?)"),
-    "nobody's part": ({"{x:w,u}": ("t", "i j -> i (x j)")}, "t would hold 24 numbers of w, and"),
+    "nobody's part": (
+        {"{x:w,u}": ("t", "i j -> i (x j)")},
+        "t has room for 48 [4, 12] numbers, and w has 24",
+    ),
 }
 
 
@@ -164,13 +167,29 @@ def test_maps_that_do_not_fit(tmp_path, case):
 
 def test_two_weights_of_one_name_or_of_two_dtypes_in_one_tensor(tmp_path):
     state = simple({"a": some(3), "b": some(3)})
-    with pytest.raises(gshard.GShardError, match="t would hold 6 numbers of a and b"):
+    with pytest.raises(gshard.GShardError, match="room for 3 .* and b have 6"):
         rules = gshard.NameMap({"a": "t", "b": "t"})
         gshard.save_safetensors(state, tmp_path / "x", name_map=rules)
     state = simple({"a": some(3), "b": some(3, dtype=np.float16)})
     rules = gshard.NameMap({"{x:a,b}": ("t", "i -> x i")})
     with pytest.raises(gshard.GShardError, match="give these weights one dtype"):
         gshard.save_safetensors(state, tmp_path / "x", name_map=rules)
+
+
+def test_weights_of_one_tensor_must_fill_it_before_they_are_read(tmp_path):
+    safetensors.save_file({"t": some(3), "qk": some(6)}, tmp_path / "y")
+    with pytest.raises(gshard.GShardError, match="t has room for 3 .* a and b have 6"):
+        rules = gshard.NameMap({"a": "t", "b": "t"}, ignored=["qk"])
+        gshard.load_safetensors(
+            simple({"a": some(3), "b": some(3)}), tmp_path / "y", name_map=rules
+        )
+    rules = gshard.NameMap({"{x:q,k}": ("qk", "i -> (x i)")}, ignored=["^t$"])
+    with pytest.raises(gshard.GShardError, match="qk has room for 6 .* and q has 3"):
+        gshard.load_safetensors(simple({"q": some(3)}), tmp_path / "y", name_map=rules)
+    both = simple({"q": some(3), "k": some(3)})  # one of them may be chosen
+    found = gshard.load_safetensors(both, tmp_path / "y", name_map=rules, only="q")
+    expected = safetensors.load_file(tmp_path / "y")["qk"][:3]
+    assert_same({"q": gshard.full_params(found)["q"]}, {"q": expected})
 
 
 def test_an_unknown_map(tmp_path):
@@ -255,6 +274,14 @@ def test_tied_and_ignored_tensors_and_names_without_the_prefix(tmp_path):
             assert_same(gshard.full_params(back), params)
 
 
+def test_a_name_with_and_without_the_prefix(tmp_path):
+    params = {"w": some(4, 6), "b": some(5)}
+    tensors = {"model.w": params["w"].T.copy(), "model.b": params["b"], "b": -params["b"]}
+    safetensors.save_file(tensors, tmp_path / "y")
+    with pytest.raises(gshard.GShardError, match="has both model.b and b"):
+        gshard.load_safetensors(simple(params), tmp_path / "y", name_map=MAP)
+
+
 def test_a_head_of_its_own_is_not_dropped(tmp_path):
     params = {"w": some(4, 6), "b": some(5)}
     other = params["b"].copy()
@@ -317,5 +344,24 @@ def test_only_some_weights(tmp_path, level):
         full = gshard.full_params(back)
         assert_same(full["lora"], {"a": other["lora"]["a"], "b": params["lora"]["b"]})
     for call in (gshard.save_safetensors, gshard.load_safetensors):
+        with pytest.raises(gshard.GShardError, match=r"only=\[\] chooses nothing"):
+            call(state, tmp_path / "x", only=[])
         with pytest.raises(gshard.GShardError, match="only='adapter' fits no weight"):
             call(state, tmp_path / "x", only=["lora", "adapter"])
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_only_some_weights_of_files_with_a_tied_head_or_without_the_prefix(tmp_path, prefix):
+    params = {"w": some(4, 6), "b": some(5)}
+    tensors = {f"{prefix}w": params["w"].T.copy(), f"{prefix}b": params["b"]}
+    for head in ({}, {"head": params["b"]}):
+        safetensors.save_file(tensors | head, tmp_path / "y")
+        for name in "wb":
+            old = zeros(params)
+            back = gshard.load_safetensors(
+                simple(old), tmp_path / "y", name_map=MAP, only=f"^{name}$"
+            )
+            assert_same(gshard.full_params(back), old | {name: params[name]})
+    safetensors.save_file(tensors | {"head": -params["b"]}, tmp_path / "y")
+    with pytest.raises(gshard.GShardError, match="head is tied to model.b"):
+        gshard.load_safetensors(simple(params), tmp_path / "y", name_map=MAP, only="^w$")

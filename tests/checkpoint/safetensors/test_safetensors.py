@@ -681,3 +681,49 @@ def test_what_fails_on_one_process_is_raised_on_both(processes, fault):
         assert words.startswith(f"process {at_fault}: ") == (rank != at_fault)
     assert (folder / "full").read_text() == "old"
     assert not [name for name in os.listdir(folder) if "new" in name or name == "bad"]
+
+
+COPYING = {
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(1.0),
+    "dog in MultiSteps": lambda: optax.MultiSteps(optax.contrib.dog(1.0), 2),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bfloat16"}], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("level", "tx"), [*zip(["p_g_os", "os", "dp"], COPYING, strict=True)])
+def test_copies_that_the_optimizer_makes_of_the_parameters(tmp_path, level, tx, options):
+    """Loaded before the first step, they are those of a state that was made of the weights."""
+
+    def new(seed):
+        rng = np.random.default_rng(seed)
+        params = {k: rng.normal(size=n).astype(np.float32) for k, n in (("w", (13, 7)), ("b", 7))}
+        mesh = gshard.make_mesh(devices=jax.devices()[:3])
+        state = (params, COPYING[tx]())
+        return gshard.shard_train_state(state, mesh, level, min_shard_size=1, **options)
+
+    expected, _ = new(0)
+    gshard.save_safetensors(expected, tmp_path / "x")
+    state, plan = new(1)
+    state = gshard.load_safetensors(state, tmp_path / "x")
+    for x, y in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        assert x.sharding == y.sharding and x.dtype == y.dtype
+        wide = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(*wide, rtol=2e-7)  # DoG's norm is a sum over devices
+    step = gshard.make_train_step(lambda p, b: ((b @ p["w"] + p["b"]) ** 2).mean(), plan)
+    state, _ = step(state, np.ones((6, 13), np.float32))
+    with pytest.warns(gshard.GShardWarning, match=r"/b, .*in step 1 they hold"):
+        gshard.load_safetensors(state, tmp_path / "x")
+
+
+def test_an_optimizer_that_copies_nothing_is_kept(tmp_path, recwarn):
+    params = {"w": np.ones((12, 6), np.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state, _ = gshard.shard_train_state((params, tx), mesh, "p_g_os", min_shard_size=1)
+    state = state.replace(step=state.step + 1)
+    gshard.save_safetensors(state, tmp_path / "x")
+    other = gshard.load_safetensors(state, tmp_path / "x")
+    pairs = zip(*(jax.tree.leaves(x.opt_state.inner) for x in (state, other)), strict=True)
+    assert all(x is y for x, y in pairs)
+    assert not [x for x in recwarn if issubclass(x.category, gshard.GShardWarning)]
