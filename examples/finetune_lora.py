@@ -3,6 +3,7 @@
 python finetune_lora.py out                              # a small random model, made here
 python finetune_lora.py out --base ~/Llama-3.2-1B        # a folder with a Llama of Hugging Face
 gshard launch --virtual_devices 8 finetune_lora.py out   # on 8 virtual CPU devices
+gshard launch --nproc_per_node 2 finetune_lora.py out    # in two processes
 """
 
 import argparse
@@ -72,7 +73,9 @@ def save_model(params, config: dict, folder: Path, level) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state, _ = shard(params, optax.identity(), level)
     gshard.save_safetensors(state, folder, name_map="llama", max_shard_bytes=5e9)
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if jax.process_index() == 0:
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
+    gshard.distributed.barrier()
 
 
 def main() -> None:
@@ -82,10 +85,16 @@ def main() -> None:
     parser.add_argument("--level", default="zero3")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
+    gshard.distributed.initialize()
     args.out.mkdir(parents=True, exist_ok=True)
+    done, made = ((args.out / name / "config.json").exists() for name in ("merged", "base"))
+    gshard.distributed.barrier()  # all have looked before one writes
+    if done:
+        parser.error(f"{args.out} has the results of another run: choose a new folder")
 
     if args.base is None:
         args.base = args.out / "base"
+    if args.base == args.out / "base" and not made:
         model = llama.from_config(SMALL, dtype="float32", remat="none")
         save_model(merge(init(model, seed=0)), SMALL, args.base, args.level)
 
@@ -109,7 +118,7 @@ def main() -> None:
     merged = merge(gshard.full_params(state))  # the host must hold the model
     save_model(merged, config, args.out / "merged", args.level)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (args.base / name).exists():
+        if jax.process_index() == 0 and (args.base / name).exists():
             shutil.copy(args.base / name, args.out / "merged")
     print(f"adapters and merged weights are in {args.out}")
 

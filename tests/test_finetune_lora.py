@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +17,8 @@ import pytest
 import gshard
 from examples import finetune_lora
 from gshard.models import llama
+from tests.jobs import launch
+from tests.processes import clean_environment
 
 WHY = "needs the export extra: pip install 'gshard[export]'"
 safetensors = pytest.importorskip("safetensors.numpy", reason=WHY)
@@ -29,6 +34,19 @@ def test_a_merged_model_computes_what_base_and_adapters_do():
     expected = jax.jit(lambda params: finetune_lora.apply(model, params, tokens))(params)
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
     assert np.abs(plain(params) - expected).max() > 0.01
+
+
+@pytest.mark.slow
+def test_two_processes_and_a_second_run(tmp_path):
+    words = launch("--nproc_per_node", 2, "--virtual_devices", 2, finetune_lora.__file__, tmp_path)
+    environment = clean_environment() | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=300)
+    first = run([*words, "--steps", "3"], check=True)
+    assert len({*re.findall(r"step 1: loss ([\d.]+)", first.stdout)}) == 1
+    merged = safetensors.load_file(tmp_path / "merged/model.safetensors")
+    assert merged.keys() == safetensors.load_file(tmp_path / "base/model.safetensors").keys()
+    second = run([*words, "--steps", "3"])
+    assert second.returncode == 2 and "has the results of another run" in second.stderr
 
 
 @pytest.mark.slow

@@ -66,6 +66,8 @@ def compare_batches(
     now = count_examples(shapes)
     if known is None or known[:2] != form[:2]:
         change = f"this process gave {now} examples of other arrays than before"
+    elif known == form:
+        change = f"the data of this process's first {DATA_COMPARISONS} batches are compared"
     elif (before := count_examples(known[2])) == now:
         change = f"the shapes of this process's arrays changed (it still gives {now} examples)"
     else:

@@ -25,6 +25,7 @@ from gshard.models.training import (
     named,
     need,
     only_with,
+    required,
     setup_of,
     stack_of,
 )
@@ -111,9 +112,6 @@ def from_config(config: Mapping[str, Any], *, dtype: str = "float32", remat: str
       config: what the file says.
       dtype, remat: see `setup`.
     """
-    width = config["n_embd"]
-    if config.get("n_inner") is not None:
-        only_with(config, n_inner=4 * width)
     only_with(
         config,
         model_type="gpt2",
@@ -124,6 +122,10 @@ def from_config(config: Mapping[str, Any], *, dtype: str = "float32", remat: str
         tie_word_embeddings=True,
         add_cross_attention=False,
     )
+    required(config, "n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
+    width = config["n_embd"]
+    if config.get("n_inner") is not None:
+        only_with(config, n_inner=4 * width)
     return GPT2(
         config["n_layer"],
         width,

@@ -27,6 +27,7 @@ from gshard.models.training import (
     named,
     need,
     only_with,
+    required,
     setup_of,
     stack_of,
 )
@@ -212,7 +213,6 @@ def from_config(
       config: what the file says.
       dtype, remat: see `setup`.
     """
-    width, heads = config["hidden_size"], config["num_attention_heads"]
     only_with(
         config,
         model_type="llama",
@@ -220,6 +220,9 @@ def from_config(
         attention_bias=False,
         mlp_bias=False,
     )
+    needed = ("num_hidden_layers", "intermediate_size", "vocab_size")
+    required(config, "hidden_size", "num_attention_heads", *needed)
+    width, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") is not None:
         only_with(config, head_dim=width // heads)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -227,12 +230,10 @@ def from_config(
     kind = rope.get("rope_type") or rope.get("type") or "default"  # `type` in older files
     if kind != "default":
         only_with({"rope_type": kind}, rope_type="llama3")
-        stretch = Stretch(
-            rope["factor"],
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
+        freq = ("low_freq_factor", "high_freq_factor")
+        names = ("factor", *freq, "original_max_position_embeddings")
+        required(rope, *names)
+        stretch = Stretch(*(rope[name] for name in names))
     sizes = Sizes(
         layers=config["num_hidden_layers"],
         width=width,

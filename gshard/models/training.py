@@ -98,6 +98,15 @@ def named(argument: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
+def required(config: Mapping[str, Any], *names: str) -> None:
+    """Refuses a `config.json` that does not say what a model needs."""
+    if lost := [name for name in names if config.get(name) is None]:
+        raise gshard.GShardError(
+            f"config.json does not have {', '.join(lost)}. Use the config.json of this model's own "
+            "folder."
+        )
+
+
 def only_with(config: Mapping[str, Any], **known: Any) -> None:
     """Refuses a `config.json` of Hugging Face that says something else than a model here does."""
     other = [f"{x}={config[x]!r}" for x, value in known.items() if config.get(x, value) != value]

@@ -56,6 +56,17 @@ def test_what_a_model_here_does_not_have(model, config, change):
         model.from_config(config | change)
 
 
+@pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
+def test_what_config_json_does_not_say_is_listed(model, config):
+    with pytest.raises(gshard.GShardError, match="config.json does not have .*, vocab_size"):
+        model.from_config({"model_type": config["model_type"]})
+    with pytest.raises(gshard.GShardError, match="cannot have model_type='bert'"):
+        model.from_config({"model_type": "bert"})
+    some = {"rope_type": "llama3", "factor": 8.0}
+    with pytest.raises(gshard.GShardError, match="have low_freq_factor, high_freq_factor, orig"):
+        llama.from_config(LLAMA | {"rope_scaling": some})
+
+
 def test_other_rotary_positions():
     config = LLAMA | {"rope_parameters": {"rope_type": "yarn"}}
     with pytest.raises(gshard.GShardError, match="cannot have rope_type='yarn' of config.json"):

@@ -166,7 +166,7 @@ class _Files:
 def _limit(most: Any) -> float | None:
     if most is None:
         return None
-    if isinstance(most, bool) or not isinstance(most, numbers.Real) or not most > 0:
+    if isinstance(most, bool) or not isinstance(most, numbers.Real) or not float(most) > 0:
         raise GShardError(
             f"{_CALL}: max_shard_bytes={shown(most)} must be a number of bytes, such as 5e9."
         )
