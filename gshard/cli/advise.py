@@ -51,8 +51,10 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
             TextColumn("{task.description}"),
         ) as bar:  # fmt: skip
             task = bar.add_task("importing the model", total=None)
+            say = common.lines_of_progress()
 
             def show(done: int, of: int, best: str) -> None:
+                say(f"{done} of {of} options{best and '; '}{best}")
                 bar.update(task, completed=done, total=of, description=best if done else None)
 
             found = advise(config, show, measured)

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -173,12 +174,28 @@ def _warnings_as_lines() -> Iterator[None]:
             print(f"warning: {text}", file=sys.stderr)
 
 
+def lines_of_progress(every: float = 5.0) -> Callable[[str], None]:
+    """Makes a function that prints a text on stderr, at most once in so many seconds.
+
+    It prints nothing on a terminal, which has a progress bar or a status.
+    """
+    is_terminal, last = Console(stderr=True).is_terminal, time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if not is_terminal and time.monotonic() >= last + every:
+            print(text, file=sys.stderr, flush=True)
+            last = time.monotonic()
+
+    return say
+
+
 @contextlib.contextmanager
 def status(what: str) -> Iterator[Callable[[str], Any]]:
-    """Shows progress on stderr if it is a terminal; yields a function that changes the text."""
+    """Shows progress on stderr; yields a function that changes the text."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: None
+        yield lines_of_progress()
         return
     with console.status(what) as shown:
         yield shown.update

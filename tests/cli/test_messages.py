@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,7 +24,7 @@ from gshard.analysis.aot.compiled import compiled_report
 from gshard.analysis.audit import audit_text
 from gshard.analysis.html.markup import shown_value
 from gshard.analysis.setup import load_setup
-from gshard.cli.common import guarded
+from gshard.cli.common import guarded, lines_of_progress
 from gshard.cli.main import main
 from gshard.sharding.level import LEVELS
 from tests import setups
@@ -158,6 +159,14 @@ def test_what_a_model_prints_is_not_in_the_answer(command, capsys):
     json.loads(said.out)
     assert "a setup is made" in said.err
     assert command == "explain" or "a loss is traced" in said.err
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    monkeypatch.setattr("gshard.cli.common.lines_of_progress", partial(lines_of_progress, 0.0))
+    assert main(["advise", "tests.setups:mlp", "--target", "h100:1x8", "--levels", "os"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"^1 of \d+ options; best so far: os, 1 x 8, ", said.err, re.M)
+    assert "options;" not in said.out
 
 
 @pytest.mark.parametrize("command", ["plan", "advise"])
