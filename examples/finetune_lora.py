@@ -87,7 +87,8 @@ def main() -> None:
     args = parser.parse_args()
     gshard.distributed.initialize()
     args.out.mkdir(parents=True, exist_ok=True)
-    done, made = ((args.out / name / "config.json").exists() for name in ("merged", "base"))
+    done = any((args.out / "merged").glob("*.safetensors"))
+    made = (args.out / "base" / "config.json").exists()
     gshard.distributed.barrier()  # all have looked before one writes
     if done:
         parser.error(f"{args.out} has the results of another run: choose a new folder")

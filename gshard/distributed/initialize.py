@@ -10,7 +10,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from gshard._util import activity
-from gshard._util.errors import CallOrderError, GShardError, did_you_mean
+from gshard._util.errors import CallOrderError, GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
@@ -28,6 +28,16 @@ _CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _joined: list[tuple[JobPosition, JobPosition]] = []  # the arguments, and the resulting position
 watchdogs: list[Watchdog] = []  # that of this process, once it has joined others
 _known: list[tuple[int, int]] = []  # number of processes and rank, once JAX was given them
+
+
+def warn_if_not_joined() -> None:
+    """Warns in a process that was started with others and trains without them."""
+    processes = env_vars.read_integer(env_vars.NUM_PROCESSES) or 1
+    if processes > 1 and not jax.distributed.is_initialized():
+        warn(
+            f"this process was started as one of {processes}, and has not joined the others: each "
+            "trains alone. Call gshard.distributed.initialize() before anything else uses JAX."
+        )
 
 
 def initialize(

@@ -18,6 +18,7 @@ from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.text import bytes_of
 from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.agree import all_gather_text, check_same_call
+from gshard.distributed.initialize import warn_if_not_joined
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import LEVELS, Level, LevelChoice, is_auto, parse_level
@@ -254,6 +255,7 @@ def shard_and_advise(
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
     if isinstance(mesh, Mesh):
         warn_of_compilation_cache(mesh)
+        warn_if_not_joined()
     source = wanted["broadcast_from"]
     if made_by is not None and isinstance(mesh, Mesh):
         init_args = agree_on_state(plan, tuple(init_args), "init_args=", source)

@@ -80,3 +80,10 @@ def test_in_other_versions_only_the_state_is_compared():
     assert difference(one | {"versions": ["1", "2"]}, other) == ""
     sgd = optimizer_info(shard(optax.sgd(1e-3, momentum=0.9))[1])
     assert "ScaleByAdamState" in difference(one | {"versions": ["1", "2"]}, sgd)
+
+
+def test_what_is_known_of_it_has_no_nan():
+    """NaN has no place among sorted numbers, so that their order would differ on each process."""
+    _, plan = shard(optax.contrib.schedule_free_sgd(1e-3))
+    numbers = optimizer_info(plan)["numbers"]
+    assert numbers == sorted(numbers) and all(x == x for x in numbers)

@@ -60,8 +60,9 @@ def load_safetensors(
     program with the same names, shapes and dtypes, or with those that `name_map` says. Parameters,
     their master copies and the collections next to them are replaced, in the layouts of `state`.
     The step, the optimizer's moments (shard a new state for new ones) and random keys are kept.
-    Before the first step, what the optimizer's `init` copies from the parameters (schedule-free
-    optimizers, Prodigy, DoG, Lookahead) is made of the new ones; later a warning names it.
+    Before the first step, copies of the parameters that the optimizer keeps (schedule-free
+    optimizers, Prodigy, DoG, Lookahead) are replaced by copies of the loaded ones; after it they
+    are kept, and a warning names them.
 
     One weight at a time is on the host, and only what this process's devices need. With several
     processes all call this, each reads the file, and all return when all have.
@@ -100,11 +101,11 @@ def load_safetensors(
     if isinstance(plan.mesh, jax.sharding.AbstractMesh):
         raise GShardError(f"{_CALL}: the plan has an abstract mesh: it has no devices.")
 
+    components = plan.kind.split(state)
+
     def read() -> Any:
         convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
-        # Hugging Face's cache has links, whose targets have no names and no shards beside them.
-        file = file_path(path, _CALL, resolve=False)
-        components = plan.kind.split(state)
+        file = _file_at(path)
         weights = weights_of(components, plan, _CALL)
         wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
@@ -129,29 +130,45 @@ def load_safetensors(
 
         return replace_weights(components, plan, make)
 
-    components = _with_copies(run_on_all(read, plan.mesh, call=_CALL), plan)
-    return plan.kind.merge(components, state, plan.kind.tx(state))
+    new = run_on_all(read, plan.mesh, call=_CALL)
+    pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)
+    if any(x is not y for x, y in pairs):
+        new = _with_copies(new, plan)
+    return plan.kind.merge(new, state, plan.kind.tx(state))
 
 
 def _with_copies(components: Components, plan: Plan) -> Components:
     """Makes what the optimizer copies from the parameters of the new ones, if no step was made."""
     copies = layouts_made_of_params(plan)
-    if not copies:
-        return components
     step = int(full_on_host(components.step, plan.layouts.step))
-    try:
-        if step == 0:
-            new = make_of_params(plan, copies, components.params, components.opt_state)
-            return dataclasses.replace(components, opt_state=new)
-        why = f"in step {step} they hold what the steps have made of the parameters before"
-    except Exception as error:
-        why = f"its init cannot be compiled: {error}"
-    warn(
-        f"{_CALL}: the optimizer's state depends on the values of the parameters, and was kept: "
-        f"{some(x.path for x in copies)} ({why}). The next steps may undo what was loaded. Load "
-        "before the first step; or shard (gshard.full_params(state), tx) after loading."
-    )
+    if copies is None:
+        warn(
+            f"{_CALL}: the optimizer's init cannot be traced, so whether its state has copies of "
+            "the parameters is not known. If it has, shard (gshard.full_params(state), tx) after "
+            "loading; its moments and the step begin again from 0."
+        )
+    elif copies and step == 0:
+        new = make_of_params(plan, copies, components.params, components.opt_state)
+        return dataclasses.replace(components, opt_state=new)
+    elif copies:
+        warn(
+            f"{_CALL}: the optimizer's state still belongs to the parameters before this load: "
+            f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was "
+            "loaded. Load before the first step; or shard (gshard.full_params(state), tx) after "
+            "loading, with new moments from step 0."
+        )
     return components
+
+
+def _file_at(path: Any) -> Path:
+    """The file or folder at a path, with links followed; an index keeps its own name.
+
+    Hugging Face's cache has links to files without names. The shards are beside the link.
+    """
+    own = file_path(path, _CALL, resolve=False)
+    target = file_path(path, _CALL)
+    beside = own.name.endswith(".index.json") and not target.name.endswith(".index.json")
+    return own if beside else target
 
 
 def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> dict[str, Stored]:
@@ -159,12 +176,13 @@ def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> di
     full = {}
     for name, stored in found.items():
         if name not in wanted and names.prefix + name in {*wanted, *names.tied.values()}:
-            if names.prefix + name in found:
+            if names.prefix + name not in found:
+                name = names.prefix + name
+            elif not any(x.search(name) for x in names.ignores):
                 raise GShardError(
-                    f"{_CALL}: {stored.path} has both {names.prefix + name} and {name}, and one "
-                    "weight of the state for both. Delete one from the file."
+                    f"{_CALL}: {stored.path} has both {names.prefix + name} and {name}, which name "
+                    "the same weight of the state. Delete one of them."
                 )
-            name = names.prefix + name
         full[name] = stored
     repeated = {}
     for name, original in names.tied.items():

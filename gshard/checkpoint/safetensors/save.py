@@ -166,11 +166,13 @@ class _Files:
 def _limit(most: Any) -> float | None:
     if most is None:
         return None
-    if isinstance(most, bool) or not isinstance(most, numbers.Real) or not float(most) > 0:
+    is_number = isinstance(most, numbers.Real) and not isinstance(most, bool)
+    number: Any = most
+    if not is_number or not number > 0:
         raise GShardError(
             f"{_CALL}: max_shard_bytes={shown(most)} must be a number of bytes, such as 5e9."
         )
-    return float(most)
+    return number
 
 
 def _check_folder(folder: Path) -> None:

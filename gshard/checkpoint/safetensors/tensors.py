@@ -90,7 +90,8 @@ def check_filled(pieces: Mapping[str, Sequence[Piece]], call: str) -> None:
             taken.add(tuple(mine.values()))
             numbers += math.prod(piece.sizes[x] for x in inside if x not in mine)
         shapes = {piece.shape for piece in held.values()}
-        if {math.prod(shape) for shape in shapes} != {numbers} or len(taken) != len(held):
+        right = len(shapes) == 1 and len(taken) == len(held)
+        if not right or {math.prod(shape) for shape in shapes} != {numbers}:
             rooms = " or ".join(f"{math.prod(x)} {[*x]}" for x in sorted(shapes))
             raise GShardError(
                 f"{call}: {name} has room for {rooms} numbers, and {' and '.join(held)} "

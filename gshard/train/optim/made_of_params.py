@@ -1,4 +1,4 @@
-"""Which arrays of an optimizer's state are made of the parameters' values, and makes them again.
+"""Finds the optimizer's arrays that depend on the parameters' values, and makes them again.
 
 Most moments begin with zeros. Schedule-free optimizers, Prodigy, DoG and Lookahead begin with
 copies of the parameters, which have to change with parameters that are loaded before the first
@@ -21,14 +21,16 @@ from gshard.train.optim.optimizer import local_shards
 from gshard.train_state.components import ShardedOptState
 
 
-def layouts_made_of_params(plan: Plan) -> list[Layout]:
-    """The layouts of those arrays; of all if the optimizer's `init` cannot be traced."""
+def layouts_made_of_params(plan: Plan) -> list[Layout] | None:
+    """The layouts of those arrays; None if the optimizer's `init` cannot be traced."""
     own = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.grads)
     layouts = jax.tree.leaves(plan.opt_state)
     try:
-        program = jax.make_jaxpr(plan.tx.init)(own)
+        program, made = jax.make_jaxpr(plan.tx.init, return_shape=True)(own)
     except Exception:  # it reads values
-        return layouts
+        return None
+    if [x.shape for x in jax.tree.leaves(made)] != [x.shape for x in layouts]:
+        return []  # the state of no optimizer, or of another one: it is not trained
     used = inputs_used(program.jaxpr)
     return [layout for layout, inputs in zip(layouts, used, strict=True) if inputs]
 

@@ -89,7 +89,9 @@ def _describe(plan: Plan) -> dict[str, Any]:
         numbers |= {*own}
         lines[f"{eqn.primitive.name} {own}"] = None
     trace = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    named = {"numbers": sorted(numbers)[:_MOST], "operations": sorted(operations)}
+    # NaN has no place in an order, and is not equal to itself.
+    ordered = sorted(x for x in numbers if x == x)
+    named = {"numbers": ordered[:_MOST], "operations": sorted(operations)}
     return info | named | {"trace": trace}
 
 

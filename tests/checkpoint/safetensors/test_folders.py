@@ -132,6 +132,13 @@ def test_a_cache_whose_files_are_links_to_files_of_other_names(tmp_path):
     assert_loads(index(tmp_path / "snapshot"))
 
 
+@pytest.mark.parametrize("name", ["latest", "current.safetensors.index.json"])
+def test_a_link_of_ones_own_to_an_index(tmp_path, name):
+    folder_of(tmp_path / "run7", 80)
+    (tmp_path / name).symlink_to(index(tmp_path / "run7"))
+    assert_loads(tmp_path / name)
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     state = folder_of(tmp_path / "x", 80)
     before = {x.name: x.read_bytes() for x in (tmp_path / "x").iterdir()}

@@ -1,0 +1,18 @@
+"""A process that was started with others and trains alone says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import optax
+import pytest
+
+import gshard
+
+
+@pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False), ("", False)])
+def test_a_process_that_has_not_joined_the_others(monkeypatch, recwarn, processes, warns):
+    monkeypatch.setenv("GSHARD_NUM_PROCESSES", processes)
+    params = {"w": np.ones((8, 8), np.float32)}
+    gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=1)
+    said = [str(x.message) for x in recwarn if "one of 2, and has not joined" in str(x.message)]
+    assert len(said) == warns and all("gshard.distributed.initialize()" in x for x in said)
