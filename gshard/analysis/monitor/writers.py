@@ -141,7 +141,7 @@ class WandB(_Own):
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
             self._run = wandb.init(dir=self._folder)
-        self._run.log(scalars, step=step)
+        self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
         """Finishes the run, if it was begun here."""
