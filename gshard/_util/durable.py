@@ -66,17 +66,12 @@ def write_file(path: Path, data: bytes) -> None:
         file.commit()
 
 
-def file_path(path: Any, call: str, *, resolve: bool = True) -> Path:
-    """The absolute path of a file that a user names, with links followed; or a `GShardError`.
-
-    With `resolve=False` a link keeps its own name and folder.
-    """
+def file_path(path: Any, call: str) -> Path:
+    """The absolute path of a file that a user names, with links followed; or a `GShardError`."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise GShardError(f"{call}: path={shown(path)} must be the path of a file.")
     try:
-        own = Path(os.fsdecode(path)).expanduser()
-        resolved = own.resolve()
-        return resolved if resolve else own.absolute()
+        return Path(os.fsdecode(path)).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, no home, a NUL
         raise GShardError(f"{call}: path={shown(path)} leads nowhere: {error}.") from error
 

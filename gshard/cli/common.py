@@ -356,6 +356,6 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
 
 
 def forecast_with_progress(config: Config, activations: bool = True) -> Forecast:
-    """Calls `forecast_config`, and shows on a terminal which level is being traced."""
+    """Calls `forecast_config`, and shows which level is being traced."""
     with status("importing the model") as say:
         return forecast_config(config, activations, say)

@@ -109,7 +109,8 @@ def load_safetensors(
         weights = weights_of(components, plan, _CALL)
         wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
-        known = pieces_by_rule(weights, names)
+        others = {name: x for name, x in weights.items() if name not in wanted}
+        known = pieces | pieces_by_rule(others, names)
         mine, every = (
             {x.name for each in several.values() for x in each} for several in (pieces, known)
         )
@@ -138,25 +139,27 @@ def load_safetensors(
 
 
 def _with_copies(components: Components, plan: Plan) -> Components:
-    """Makes what the optimizer copies from the parameters of the new ones, if no step was made."""
+    """Replaces the optimizer's copies of the parameters, or warns of them after the first step."""
     copies = layouts_made_of_params(plan)
-    step = int(full_on_host(components.step, plan.layouts.step))
+    if copies == []:
+        return components
     if copies is None:
         warn(
             f"{_CALL}: the optimizer's init cannot be traced, so whether its state has copies of "
             "the parameters is not known. If it has, shard (gshard.full_params(state), tx) after "
             "loading; its moments and the step begin again from 0."
         )
-    elif copies and step == 0:
+        return components
+    step = int(full_on_host(components.step, plan.layouts.step))
+    if step == 0:
         new = make_of_params(plan, copies, components.params, components.opt_state)
         return dataclasses.replace(components, opt_state=new)
-    elif copies:
-        warn(
-            f"{_CALL}: the optimizer's state still belongs to the parameters before this load: "
-            f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was "
-            "loaded. Load before the first step; or shard (gshard.full_params(state), tx) after "
-            "loading, with new moments from step 0."
-        )
+    warn(
+        f"{_CALL}: the optimizer's state still belongs to the parameters before this load: "
+        f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was loaded. "
+        "Load before the first step; or shard (gshard.full_params(state), tx) after loading, with "
+        "new moments from step 0."
+    )
     return components
 
 
@@ -165,23 +168,24 @@ def _file_at(path: Any) -> Path:
 
     Hugging Face's cache has links to files without names. The shards are beside the link.
     """
-    own = file_path(path, _CALL, resolve=False)
     target = file_path(path, _CALL)
+    own = Path(os.fsdecode(path)).expanduser().absolute()
     beside = own.name.endswith(".index.json") and not target.name.endswith(".index.json")
     return own if beside else target
 
 
 def _needed(found: Mapping[str, Stored], wanted: set[str], names: NameMap) -> dict[str, Stored]:
     """The tensors of a file without those that the map leaves out, each with the map's prefix."""
-    full = {}
+    full, known = {}, {*wanted, *names.tied.values()}
     for name, stored in found.items():
-        if name not in wanted and names.prefix + name in {*wanted, *names.tied.values()}:
-            if names.prefix + name not in found:
-                name = names.prefix + name
+        long = names.prefix + name
+        if name not in wanted and long in known:
+            if long not in found:
+                name = long
             elif not any(x.search(name) for x in names.ignores):
                 raise GShardError(
-                    f"{_CALL}: {stored.path} has both {names.prefix + name} and {name}, which name "
-                    "the same weight of the state. Delete one of them."
+                    f"{_CALL}: {stored.path} has both {long} and {name}, which name the same "
+                    "weight of the state. Delete one of them."
                 )
         full[name] = stored
     repeated = {}
