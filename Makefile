@@ -11,6 +11,8 @@ SHARD  ?=
 VENV   ?= .venv
 JOBS   ?= logical
 export PYTHON
+# A container's setting: each of the tests' many processes compiled gshard's modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
 
 # One worker more than cores, fewer where memory is short (tests/tiers.py); a worker that has nothing
 # left takes tests from the others.

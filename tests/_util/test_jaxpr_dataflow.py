@@ -14,7 +14,7 @@ from flax import nnx
 import gshard
 from gshard._util.jaxpr_dataflow import sources
 
-X, XS = jnp.ones(3), jnp.ones((4, 3))
+X, XS = np.ones(3, np.float32), np.ones((4, 3), np.float32)
 
 
 def scan(body, reverse=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,15 @@ def loss_fn(params, b):
     return jnp.mean((Stacked().apply({"params": params}, b["x"]) - b["y"]) ** 2)
 
 
-BOXED = Stacked().init(jax.random.key(0), batch()["x"])["params"]
-PARAMS = nn.meta.unbox(BOXED)
+@functools.cache
+def boxed():
+    return Stacked().init(jax.random.key(0), batch()["x"])["params"]
+
+
+def initial():
+    return nn.meta.unbox(boxed())
+
+
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-5))
 
 
@@ -73,7 +81,8 @@ def mesh_of(name: str):
     return gshard.make_mesh(replica=replica, extra={"model": model})
 
 
-def divided(name: str, level: str, params=BOXED, tx=TX, **options):
+def divided(name: str, level: str, params=None, tx=TX, **options):
+    params = boxed() if params is None else params
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     options = {"min_shard_size": 8, "scan_axes": {"^layers/": 0}, **options}
     return gshard.shard_train_state(state, mesh_of(name), level, **options)
@@ -81,7 +90,7 @@ def divided(name: str, level: str, params=BOXED, tx=TX, **options):
 
 @pytest.fixture(scope="module")
 def expected():
-    params, opt_state = PARAMS, TX.init(PARAMS)
+    params, opt_state = initial(), TX.init(initial())
 
     @jax.jit
     def step(params, opt_state, b):
@@ -129,10 +138,10 @@ def test_a_level_together_with_tensor_parallelism(expected, name, level):
     found = gshard.audit(step, state, batch())
 
     places = [NamedSharding(plan.mesh, x.model_spec) for x in jax.tree.leaves(plan.params)]
-    places = jax.tree.unflatten(jax.tree.structure(PARAMS), places)
+    places = jax.tree.unflatten(jax.tree.structure(initial()), places)
     rows = NamedSharding(plan.mesh, plan.batch_spec)
     plain = jax.jit(jax.value_and_grad(loss_fn), in_shardings=(places, rows))
-    tensor_parallel = over_the_users_axis(gshard.audit(plain, PARAMS, batch(), plan=plan))
+    tensor_parallel = over_the_users_axis(gshard.audit(plain, initial(), batch(), plan=plan))
     assert tensor_parallel, "activations are summed over the model axis"
     assert over_the_users_axis(found) == tensor_parallel
     for kind in ("reduce-scatter", "all-gather", "all-reduce"):

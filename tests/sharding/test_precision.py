@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -38,7 +39,9 @@ def batch(rows: int = ROWS):
     return {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
 
 
-PARAMS = Net().init(jax.random.key(0), batch()["x"])["params"]
+@functools.cache
+def initial():
+    return Net().init(jax.random.key(0), batch()["x"])["params"]
 
 
 def loss_fn(p, b):
@@ -50,7 +53,7 @@ def mesh():
 
 
 def divided(level, tx=None, precision: Any = "bfloat16"):
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx or optax.sgd(0.1))
+    state = TrainState.create(apply_fn=None, params=initial(), tx=tx or optax.sgd(0.1))
     return gshard.shard_train_state(state, mesh(), level, min_shard_size=4, precision=precision)
 
 
@@ -71,7 +74,7 @@ def trained_on_one_device(tx, steps, computed=jnp.bfloat16, keep=()):
         updates, opt_state = tx.update(grads, opt_state, master)
         return optax.apply_updates(master, updates), opt_state
 
-    master, opt_state = PARAMS, tx.init(PARAMS)
+    master, opt_state = initial(), tx.init(initial())
     for _ in range(steps):
         master, opt_state = step(master, opt_state)
     return master
@@ -79,7 +82,7 @@ def trained_on_one_device(tx, steps, computed=jnp.bfloat16, keep=()):
 
 def moved(state) -> float:
     """The largest change of a parameter since the start."""
-    changes = jax.tree.map(lambda a, b: np.abs(a - b).max(), gshard.full_params(state), PARAMS)
+    changes = jax.tree.map(lambda a, b: np.abs(a - b).max(), gshard.full_params(state), initial())
     return float(max(jax.tree.leaves(changes)))
 
 
@@ -232,7 +235,7 @@ def test_parameters_that_are_replaced_count(level):
 
 def test_init_function_abstract_state_and_the_plain_state_back():
     def init():
-        return TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-2))
+        return TrainState.create(apply_fn=None, params=initial(), tx=optax.adam(1e-2))
 
     made, plan = gshard.shard_train_state(
         init, mesh(), "p_g_os", min_shard_size=4, precision="bfloat16"
@@ -254,7 +257,7 @@ def test_init_function_abstract_state_and_the_plain_state_back():
 
 
 def test_parameters_that_come_in_bf16_get_float32_moments():
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), initial())
     state = TrainState.create(apply_fn=None, params=low, tx=optax.adam(1e-2))
     assert dtypes(state.opt_state[0].mu) == {"bfloat16"}
     state, plan = gshard.shard_train_state(
@@ -311,7 +314,7 @@ def test_patterns_without_a_match_and_other_dtypes_are_reported():
         divided("os", precision=gshard.Precision(exceptions={"LayrNorm": "float32"}))
     _, plan = divided("os")
     with pytest.raises(gshard.GShardError, match="is float32, and the plan computes with bfloat16"):
-        jax.jit(gshard.value_and_grad(loss_fn, plan))(PARAMS, batch())
+        jax.jit(gshard.value_and_grad(loss_fn, plan))(initial(), batch())
     assert hash(gshard.Precision()) == hash(gshard.Precision())
 
 

@@ -42,7 +42,9 @@ def batch(i: int, rows: int = ROWS) -> dict[str, np.ndarray]:
     return {**found, "mask": (rng.random(rows) < 0.7).astype(np.float32)}
 
 
-VARIABLES = Net().init(jax.random.key(0), batch(0)["x"])
+@functools.cache
+def initial():
+    return Net().init(jax.random.key(0), batch(0)["x"])
 
 
 def mean_loss(variables: Any, b: Any) -> jax.Array:
@@ -67,7 +69,7 @@ LOSSES = {"mean": (mean_loss, mean_loss), "weighted": (weighted_loss, weighted_o
 
 
 def fresh() -> TrainState:
-    return TrainState.create(apply_fn=None, params=VARIABLES, tx=optax.adam(1e-2))
+    return TrainState.create(apply_fn=None, params=initial(), tx=optax.adam(1e-2))
 
 
 @functools.cache
@@ -154,14 +156,14 @@ def test_the_statistics_differ_by_device():
 
     @jax.jit
     def alone(first: Any, second: Any) -> Any:
-        return [jax.grad(mean_loss)(VARIABLES, b)[KEY] for b in (first, second)]
+        return [jax.grad(mean_loss)(initial(), b)[KEY] for b in (first, second)]
 
     halves = [jax.tree.map(lambda x, i=i: x[i::2], batch(0)) for i in (0, 1)]
     first, second = map(flat, alone(*halves))
     for path, x in first.items():
         same = "kernel" in path or "scale" in path
         assert np.array_equal(x, second[path]) == same, path
-    start = flat(VARIABLES)
+    start = flat(initial())
     for path, x in expected().items():
         assert np.abs(x - start[path]).max() > 0, path
 
@@ -175,10 +177,10 @@ def test_they_are_replicated_without_optimizer_state():
     assert len(whole) == 12 and all(x.dim is None for x in whole)
     # The plain state back, and a state that is no Flax TrainState yet.
     plain = plan.unwrap(state)
-    assert_same(plain.params, flat(VARIABLES))
+    assert_same(plain.params, flat(initial()))
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
-    pair, _ = gshard.shard_train_state((VARIABLES, optax.adam(1e-2)), mesh, "os", min_shard_size=16)
-    assert_same(gshard.full_params(pair), flat(VARIABLES))
+    pair, _ = gshard.shard_train_state((initial(), optax.adam(1e-2)), mesh, "os", min_shard_size=16)
+    assert_same(gshard.full_params(pair), flat(initial()))
 
 
 @pytest.mark.slow
@@ -191,7 +193,7 @@ def test_what_moves_is_what_is_promised(level, k):
     found = gshard.audit(step, state, batch(0))
     agreed = sum(row.elements or 0 for row in found.collectives if row.purpose == "agree")
     # The largest of each, and whether it is a number on every device.
-    assert agreed == 2 * sum(x.size for x in jax.tree.leaves(VARIABLES[KEY]))
+    assert agreed == 2 * sum(x.size for x in jax.tree.leaves(initial()[KEY]))
     # The audit counts scalars apart, such as the loss's own maxima.
     scalars = sum(row.elements for row in step.budget.communicated if row.purpose == "loss")
     assert found.elements("all-reduce") == step.budget.elements("all-reduce") - scalars + agreed
@@ -223,7 +225,7 @@ def test_evaluation_and_mixed_precision():
     state, plan = divided("p_g_os", precision="bfloat16")
     measure = gshard.make_eval_step(mean_loss, plan)
     before = float(measure(state, batch(0)))
-    np.testing.assert_allclose(before, mean_loss(VARIABLES, batch(0)), rtol=2e-2)
+    np.testing.assert_allclose(before, mean_loss(initial(), batch(0)), rtol=2e-2)
     step = gshard.make_train_step(mean_loss, plan)
     for i in range(STEPS):
         state, _ = step(state, batch(i))
@@ -238,9 +240,9 @@ def test_what_cannot_be_is_refused_in_words():
     with pytest.raises(gshard.GShardError, match=rf"sync=False.*{KEY}.*micro_batches="):
         gshard.value_and_grad(mean_loss, plan, sync=False)
     for params, words in {
-        "another collection": ({**VARIABLES, "batch_stats": {}}, "fields of their own"),
-        "no parameters": ({KEY: VARIABLES[KEY]}, "'params'"),
-        "integers": ({**VARIABLES, KEY: {"count": jnp.arange(3)}}, f"{KEY}/count has dtype int32"),
+        "another collection": ({**initial(), "batch_stats": {}}, "fields of their own"),
+        "no parameters": ({KEY: initial()[KEY]}, "'params'"),
+        "integers": ({**initial(), KEY: {"count": jnp.arange(3)}}, f"{KEY}/count has dtype int32"),
     }.values():
         with pytest.raises(gshard.GShardError, match=words):
             gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os")

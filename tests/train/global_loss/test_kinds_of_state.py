@@ -246,7 +246,7 @@ def test_tensor_parallel(mesh, level, k):
         counted = b["y"][:, 0] > 0.5
         return jnp.mean(errors, where=counted)
 
-    tx, p = tensor_parallel.TX, tensor_parallel.PARAMS
+    tx, p = tensor_parallel.TX, tensor_parallel.initial()
     opt = tx.init(p)
 
     @jax.jit
