@@ -153,7 +153,8 @@ def virtual_devices(count: int) -> None:
     """Makes JAX start with `count` virtual CPU devices. Call it before anything else uses JAX.
 
     Args:
-      count: number of CPU devices, 1 or more.
+      count: number of CPU devices of this process, 1 or more. The number given to
+        `gshard launch --virtual_devices` takes precedence, with a warning where they differ.
 
     Raises:
       GShardError: JAX has already started with fewer devices.
@@ -164,6 +165,14 @@ def virtual_devices(count: int) -> None:
       8
     """
     count = check_integer("count", count, 1)
+    launched = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if launched not in ("", str(count)):
+        if os.environ.get("GSHARD_PROCESS_ID", "0") == "0":
+            warn(
+                f"virtual_devices({count}) has no effect: JAX_NUM_CPU_DEVICES={launched}, which "
+                "`gshard launch --virtual_devices` sets, gives this process its CPU devices."
+            )
+        return
     forced = re.search(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )

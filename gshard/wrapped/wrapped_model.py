@@ -18,6 +18,7 @@ from jax import core
 from gshard._util.errors import GShardError, MissingAttributeError, some
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
+from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import OnModel, split_inputs
@@ -212,8 +213,15 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
 
 
 def _placed(x: Any, plan: Plan) -> jax.Array:
-    """Shards an input by examples where they divide evenly; replicates it otherwise."""
-    if x.ndim and x.shape[0] and x.shape[0] % plan.group.devices == 0:
+    """Shards an input by examples where they divide evenly; replicates it otherwise.
+
+    Each of several processes gives its own examples, which must divide evenly over its devices:
+    replicated, they would have to be equal.
+    """
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x
+    divides = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.devices == 0
+    if divides or (x.ndim and spans_processes(plan)):
         return shard_batch(x, plan)
     return jax.device_put(x, plan.sharding())
 

@@ -263,6 +263,26 @@ def in_another_order(rank: int) -> Any:
     return small.shard(mesh=gshard.make_mesh(devices=order))
 
 
+def called(more: int) -> Callable[[int], Any]:
+    """The output for as many examples as a process has devices, and `more` on the last process."""
+
+    def misuse(rank: int) -> Any:
+        import jax
+        from jax.experimental import multihost_utils
+
+        from tests.misuses import small
+
+        model, tx = small.pair()
+        count = jax.local_device_count()
+        x = small.BATCH["x"][: count * gshard.distributed.process_count()]
+        first = gshard.distributed.process_index() * count
+        wrapped, _, _ = gshard.paddle.group_sharded_parallel(model, tx, "dp")
+        out = wrapped(x[first : first + count + more * rank])
+        return multihost_utils.process_allgather(out, tiled=True), small.pair()[0](x)
+
+    return misuse
+
+
 def replicas(rank: int) -> Any:
     from tests.misuses import small
 
@@ -309,6 +329,8 @@ ROWS: dict[str, Row] = {
     "another number of micro-batches": refused(micro_batches, "micro_batches"),
     "another post_update": refused(post_update, "program"),
     "the loss prints on one process": right(prints),
+    "the output of a wrapped model": right(called(0)),
+    "another number of examples for the output of a wrapped model": refused(called(-1), "examples"),
     "a train step on one process, an eval step on the other": refused(
         swapped_steps, "do not run the same program"
     ),

@@ -474,6 +474,22 @@ def test_a_model_is_called_with_any_batch_size(level):
     assert isinstance(model, Net) and model.first.in_features == 13
 
 
+@pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["p_g_os"]))
+def test_weights_of_a_safetensors_file_are_loaded_in_place(level, tmp_path):
+    """A new pair would keep no gradients: `backward` refuses one."""
+    pytest.importorskip("safetensors")
+    saved, its_optimizer, _ = wrap("os_g", Net(5))
+    gshard.save_safetensors((saved, its_optimizer), tmp_path / "x.safetensors")
+    model, optimizer, _ = wrap(level, **groups(3))
+    found = gshard.load_safetensors((model, optimizer), tmp_path / "x.safetensors")
+    assert found[0] is model and found[1] is optimizer
+    batches = [rows(120, seed) for seed in range(3)]
+    losses = train(model, optimizer, batches)
+    wanted, params = on_one_device(batches, Net(5))
+    np.testing.assert_allclose(losses, wanted, rtol=2e-5)
+    assert_same(model.state_dict(), params)
+
+
 @pytest.mark.parametrize("level", quick(["dp", *LEVELS], ["os", "p_g_os"]))
 def test_state_dicts_go_anywhere(level, tmp_path):
     """T4, T22, T33: full values, also into another level on another number of devices."""

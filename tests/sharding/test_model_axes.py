@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -248,7 +248,9 @@ def test_frozen_parameters_travel_in_the_dtype_of_the_computation():
     assert moved and set(moved) <= {"bf16", "i32"}
     state, metrics = step(state, batch())
     assert np.isfinite(metrics["loss"])
-    np.testing.assert_array_equal(gshard.full_params(state)["Lora_1"]["base"], by_path()["Lora_1/base"])
+    np.testing.assert_array_equal(
+        gshard.full_params(state)["Lora_1"]["base"], by_path()["Lora_1/base"]
+    )
 
 
 def test_integers_are_carried_without_being_named(expected):

@@ -81,7 +81,8 @@ def load_safetensors(
         integer dtype to the state's.
 
     Returns:
-      A state of the same type and with the same plan; for NNX a new pair.
+      A state of the same type and with the same plan; for NNX a new pair. A pair that
+      `gshard.paddle.group_sharded_parallel` wrapped is changed in place, and returned.
 
     Raises:
       GShardError: a file is missing, cut, damaged or not of this format; the folder has several
@@ -135,6 +136,10 @@ def load_safetensors(
     pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)
     if any(x is not y for x, y in pairs):
         new = _with_copies(new, plan)
+    # A new wrapped model would lack what the old one keeps, such as its gradients.
+    if isinstance(state, tuple) and hasattr(state[0], "_gshard"):
+        plan.kind.update(state, dataclasses.replace(new, static=components.static))
+        return state
     return plan.kind.merge(new, state, plan.kind.tx(state))
 
 

@@ -487,6 +487,17 @@ def test_virtual_devices_replace_a_flag(monkeypatch):
     assert asked.variables[0]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
 
 
+def test_virtual_devices_of_a_script_give_way_to_the_launchers(monkeypatch, recwarn):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
+    monkeypatch.setenv("GSHARD_PROCESS_ID", "1")  # one process of a job warns
+    gshard.virtual_devices(8)
+    monkeypatch.setenv("GSHARD_PROCESS_ID", "0")
+    gshard.virtual_devices(3)
+    assert not recwarn.list
+    with pytest.warns(gshard.GShardWarning, match=r"virtual_devices\(8\) has no effect: .*=3"):
+        gshard.virtual_devices(8)
+
+
 # ---- words --------------------------------------------------------------------------------------
 
 # What rank 0 of two wrote when rank 1 was stopped, on JAX 0.10.2; the stack is cut.
