@@ -238,7 +238,7 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in replicated], most=3)
         warn(
             f"{share:.0%} of the parameters are replicated on every device at level "
-            f"{level.name!r}: {named}. {advice}"
+            f"{level.name!r}, and so is their optimizer state: {named}. {advice}"
         )
 
 
