@@ -75,6 +75,10 @@ def group_sharded_parallel(
 
     Returns:
       The wrapped model, the wrapped optimizer, and the wrapped scaler (None without `scaler`).
+      The model is one of its own class, with `backward`, `grads`, `no_sync`, `clear_gradients`,
+      `parameters`, `state_dict`, `set_state_dict` and `plan`. The optimizer has `step`,
+      `clear_grad`, `get_lr`, `set_lr`, `state_dict` and `set_state_dict`; the scaler has `scale`,
+      `unscale_`, `step`, `update`, `minimize`, `loss_scaling`, `state_dict` and `load_state_dict`.
 
     Raises:
       GShardError: an argument is invalid; nothing is changed.
