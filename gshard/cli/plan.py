@@ -116,7 +116,13 @@ def _compiled_target(given: argparse.Namespace, config: Config) -> Target | None
 
 def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
     """Returns the compiler's report for each level; `{"error": ...}` if there is none."""
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    say = common.lines_of_progress()
+
+    def report(stage: str, seconds: float) -> None:
+        done = f"{len(found) + 1} of {len(config.levels)}"
+        say(f"{config.levels[len(found)]} ({done}): {stage}, {seconds:.0f} s")
+
     for level in config.levels:
         request = {
             "model": config.model,
@@ -127,7 +133,7 @@ def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
             **vars(config.choices),
         }
         try:
-            found[level] = compile_for(request)
+            found[level] = compile_for(request, report=None if sys.stderr.isatty() else report)
         except GShardError as error:
             found[level] = {"error": str(error)}
     return found

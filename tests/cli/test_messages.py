@@ -167,6 +167,11 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     said = capsys.readouterr()
     assert re.search(r"^1 of \d+ options; best so far: os, 1 x 8, ", said.err, re.M)
     assert "options;" not in said.out
+    words = ["plan", "tests.setups:mlp", "--target", "cpu:2", "--levels", "dp,os", "--compile"]
+    assert main([*words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert re.search(r"^dp \(1 of 2\): compiling, \d+ s$", said.err, re.M)
+    assert re.search(r"^os \(2 of 2\): ", said.err, re.M) and json.loads(said.out)
 
 
 @pytest.mark.parametrize("command", ["plan", "advise"])
