@@ -45,7 +45,10 @@ class UnevenInputsError(GShardError, RuntimeError):
 
 
 class MissingAttributeError(GShardError, AttributeError):
-    """Raised for an attribute of Paddle or PyTorch that gshard lacks; says what to use instead."""
+    """Raised for an attribute that an object lacks; says what to use instead.
+
+    It is one of Paddle or PyTorch that gshard does not have, or one that a copy does not have.
+    """
 
 
 class CallOrderError(GShardError, RuntimeError):

@@ -112,19 +112,26 @@ class Accumulation:
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
-    def __call__(self, loss_fn: Callable[..., Any], batch: Any = None) -> jax.Array:
+    def __call__(self, loss_fn: Callable[..., Any], batch: Any = None, *args: Any) -> jax.Array:
         """Adds the gradient to `model.grads`.
 
         Args:
           loss_fn: `loss_fn(model, batch)`, the mean over the given examples. It is compiled:
             define it once, and pass what changes from call to call in the batch; numbers that it
             reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
-          batch: the batch of this process; its examples are sharded over the devices.
+          batch: the batch of this process; its examples are sharded over the devices. Several
+            arrays are one tree, such as `(x, y)`.
+          *args: refused, with a hint.
 
         Returns:
           The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
           (`.mean()` is that of all).
         """
+        if args:
+            raise GShardError(
+                f"backward takes a loss function and one batch, and was given {1 + len(args)}. "
+                "Give a tuple, model.backward(loss_fn, (x, y)), to a loss_fn(model, batch)."
+            )
         scaler = self._check_call(loss_fn, batch)
         loss_fn, given = self._given(loss_fn, batch)
         loss, *new = self._compiled(loss_fn, given)(self.model, given, *self._stored())

@@ -229,7 +229,8 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     folder = _path(path)
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise GShardError(
-            f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty."
+            f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty. "
+            "Give model.state_dict(); save_group_sharded_model saves a model with its optimizer."
         )
     if folder.exists() and not folder.is_dir():
         raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")

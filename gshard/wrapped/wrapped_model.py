@@ -243,7 +243,7 @@ def kept(target: Any) -> Accumulation:
     """Returns the accumulation of a wrapped model or optimizer; refuses a copy, which has none."""
     found = getattr(target, "_gshard", None)
     if found is None or not any(target is x for x in (found.model, found.optimizer)):
-        raise GShardError(
+        raise MissingAttributeError(  # hasattr(copy, "backward") is False
             "this is a copy of what was wrapped, or what a jitted function sees of it, and keeps "
             "no gradients. Call backward and step on what was returned, outside jit; inside your "
             "own nnx.jit use loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, "

@@ -163,9 +163,9 @@ class WrappedOptimizer(Keeping):
             )
         if not found:
             raise GShardError(
-                f"{call}: this optimizer keeps no learning rate, only a number or a schedule in its "
-                "code. Build it as optax.inject_hyperparams(optax.adamw)(learning_rate=...), with a "
-                "number or a schedule, also inside a chain."
+                f"{call}: this optimizer keeps no learning rate, only a number or a schedule in "
+                "its code. Build it as optax.inject_hyperparams(optax.adamw)(learning_rate=...), "
+                "with a number or a schedule, also inside a chain."
             )
         if call == "set_lr" and LEARNING_RATE in getattr(found[0], "hyperparams_states", {}):
             raise GShardError(

@@ -124,6 +124,28 @@ _INTEGERS = {
 }  # fmt: skip
 
 
+_NEEDLESS = "Leave it out: gshard launch needs no such option."
+_UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what to do instead
+    "ips": "Start the launcher on every machine, with --nnodes N --rank R --master HOST:PORT.",
+    **dict.fromkeys(
+        ("master_addr", "master_port", "rdzv_endpoint"), "Give --master HOST:PORT instead."
+    ),
+    **dict.fromkeys(("standalone", "rdzv_backend", "rdzv_id", "job_id", "run_mode"), _NEEDLESS),
+}
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        why = f"{text!r} is no integer."
+        if ":" in text:
+            why += " A job has a fixed number of machines: give one number, not a range"
+        elif text in ("auto", "gpu"):
+            why += " One process for each GPU is the default: leave the option out"
+        raise argparse.ArgumentTypeError(why.removesuffix(".")) from None
+
+
 def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "gshard launch",
@@ -136,14 +158,14 @@ def _parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     add = made.add_argument
-    add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: one "
-        "for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
-    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes")
+    add("--nproc_per_node", type=_int, metavar="N", help="processes on this machine (default: "
+        "one for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
+    add("--rank", type=_int, metavar="R", help="this machine's number, from 0; with --nnodes")
     add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
         "(default on one machine: loopback and a free port)")  # fmt: skip
     add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
-    add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
+    add("--virtual_devices", type=_int, metavar="N", help="virtual CPU devices of each process, "
         "instead of GPUs")  # fmt: skip
     add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log "
         "and events.jsonl, readable by their owner alone, to which each run is appended "
@@ -152,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         f"for the next start, shared by all machines; {OFF} for none (default: in the folder of "
         f"the logs, for GPUs and TPUs of one machine, unless {VARIABLE} is set)")  # fmt: skip
     for name, (default, _, _, metavar, meaning) in _INTEGERS.items():
-        add(f"--{name}", type=int, default=default, metavar=metavar, help=meaning)
+        add(f"--{name}", type=_int, default=default, metavar=metavar, help=meaning)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     return made
 
@@ -176,9 +198,11 @@ def request(words: list[str]) -> Request:
         raise GShardError(f"{error}. `gshard launch --help` lists the options.") from error
     if unknown:
         name = unknown[0].split("=")[0]
+        known = _UPSTREAM.get(name.lstrip("-").replace("-", "_"))
+        hint = f" {known}" if known else did_you_mean(name, takes_value)
         raise GShardError(
-            f"{name!r} is no option of gshard launch.{did_you_mean(name, takes_value)} Options of "
-            "the script come after its name."
+            f"{name!r} is no option of gshard launch.{hint} Options of the script come after its "
+            "name."
         )
     if not script:
         raise GShardError("name the script to run. `gshard launch --help` says more.")
@@ -213,11 +237,12 @@ def _check_machines(asked: Request) -> None:
             raise GShardError(f"--rank {rank} needs --nnodes, the number of machines.")
         return
     if rank is None or not isinstance(master, Address):
-        missing = [f"--{n}" for n in ("rank", "master") if getattr(asked, n) is None]
-        raise GShardError(
-            f"--nnodes {machines} needs {' and '.join(missing)} too: the number of this machine, "
-            "from 0, and 'host:port' of machine 0, the same on all of them."
-        )
+        meanings = {
+            "rank": "--rank, the number of this machine, from 0",
+            "master": "--master, 'host:port' of machine 0, the same on all machines",
+        }
+        missing = [text for name, text in meanings.items() if getattr(asked, name) is None]
+        raise GShardError(f"--nnodes {machines} also needs {', and '.join(missing)}.")
     if not 0 <= rank < machines:
         raise GShardError(
             f"--rank {rank} is no machine of --nnodes {machines}: they run from 0 to "

@@ -137,6 +137,12 @@ ROWS = {
         lambda _: (lambda m: m.backward(model_loss(plain(), BATCH)))(wrapped()[0]), "backward"
     ),
     "backward without a batch": refused(lambda _: wrapped()[0].backward(model_loss), "batch"),
+    "backward with inputs and targets apart": refused(
+        lambda _: wrapped()[0].backward(model_loss, BATCH["x"], BATCH["y"]), "(x, y)"
+    ),
+    "hasattr of what a copy lacks": right(
+        lambda _: (hasattr(nnx.clone(wrapped()[0]), "backward"), False)
+    ),
     "batch and loss are swapped": refused(
         lambda _: wrapped()[0].backward(BATCH, model_loss), "backward"
     ),
@@ -158,7 +164,8 @@ ROWS = {
     ),
     "paddle.load of nothing": refused(lambda path: gshard.paddle.load(path / "no"), "no"),
     "paddle.save of a model": refused(
-        lambda path: gshard.paddle.save(plain(), path / "x"), "is not a state dict"
+        lambda path: gshard.paddle.save(plain(), path / "x"),
+        *("is not a state dict", "model.state_dict()"),
     ),
     "paddle.save with swapped arguments": refused(
         lambda path: gshard.paddle.save(path / "x", {"w": np.ones(3)}), "path=a dict"
