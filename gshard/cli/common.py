@@ -347,6 +347,11 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
                 "gshard plan --target compiles for real machines of any size."
             )
         devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise GShardError(
+            f"gshard {command} needs {count} devices, and this process has {len(devices)}. Run it "
+            "without gshard launch, or give --devices."
+        )
     mesh = make_mesh(replica=config.replica, devices=devices[:count])
     setup = load_setup(config.model, config.arguments)
     with status("") as say:

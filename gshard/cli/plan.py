@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from rich.console import Console
 
 from gshard._util.errors import GShardError, some
 from gshard._util.text import text_of, text_table
@@ -117,7 +118,7 @@ def _compiled_target(given: argparse.Namespace, config: Config) -> Target | None
 def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
     """Returns the compiler's report for each level; `{"error": ...}` if there is none."""
     found: dict[str, dict[str, Any]] = {}
-    say = common.lines_of_progress()
+    say, is_terminal = common.lines_of_progress(), Console(stderr=True).is_terminal
 
     def report(stage: str, seconds: float) -> None:
         done = f"{len(found) + 1} of {len(config.levels)}"
@@ -133,7 +134,7 @@ def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
             **vars(config.choices),
         }
         try:
-            found[level] = compile_for(request, report=None if sys.stderr.isatty() else report)
+            found[level] = compile_for(request, report=None if is_terminal else report)
         except GShardError as error:
             found[level] = {"error": str(error)}
     return found

@@ -154,7 +154,8 @@ def virtual_devices(count: int) -> None:
 
     Args:
       count: number of CPU devices of this process, 1 or more. The number given to
-        `gshard launch --virtual_devices` takes precedence, with a warning where they differ.
+        `gshard launch --virtual_devices` or `spawn(virtual_devices=)` takes precedence, with a
+        warning where they differ.
 
     Raises:
       GShardError: JAX has already started with fewer devices.
@@ -165,12 +166,12 @@ def virtual_devices(count: int) -> None:
       8
     """
     count = check_integer("count", count, 1)
-    launched = os.environ.get("JAX_NUM_CPU_DEVICES", "")
-    if launched not in ("", str(count)):
+    launched = os.environ.get("JAX_NUM_CPU_DEVICES", str(count))
+    if "GSHARD_LOCAL_PROCESS_ID" in os.environ and launched != str(count):
         if os.environ.get("GSHARD_PROCESS_ID", "0") == "0":
             warn(
-                f"virtual_devices({count}) has no effect: JAX_NUM_CPU_DEVICES={launched}, which "
-                "`gshard launch --virtual_devices` sets, gives this process its CPU devices."
+                f"virtual_devices({count}) has no effect: this process was started by gshard with "
+                f"{launched} virtual CPU devices."
             )
         return
     forced = re.search(

@@ -112,7 +112,9 @@ class Accumulation:
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
-    def __call__(self, loss_fn: Callable[..., Any], batch: Any = None, *args: Any) -> jax.Array:
+    def __call__(
+        self, loss_fn: Callable[..., Any], batch: Any = None, *args: Any, **kwargs: Any
+    ) -> jax.Array:
         """Adds the gradient to `model.grads`.
 
         Args:
@@ -122,15 +124,16 @@ class Accumulation:
           batch: the batch of this process; its examples are sharded over the devices. Several
             arrays are one tree, such as `(x, y)`.
           *args: refused, with a hint.
+          **kwargs: refused, with a hint.
 
         Returns:
           The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
           (`.mean()` is that of all).
         """
-        if args:
+        if args or kwargs:
             raise GShardError(
-                f"backward takes a loss function and one batch, and was given {1 + len(args)}. "
-                "Give a tuple, model.backward(loss_fn, (x, y)), to a loss_fn(model, batch)."
+                "backward takes a loss function and one batch, and was given more arguments. Give "
+                "a tuple, model.backward(loss_fn, (x, y)), to a loss_fn(model, batch)."
             )
         scaler = self._check_call(loss_fn, batch)
         loss_fn, given = self._given(loss_fn, batch)

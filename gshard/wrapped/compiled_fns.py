@@ -22,6 +22,7 @@ from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
+from gshard.train.optim.offload import to_device
 from gshard.train.optim.optimizer import keep_unless
 from gshard.train.options import StepOptions
 from gshard.train.same_program import ProgramCheck
@@ -78,6 +79,7 @@ class Phases:
         inputs = structure.unflatten([next(given) if x is None else x for x in fixed])
         parts = plan.kind.split_target(model, {})
         stored, layouts = (parts.params, parts.non_trainable), (plan.params, plan.non_trainable)
+        stored = to_device(stored, layouts)
         params, others = jax.tree.map(lambda x, layout: layout.unpad(x), stored, layouts)
         pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
         out, changed = pure(params, others, inputs, None)

@@ -40,6 +40,9 @@ class Keeping:
     _gshard_instead: ClassVar[Mapping[str, str]] = {}  # of what upstream has: what to use
 
     def __getattr__(self, name: str) -> Any:
+        home = next((x for x in type(self).__mro__ if name in vars(x)), object)
+        if issubclass(home, Keeping):  # a property that a copy lacks: it says why
+            return object.__getattribute__(self, name)
         above: Any = super()
         try:
             return getattr(above, "__getattr__", above.__getattribute__)(name)
@@ -66,13 +69,18 @@ class Wrapped(Keeping):
     }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model's output; outside jit, one compiled function computes it."""
+        """Returns the model's output; outside jit, one compiled function computes it.
+
+        With several processes each passes its own examples, and the output spans all of them.
+        Arrays with as many rows as the first one are examples; others are equal on all processes.
+        """
         own: Any = super()
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if not any(isinstance(x, core.Tracer) for x in arrays):
             given, rest = split_inputs((args, kwargs))
             self._gshard_settle()
-            placed = [_placed(x, self.plan) for x in given]
+            rows = next((x.shape[0] for x in given if x.ndim), 0)
+            placed = [_placed(x, self.plan, rows) for x in given]
             return self._gshard_forward(cast(Any, self), placed, fixed=rest)
         pairs = zip(self.parameters(), jax.tree.leaves(self.plan.params), strict=True)
         if padded := [layout.path for x, layout in pairs if x.shape != layout.shape]:
@@ -212,18 +220,24 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
     return made
 
 
-def _placed(x: Any, plan: Plan) -> jax.Array:
+def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
     """Shards an input by examples where they divide evenly; replicates it otherwise.
 
-    Each of several processes gives its own examples, which must divide evenly over its devices:
-    replicated, they would have to be equal.
+    Each of several processes has its own `rows` examples, which must divide over its devices.
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x
-    divides = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.devices == 0
-    if divides or (x.ndim and spans_processes(plan)):
-        return shard_batch(x, plan)
-    return jax.device_put(x, plan.sharding())
+    several = spans_processes(plan)
+    if x.ndim and x.shape[0] and (several or x.shape[0] % plan.group.devices == 0):
+        if not several or x.shape[0] == rows:
+            return shard_batch(x, plan)
+    try:
+        return jax.device_put(x, plan.sharding())
+    except AssertionError as error:  # of JAX, which compares the values of the processes
+        raise GShardError(
+            f"model(...): an input {list(x.shape)} differs between the processes, and is no array "
+            f"of examples, since the first input has {rows} rows. Make it equal on all of them."
+        ) from error
 
 
 def follow(model: Any, plan: Plan) -> None:

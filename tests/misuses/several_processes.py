@@ -283,6 +283,26 @@ def called(more: int) -> Callable[[int], Any]:
     return misuse
 
 
+def scaled_by(_: int, first: float = 1.0) -> Any:
+    """A wrapped model of examples and of an array of 20 numbers, of which it takes the mean."""
+    from flax import nnx
+    from jax.experimental import multihost_utils
+
+    from tests.misuses import small
+
+    class Scaled(nnx.Linear):
+        def __call__(self, x: Any, scales: Any) -> Any:
+            return super().__call__(x) * scales.sum() / scales.shape[0]
+
+    def make() -> Any:
+        return Scaled(16, 8, rngs=nnx.Rngs(0))
+
+    scales = np.linspace(first, 3, 20, dtype=np.float32)
+    wrapped, _, _ = gshard.paddle.group_sharded_parallel(make(), small.ADAM, "dp")
+    out = multihost_utils.process_allgather(wrapped(own()["x"], scales), tiled=True)
+    return out, make()(small.BATCH["x"], scales)
+
+
 def replicas(rank: int) -> Any:
     from tests.misuses import small
 
@@ -330,6 +350,10 @@ ROWS: dict[str, Row] = {
     "another post_update": refused(post_update, "program"),
     "the loss prints on one process": right(prints),
     "the output of a wrapped model": right(called(0)),
+    "the output of a wrapped model for an array that is no batch": right(scaled_by),
+    "an array that is no batch differs": refused(
+        lambda r: scaled_by(r, 1.0 + r), "[20]", "no array of examples"
+    ),
     "another number of examples for the output of a wrapped model": refused(called(-1), "examples"),
     "a train step on one process, an eval step on the other": refused(
         swapped_steps, "do not run the same program"

@@ -466,7 +466,7 @@ def test_in_your_own_loop(level):
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
 def test_a_model_is_called_with_any_batch_size(level):
-    model, _, _ = wrap(level, **groups(3))
+    model, _, _ = wrap(level, offload=level == "p_g_os", **groups(3))
     plain = Net()
     for n in (1, 5, 12, 15):
         x = rows(n, n)["x"]
@@ -481,6 +481,11 @@ def test_weights_of_a_safetensors_file_are_loaded_in_place(level, tmp_path):
     saved, its_optimizer, _ = wrap("os_g", Net(5))
     gshard.save_safetensors((saved, its_optimizer), tmp_path / "x.safetensors")
     model, optimizer, _ = wrap(level, **groups(3))
+    with model.no_sync():
+        model.backward(loss_fn, rows(15, 9))
+    with pytest.raises(gshard.GShardError, match="no_sync"):
+        gshard.load_safetensors((model, optimizer), tmp_path / "x.safetensors")
+    optimizer.clear_grad()
     found = gshard.load_safetensors((model, optimizer), tmp_path / "x.safetensors")
     assert found[0] is model and found[1] is optimizer
     batches = [rows(120, seed) for seed in range(3)]
@@ -989,6 +994,10 @@ def test_what_a_model_says_of_its_attributes_stays():
     assert model.module == "its own"
     with pytest.raises(AttributeError, match="nothing: not of Fallback"):
         _ = model.nothing
+    copy = nnx.clone(model)
+    assert not hasattr(copy, "backward") and not hasattr(copy, "grads")
+    with pytest.raises(gshard.GShardError, match="this is a copy of what was wrapped"):
+        _ = copy.grads
 
     class Plain(Net):
         broken = Fallback.broken

@@ -69,8 +69,8 @@ def load_safetensors(
 
     Args:
       state: what `shard_train_state` or a step returned, at any level; for NNX the
-        `(model, optimizer)` pair. Its arrays are not changed or freed; the result shares those that
-        are kept.
+        `(model, optimizer)` pair. Its arrays are not changed or freed, except as said below; the
+        result shares those that are kept.
       path: the path of a file; of a folder with one model, in one file or in shards with an index
         (`model.safetensors.index.json`); or of such an index.
       name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
@@ -82,7 +82,8 @@ def load_safetensors(
 
     Returns:
       A state of the same type and with the same plan; for NNX a new pair. A pair that
-      `gshard.paddle.group_sharded_parallel` wrapped is changed in place, and returned.
+      `gshard.paddle.group_sharded_parallel` wrapped is changed in place, and returned; its
+      reduced gradients stay.
 
     Raises:
       GShardError: a file is missing, cut, damaged or not of this format; the folder has several
@@ -102,6 +103,10 @@ def load_safetensors(
     if isinstance(plan.mesh, jax.sharding.AbstractMesh):
         raise GShardError(f"{_CALL}: the plan has an abstract mesh: it has no devices.")
 
+    wrapped = state[0] if isinstance(state, tuple) and hasattr(state[0], "_gshard") else None
+    if wrapped is not None:
+        wrapped._gshard_refuse_waiting()
+        wrapped._gshard_settle()
     components = plan.kind.split(state)
 
     def read() -> Any:
@@ -136,8 +141,7 @@ def load_safetensors(
     pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)
     if any(x is not y for x, y in pairs):
         new = _with_copies(new, plan)
-    # A new wrapped model would lack what the old one keeps, such as its gradients.
-    if isinstance(state, tuple) and hasattr(state[0], "_gshard"):
+    if wrapped is not None:  # a new one would lack what this one keeps, such as its gradients
         plan.kind.update(state, dataclasses.replace(new, static=components.static))
         return state
     return plan.kind.merge(new, state, plan.kind.tx(state))

@@ -130,20 +130,20 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
     **dict.fromkeys(
         ("master_addr", "master_port", "rdzv_endpoint"), "Give --master HOST:PORT instead."
     ),
-    **dict.fromkeys(("standalone", "rdzv_backend", "rdzv_id", "job_id", "run_mode"), _NEEDLESS),
+    **dict.fromkeys(
+        "standalone rdzv_backend rdzv_id rdzv_conf tee redirects job_id run_mode host".split(),
+        _NEEDLESS,
+    ),
+    **dict.fromkeys(
+        ("elastic_level", "elastic_timeout"), "Give --max_restarts to start again after a failure."
+    ),
 }
 
 
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        why = f"{text!r} is no integer."
-        if ":" in text:
-            why += " A job has a fixed number of machines: give one number, not a range"
-        elif text in ("auto", "gpu"):
-            why += " One process for each GPU is the default: leave the option out"
-        raise argparse.ArgumentTypeError(why.removesuffix(".")) from None
+_NUMBERS = {  # options for which upstream takes more than a number
+    "--nnodes": " A job has a fixed number of machines: give one number, not a range.",
+    "--nproc_per_node": " Leave it out for one process per GPU.",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,14 +158,14 @@ def _parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     add = made.add_argument
-    add("--nproc_per_node", type=_int, metavar="N", help="processes on this machine (default: "
+    add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: "
         "one for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
-    add("--rank", type=_int, metavar="R", help="this machine's number, from 0; with --nnodes")
+    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes")
     add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
         "(default on one machine: loopback and a free port)")  # fmt: skip
     add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
-    add("--virtual_devices", type=_int, metavar="N", help="virtual CPU devices of each process, "
+    add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
         "instead of GPUs")  # fmt: skip
     add("--log_dir", type=Path, default=Path("log"), metavar="DIR", help="folder of rank-R.log "
         "and events.jsonl, readable by their owner alone, to which each run is appended "
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         f"for the next start, shared by all machines; {OFF} for none (default: in the folder of "
         f"the logs, for GPUs and TPUs of one machine, unless {VARIABLE} is set)")  # fmt: skip
     for name, (default, _, _, metavar, meaning) in _INTEGERS.items():
-        add(f"--{name}", type=_int, default=default, metavar=metavar, help=meaning)
+        add(f"--{name}", type=int, default=default, metavar=metavar, help=meaning)
     add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     return made
 
@@ -195,7 +195,8 @@ def request(words: list[str]) -> Request:
     try:
         asked, unknown = made.parse_known_args(words[:at], Request())
     except argparse.ArgumentError as error:
-        raise GShardError(f"{error}. `gshard launch --help` lists the options.") from error
+        hint = _NUMBERS.get(error.argument_name or "", "")
+        raise GShardError(f"{error}.{hint} `gshard launch --help` lists the options.") from error
     if unknown:
         name = unknown[0].split("=")[0]
         known = _UPSTREAM.get(name.lstrip("-").replace("-", "_"))

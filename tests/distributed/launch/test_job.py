@@ -327,10 +327,16 @@ BAD = {
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
     "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),
-    "no number": (["--nproc_per_node", "two", SCRIPT], "--nproc_per_node: 'two' is no integer"),
+    "no number": (
+        ["--nproc_per_node", "two", SCRIPT],
+        "--nproc_per_node: invalid int value: 'two'",
+    ),
     "no processes": (["--nproc_per_node", "0", SCRIPT], "--nproc_per_node=0"),
     "rank alone": (["--rank", "1", SCRIPT], "--rank 1 needs --nnodes"),
-    "one for each GPU": (["--nproc_per_node", "auto", SCRIPT], "leave the option out"),
+    "one for each GPU": (
+        ["--nproc_per_node", "auto", SCRIPT],
+        "Leave it out for one process per GPU",
+    ),
     "a range of machines": (["--nnodes", "1:4", SCRIPT], "one number, not a range"),
     "machines alone": (["--nnodes", "2", SCRIPT], "also needs --rank, the number"),
     "machines without an address": (
@@ -498,12 +504,16 @@ def test_virtual_devices_replace_a_flag(monkeypatch):
 
 def test_virtual_devices_of_a_script_give_way_to_the_launchers(monkeypatch, recwarn):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "3")
+    gshard.virtual_devices(8)  # a variable of the user's is a default
+    monkeypatch.setenv("GSHARD_LOCAL_PROCESS_ID", "0")
     monkeypatch.setenv("GSHARD_PROCESS_ID", "1")  # one process of a job warns
     gshard.virtual_devices(8)
     monkeypatch.setenv("GSHARD_PROCESS_ID", "0")
     gshard.virtual_devices(3)
     assert not recwarn.list
-    with pytest.warns(gshard.GShardWarning, match=r"virtual_devices\(8\) has no effect: .*=3"):
+    with pytest.warns(
+        gshard.GShardWarning, match=r"virtual_devices\(8\) has no effect: .* 3 virtual"
+    ):
         gshard.virtual_devices(8)
 
 
