@@ -82,12 +82,16 @@ class Wrapped(Keeping):
             rows = next((x.shape[0] for x in given if x.ndim), 0)
             placed = [_placed(x, self.plan, rows) for x in given]
             return self._gshard_forward(cast(Any, self), placed, fixed=rest)
-        pairs = zip(self.parameters(), jax.tree.leaves(self.plan.params), strict=True)
-        if padded := [layout.path for x, layout in pairs if x.shape != layout.shape]:
+        layouts = jax.tree.leaves(self.plan.params)
+        pairs = [(x[...], y) for x, y in zip(self.parameters(), layouts, strict=True)]
+        padded = [y.path for x, y in pairs if x.shape != y.shape]
+        on_host = [y.path for x, y in pairs if jax.typeof(x).memory_space == jax.memory.Space.Host]
+        if padded or on_host:
+            how = "with padding" if padded else "in host memory"
             raise GShardError(
-                f"inside a transform of JAX or NNX the model has {some(padded)} as stored, with "
-                "padding. Take the loss's gradient by gshard.value_and_grad(loss_fn, model.plan)("
-                "model, batch), and an output outside jit, model(x)."
+                f"inside a transform of JAX or NNX the model has {some(padded or on_host)} as "
+                f"stored, {how}. Take the loss's gradient by gshard.value_and_grad(loss_fn, "
+                "model.plan)(model, batch), and an output outside jit, model(x)."
             )
         return own.__call__(*args, **kwargs)
 

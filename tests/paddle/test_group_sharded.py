@@ -786,13 +786,14 @@ def test_one_optimizer_that_is_not_finite_lowers_the_scale_of_all():
     assert np.any(other.state_dict()["last.kernel"] != before["last.kernel"])
 
 
-def test_a_padded_model_inside_a_transform_says_what_to_take():
-    model, optimizer, _ = wrap("p_g_os", **groups(3))
-    batch = rows(15, 0)
-    assert np.asarray(model(batch["x"])).shape == (15, 7)
-    for act in (nnx.jit(loss_fn), nnx.value_and_grad(loss_fn)):
-        with pytest.raises(gshard.GShardError, match="as stored, with padding"):
-            act(model, batch)
+def test_a_padded_or_offloaded_model_inside_a_transform_says_what_to_take():
+    for devices, offload, how in [(3, False, "with padding"), (4, True, "in host memory")]:
+        model, _, _ = wrap("p_g_os", offload=offload, **groups(devices))
+        batch = rows(5 * devices, 0)
+        assert np.asarray(model(batch["x"])).shape == (5 * devices, 7)
+        for act in (nnx.jit(loss_fn), nnx.value_and_grad(loss_fn)):
+            with pytest.raises(gshard.GShardError, match=f"as stored, {how}"):
+                act(model, batch)
     even, batch = wrap("p_g_os", **groups(4))[0], rows(16, 0)
     wanted = loss_fn(Net(), batch)
     np.testing.assert_allclose(nnx.jit(loss_fn)(even, batch), wanted, rtol=1e-5)
