@@ -231,10 +231,9 @@ def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x
-    several = spans_processes(plan)
-    if x.ndim and x.shape[0] and (several or x.shape[0] % plan.group.devices == 0):
-        if not several or x.shape[0] == rows:
-            return shard_batch(x, plan)
+    count = x.shape[0] if x.ndim else 0
+    if count and (count == rows if spans_processes(plan) else count % plan.group.devices == 0):
+        return shard_batch(x, plan)
     try:
         return jax.device_put(x, plan.sharding())
     except AssertionError as error:  # of JAX, which compares the values of the processes

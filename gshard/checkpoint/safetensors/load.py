@@ -69,8 +69,8 @@ def load_safetensors(
 
     Args:
       state: what `shard_train_state` or a step returned, at any level; for NNX the
-        `(model, optimizer)` pair. Its arrays are not changed or freed, except as said below; the
-        result shares those that are kept.
+        `(model, optimizer)` pair. Its arrays are not changed or freed, unless it is a wrapped pair;
+        the result shares those that are kept.
       path: the path of a file; of a folder with one model, in one file or in shards with an index
         (`model.safetensors.index.json`); or of such an index.
       name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
