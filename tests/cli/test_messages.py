@@ -170,7 +170,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     words = ["plan", "tests.setups:mlp", "--target", "cpu:2", "--levels", "dp,os", "--compile"]
     assert main([*words, "--json"]) == 0
     said = capsys.readouterr()
-    assert re.search(r"^dp \(1 of 2\): compiling, \d+ s$", said.err, re.M)
+    assert re.search(r"^dp \(1 of 2\): importing, \d+ s$", said.err, re.M)
     assert re.search(r"^os \(2 of 2\): ", said.err, re.M) and json.loads(said.out)
 
 
