@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from gshard._util.durable import file_path
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
+from gshard.checkpoint.arrays import with_components
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
     DTYPES,
@@ -142,8 +143,7 @@ def load_safetensors(
     if any(x is not y for x, y in pairs):
         new = _with_copies(new, plan)
     if wrapped is not None:  # a new one would lack what this one keeps, such as its gradients
-        plan.kind.update(state, dataclasses.replace(new, static=components.static))
-        return state
+        return with_components(new, state, plan)
     return plan.kind.merge(new, state, plan.kind.tx(state))
 
 
