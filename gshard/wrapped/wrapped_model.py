@@ -231,8 +231,11 @@ def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x
-    count = x.shape[0] if x.ndim else 0
-    if count and (count == rows if spans_processes(plan) else count % plan.group.devices == 0):
+    if spans_processes(plan):  # also without a row, which is refused on all of them
+        is_batch = bool(x.ndim) and x.shape[0] == rows
+    else:
+        is_batch = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.devices == 0
+    if is_batch:
         return shard_batch(x, plan)
     try:
         return jax.device_put(x, plan.sharding())
