@@ -77,17 +77,27 @@ __all__ = [
 if not TYPE_CHECKING:  # so that type checkers report misspelt names
 
     def __getattr__(name: str) -> Any:
-        """Loads all public names at the first use of one, so that `gshard --help` needs no JAX."""
+        """Imports a public name at its first use: `gshard --help` needs no JAX, Linen no NNX."""
         if name not in __all__:
             raise AttributeError(f"module 'gshard' has no attribute {name!r}")
-        if name == "__version__":
-            from gshard._util.version import __version__
+        import importlib
 
-            return __version__
-        from gshard import _public
+        module = importlib.import_module(_modules()[name])
+        value = globals()[name] = getattr(module, name, module)
+        return value
 
-        globals().update((known, getattr(_public, known)) for known in __all__)
-        return globals()[name]
+    def _modules() -> dict[str, str]:
+        """Returns the module of each public name, as `_public.py` imports it."""
+        import ast
+        import pkgutil
+
+        found = {}
+        for line in ast.parse(pkgutil.get_data("gshard", "_public.py") or b"").body:
+            if isinstance(line, ast.ImportFrom):
+                found |= {alias.name: line.module for alias in line.names}
+            elif isinstance(line, ast.Import):
+                found |= {alias.asname: alias.name for alias in line.names}
+        return found
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""The public names, all imported at once: `gshard` loads them when one of them is first used."""
+"""Where public names come from: `gshard` reads these lines and imports each at its first use."""
 
 # ruff: noqa: F401
 from __future__ import annotations

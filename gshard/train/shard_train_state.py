@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,13 @@ from gshard.train.same_state import agree_on_state, check_source
 from gshard.train_state import Components, abstract, abstract_like, as_state, is_init, kind_of
 from gshard.train_state.kind import is_optimizer
 from gshard.train_state.linen import TrainState
-from gshard.train_state.nnx import nnx
+
+if TYPE_CHECKING:
+    from gshard.train_state.nnx import nnx
 
 State = TypeVar("State", bound=TrainState)
-Model = TypeVar("Model", bound=nnx.Module)
-Optimizer = TypeVar("Optimizer", bound=nnx.Optimizer)
+Model = TypeVar("Model", bound="nnx.Module")
+Optimizer = TypeVar("Optimizer", bound="nnx.Optimizer")
 
 
 class Transformation(Protocol):

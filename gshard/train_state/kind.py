@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax import core as jax_core
 from jax.extend.core import Literal
@@ -22,7 +22,6 @@ from gshard._util.pytree import check_array, flatten, path_of
 from gshard.train_state.components import Kind
 from gshard.train_state.frozen import updated
 from gshard.train_state.linen import Linen
-from gshard.train_state.nnx import Nnx
 
 
 def kind_of(state: Any) -> Kind:
@@ -30,11 +29,13 @@ def kind_of(state: Any) -> Kind:
     if isinstance(state, TrainState):
         return Linen()
     if is_nnx_pair(state):
-        if isinstance(state[1], nnx.ModelAndOptimizer):
+        if isinstance(state[1], _nnx("ModelAndOptimizer")):
             raise GShardError(
                 "the optimizer is an nnx.ModelAndOptimizer, whose own model would go stale. Pass "
                 "(model, nnx.Optimizer(model, tx, wrt=nnx.Param))."
             )
+        from gshard.train_state.nnx import Nnx
+
         return Nnx(state[1].wrt)
     what = f"a {type(state).__name__}"
     if isinstance(state, (tuple, list)):
@@ -52,7 +53,7 @@ def as_state(state: Any) -> Any:
         isinstance(state, tuple)
         and len(state) == 2
         and is_optimizer(state[1])
-        and not (isinstance(state[0], (nn.Module, nnx.Module)) or is_optimizer(state[0]))
+        and not (isinstance(state[0], (nn.Module, *_nnx("Module"))) or is_optimizer(state[0]))
     ):
         params, tx = state  # not by create, which fails for a list of NumPy arrays
         trained = updated(params)
@@ -97,7 +98,7 @@ def _on_host_where_constant(eqn: Any, values: list[Any]) -> Sequence[Any]:
 
 def is_optimizer(x: Any) -> bool:
     """Whether this has `init` and `update`, as optax's transformations and `MultiSteps` do."""
-    others = (type, nn.Module, nnx.Module)
+    others = (type, nn.Module, *_nnx("Module"))
     return all(callable(getattr(x, name, None)) for name in ("init", "update")) and not isinstance(
         x, others
     )
@@ -105,7 +106,7 @@ def is_optimizer(x: Any) -> bool:
 
 def is_init(state: Any) -> bool:
     """Whether this is a function that makes a train state, rather than a callable model."""
-    others = (type, TrainState, tuple, nn.Module, nnx.Module)
+    others = (type, TrainState, tuple, nn.Module, *_nnx("Module"))
     return callable(state) and not isinstance(state, others)
 
 
@@ -114,18 +115,27 @@ def is_nnx_pair(state: Any) -> bool:
     return (
         isinstance(state, tuple)
         and len(state) == 2
-        and isinstance(state[0], nnx.Module)
-        and isinstance(state[1], nnx.Optimizer)
+        and isinstance(state[0], _nnx("Module"))
+        and isinstance(state[1], _nnx("Optimizer"))
     )
+
+
+def _nnx(name: str) -> tuple[type, ...]:
+    """A class of NNX for `isinstance`; none before the program imports NNX, which takes a while."""
+    nnx = sys.modules.get("flax.nnx")
+    return () if nnx is None else (getattr(nnx, name),)
 
 
 def abstract(init: Callable[..., Any], *args: Any) -> Any:
     """Returns the state that `init(*args)` would make, with abstract arrays."""
+    from flax import nnx
+
     return nnx.eval_shape(lambda: as_state(init(*args)))
 
 
 def abstract_like(state: Any) -> Any:
     """Returns the same state with abstract arrays, which keep any `NamedSharding`."""
+    variable = _nnx("Variable")
 
     def shape(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
@@ -139,11 +149,13 @@ def abstract_like(state: Any) -> Any:
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
 
     def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
-        return tree_map_with_path(shape, x) if isinstance(x, nnx.Variable) else x
+        return tree_map_with_path(shape, x) if isinstance(x, variable) else x
 
     if not is_nnx_pair(state):
         return tree_map_with_path(shape, state)
+    from flax import nnx
+
     graph, arrays = nnx.split(state)
     return nnx.merge(
-        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, variable))
     )
