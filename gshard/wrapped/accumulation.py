@@ -130,11 +130,7 @@ class Accumulation:
           The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
           (`.mean()` is that of all).
         """
-        if args or kwargs:
-            raise GShardError(
-                "backward takes a loss function and one batch, and was given more arguments. Give "
-                "a tuple, model.backward(loss_fn, (x, y)), to a loss_fn(model, batch)."
-            )
+        _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)
         loss_fn, given = self._given(loss_fn, batch)
         loss, *new = self._compiled(loss_fn, given)(self.model, given, *self._stored())
@@ -180,8 +176,11 @@ class Accumulation:
             return scaler
         raise GShardError(error)
 
-    def lower(self, loss_fn: Callable[..., Any], batch: Any) -> jax.stages.Lowered:
+    def lower(
+        self, loss_fn: Callable[..., Any], batch: Any = None, *args: Any, **kwargs: Any
+    ) -> jax.stages.Lowered:
         """The next call, lowered; nothing runs. `gshard.audit(model.backward, loss_fn, batch)`."""
+        _refuse_more(args, kwargs)
         loss_fn, given = self._given(loss_fn, batch)
         return self._compiled(loss_fn, given).lower(self.model, given, *self._stored())
 
@@ -344,3 +343,12 @@ class Joined:
             loss = Weighted(jnp.asarray(loss), jnp.ones(()))
         total = jnp.where(shares[0] > 0, loss.sum, 0)
         return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
+
+
+def _refuse_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments after the batch, as PyTorch's and Paddle's models take them."""
+    if args or kwargs:
+        raise GShardError(
+            "backward takes a loss function and one batch, and was given more arguments. Give a "
+            "tuple, model.backward(loss_fn, (x, y)), to a loss_fn(model, batch)."
+        )

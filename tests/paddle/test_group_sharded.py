@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -412,6 +413,14 @@ def test_the_audit_counts_buckets():
         )
         assert found.collectives[0].axes == ("shard",)
     assert 0 < counts[2**23] < counts[0]
+
+
+@pytest.mark.parametrize("called", ["backward", "audit"])
+def test_more_than_a_batch_is_refused(called):
+    model, x = wrap("os")[0], rows(16, 0)
+    backward = model.backward if called == "backward" else partial(gshard.audit, model.backward)
+    with pytest.raises(gshard.GShardError, match=r"Give a tuple, .*\(loss_fn, \(x, y\)\)"):
+        backward(loss_fn, x, x)
 
 
 @pytest.mark.parametrize("level", LEVELS)
