@@ -1,6 +1,9 @@
 """A training script in which one process does something else than the others at one step.
 
-gshard launch --nproc_per_node 2 --virtual_devices 2 tests/distributed/hang_worker.py CASE FOLDER
+gshard launch --nproc_per_node 2 --virtual_devices 2 tests/distributed/hang_worker.py CASE FOLDER \
+    [patient]
+
+Waits are told after 2 seconds; with "patient" when gshard does it, and nothing ends by itself.
 """
 
 from __future__ import annotations
@@ -13,11 +16,12 @@ import time
 import gshard
 from gshard.distributed import watchdog
 
-watchdog.REMIND = 2.0
 AT = 6  # the step of the fault
 
 
-def main(case: str, folder: str) -> None:
+def main(case: str, folder: str, patient: str = "") -> None:
+    if not patient:
+        watchdog.REMIND = 2.0
     gshard.distributed.initialize()
     import jax.numpy as jnp
     import numpy as np
@@ -30,12 +34,13 @@ def main(case: str, folder: str) -> None:
 
     def slow_to_trace(params, batch):
         if rank == 1:
-            time.sleep(7)  # longer than hang_timeout
+            time.sleep(1000 if patient else 7)  # longer than hang_timeout
         return loss_fn(params, batch)
 
     mesh = gshard.make_mesh()
+    print("starts", flush=True)
     if case == "starts late" and rank == 1:
-        time.sleep(40)  # longer than Gloo waits for a connection
+        time.sleep(1000 if patient else 40)  # longer than Gloo waits for a connection
     params = {"w": np.zeros((16, 8), np.float32)}
     state, plan = gshard.shard_train_state(
         (params, optax.adam(1e-2)), mesh, "zero3", min_shard_size=0
@@ -52,6 +57,7 @@ def main(case: str, folder: str) -> None:
                 x = x[:5]
         state, metrics = step(state, {"x": x, "y": x[:, :8]})
         float(metrics["loss"])
+        print("step", i, flush=True)
         if i == 3:
             checkpointer.save(3, state)
             checkpointer.wait()
@@ -78,7 +84,7 @@ def main(case: str, folder: str) -> None:
                 print(jnp.sum(state.params["w"]))
         if case in ("disk does not answer", "slow save") and i == AT:
             if rank == 1:
-                delay_files(1000 if case == "disk does not answer" else 7)
+                delay_files(7 if case == "slow save" and not patient else 1000)
             checkpointer.save(AT, state)
             checkpointer.wait()
     checkpointer.close()

@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from gshard._util.activity import Place
 from gshard.distributed import places
 from gshard.distributed.places import Meeting, Member, Server
 from gshard.distributed.rendezvous import Address, listen
+from tests.jobs import launch, running
 from tests.processes import run_together
 
 WORKER = Path(__file__).with_name("hang_worker.py")
@@ -122,6 +125,34 @@ def test_work_that_takes_long_does_not_end_the_job(tmp_path, case):
     assert "trained" in logs[0] and "has waited" in logs[0]
     if case == "compiles":
         assert "Process 1: busy with tracing the train step of slow_to_trace" in logs[0]
+
+
+ALONE = ("save", "full_params", "save_safetensors", "barrier", "loader sleeps", "a sum")
+WAITS = (*ALONE, "smaller batch", "disk does not answer", "compiles", "starts late")
+
+
+@pytest.mark.slow
+def test_no_wait_is_silent_for_longer_than_40_seconds(tmp_path):
+    """As users run it: the jobs run beside each other, and each ends when it has said something."""
+
+    def silence(case: str) -> float:
+        """Seconds between the last line before process 0 waits and the line that says so."""
+        logs = tmp_path / case / "logs"
+        words = ["--nproc_per_node", 2, "--virtual_devices", 2, "--log_dir", logs]
+        words += ["--start_timeout", 600, WORKER, case, tmp_path / case / "steps", "patient"]
+        log = logs / "rank-0.log"
+        with running(launch(*words), tmp_path) as job:
+            said = lambda: log.exists() and "has waited" in log.read_text()  # noqa: E731
+            job.wait_until(said, f"told ({case})", 180)
+            lines = log.read_text().splitlines()
+        at = next(i for i, line in enumerate(lines) if "has waited" in line)
+        times = (re.search(r"\d{4}-\S+Z", line) for line in lines[at - 1 : at + 1])
+        last, told = (datetime.fromisoformat(time[0]) for time in times if time)
+        return (told - last).total_seconds()
+
+    with ThreadPoolExecutor(len(WAITS)) as pool:
+        found = dict(zip(WAITS, pool.map(silence, WAITS), strict=True))
+    assert all(20 < seconds < 40 for seconds in found.values()), found
 
 
 def test_a_place_is_what_runs_and_the_line_of_the_user():
