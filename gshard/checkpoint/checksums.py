@@ -13,14 +13,17 @@ from __future__ import annotations
 import json
 import os
 import stat
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 
+from gshard._util.crc32 import crc32
 from gshard._util.durable import fsync, read_regular, write_file
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.directory import (
@@ -36,7 +39,9 @@ from gshard.distributed.agree import all_gather_text
 PROCESS_MANIFESTS = "manifests"
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
 _MOST = 2**28  # bytes of a manifest
-_BLOCK = 2**22  # bytes that are read at once
+_BLOCK = 2**22  # bytes that a thread reads at once
+_LARGEST = 2**26  # bytes of a segment: threads share the file of a large array
+_THREADS = min(16, os.cpu_count() or 1)
 _SHOWN = 5  # damages of a step that a message lists
 
 Range = tuple[int, int, str]  # offset and number of bytes in a file, and the path of their array
@@ -300,12 +305,12 @@ def _read_manifest(step: Path, name: str, segments: Sequence[Segment] | None) ->
 def _sealed(listed: Mapping[str, Sequence[Segment] | None]) -> bytes:
     """A manifest: one line of JSON, and one with its CRC-32."""
     line = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode() + b"\n"
-    return line + b"%08x\n" % zlib.crc32(line)
+    return line + b"%08x\n" % crc32(line)
 
 
 def _unsealed(data: bytes) -> Listed:
     line, end, seal = data[:-9], data[-10:-9], data[-9:]
-    if end != b"\n" or seal != b"%08x\n" % zlib.crc32(line):
+    if end != b"\n" or seal != b"%08x\n" % crc32(line):
         raise ValueError("the seal is broken")
     listed = json.loads(line)
     for name in listed:
@@ -341,33 +346,30 @@ def _files(step: Path) -> set[str]:
 
 def _segments(path: Path, ranges: Sequence[Range]) -> list[Segment]:
     """The segments of a file; together they hold every byte."""
-    found: list[Segment] = []
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        at = 0
-        for offset, length, array in sorted(ranges):
-            if offset < at or offset + length > size:
-                continue  # two keys with one value
-            if offset > at:
-                found.append((offset - at, _checksum(file, offset - at), None))
-            found.append((length, _checksum(file, length), array))
+    size, at, parts = path.stat().st_size, 0, list[tuple[int, str | None]]()
+    for offset, length, array in sorted(ranges):
+        if at <= offset <= size - length:  # else two keys with one value
+            parts += [(offset - at, None), (length, array)]
             at = offset + length
-        if at < size or not found:
-            found.append((size - at, _checksum(file, size - at), None))
-    return found
+    parts.append((size - at, None))
+    cut = [(min(_LARGEST, n - i), array) for n, array in parts for i in range(0, n, _LARGEST)]
+    found = _checksums(path, [length for length, _ in cut])
+    return [(n, total, array) for (n, array), total in zip(cut, found, strict=True)]
 
 
-def _checksum(file: BinaryIO, length: int, progress: Progress = _ignore) -> int:
-    """CRC-32 of the next bytes of a file."""
-    total = 0
-    while length > 0:
-        block = file.read(min(length, _BLOCK))
-        if not block:
-            return -1
-        total = zlib.crc32(block, total)
-        length -= len(block)
-        progress(len(block))
-    return total
+def _checksums(path: Path, lengths: Sequence[int], progress: Progress = _ignore) -> list[int]:
+    """CRC-32 of each of the segments of a file; -1 for one that ends early."""
+
+    def checksum(number: int, start: int, length: int) -> int:
+        total, end = 0, start + length
+        while start < end and (block := os.pread(number, min(end - start, _BLOCK), start)):
+            total, start = crc32(block, total), start + len(block)
+            progress(len(block))
+        return total if start == end else -1
+
+    with path.open("rb") as file, ThreadPoolExecutor(_THREADS) as pool:
+        run, starts = partial(checksum, file.fileno()), accumulate(lengths, initial=0)
+        return list((pool.map if len(lengths) > 1 else map)(run, starts, lengths))
 
 
 def _damages_of_file(
@@ -385,10 +387,10 @@ def _damages_of_file(
         expected = sum(length for length, _, _ in segments)
         if (size := path.stat().st_size) != expected:
             return [Damage(name, f"has {size:,} bytes instead of {expected:,}", arrays)]
-        with path.open("rb") as file:
-            bad = [x for x in segments if _checksum(file, x[0], progress) != x[1]]
+        found = _checksums(path, [length for length, _, _ in segments], progress)
     except OSError as error:
         return [Damage(name, f"cannot be read ({error.strerror})", arrays)]
+    bad = [x for x, checksum in zip(segments, found, strict=True) if x[1] != checksum]
     return [Damage(name, "differs from what was written", _arrays_in(bad))] if bad else []
 
 

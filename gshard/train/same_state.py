@@ -8,7 +8,6 @@ replicas would stay different for ever.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard._util.crc32 import crc32
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
 from gshard._util.validation import check_integer
@@ -156,7 +156,7 @@ def _checksum(x: Any) -> str:
     """A checksum of an array's values; empty if it has none here, or is global already."""
     if not _is_array(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return ""
-    return f"{zlib.crc32(_host(x).reshape(-1).view(np.uint8).data):08x}"
+    return f"{crc32(_host(x).reshape(-1).view(np.uint8).data):08x}"
 
 
 def _is_key(x: Any) -> bool:

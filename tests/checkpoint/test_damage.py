@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import random
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,9 @@ import optax
 import pytest
 
 import gshard
+from gshard._util import crc32
 from gshard._util.pytree import flatten
+from gshard.checkpoint import checksums
 from tests.checkpoint import checkpoint_worker
 from tests.checkpoint.soak_checkpoints import Life, live
 from tests.tiers import quick
@@ -113,6 +117,44 @@ def differing(saved: Saved, step: int, sound: dict[str, bytes]) -> set[str] | No
 def values(plan: gshard.Plan, state: Any) -> dict[str, bytes]:
     paths, leaves, _ = flatten(plan.kind.split(state))
     return {path: np.asarray(x).tobytes() for path, x in zip(paths, leaves, strict=True)}
+
+
+def test_a_large_array_is_compared_in_segments(tmp_path, monkeypatch):
+    """By several threads, and a flip in any of them names the array."""
+    monkeypatch.setattr(checksums, "_LARGEST", 1000)
+    monkeypatch.setattr(checksums, "_BLOCK", 300)
+    saved = save_three(tmp_path / "steps")
+    step = saved.directory / str(saved.newest)
+    manifest = (step / "manifests" / "process_0.json").read_bytes().splitlines()[0]
+    name, segments = max(json.loads(manifest).items(), key=lambda item: len(item[1]))
+    assert max(length for length, _, _ in segments) == 1000
+    data = (step / name).read_bytes()
+    assert len(data) == sum(length for length, _, _ in segments)
+    at = 0
+    for length, checksum, array in segments:
+        assert zlib.crc32(data[at : at + length]) == checksum
+        for offset in (at, at + length - 1):
+            (step / name).write_bytes(
+                data[:offset] + bytes([data[offset] ^ 8]) + data[offset + 1 :]
+            )
+            (found,) = gshard.Checkpointer(saved.directory).verify(saved.newest)
+            assert found.file == name and found.arrays == (() if array is None else (array,))
+        at += length
+
+
+def test_the_checksum_is_that_of_zlib_with_and_without_zlib_ng(monkeypatch):
+    data = random.Random(0).randbytes(100_001)
+    fast = crc32.crc32
+    assert fast is not zlib.crc32  # zlib-ng is among the packages of the tests
+    for length in (0, 1, 7, 64, 4097, len(data)):
+        assert fast(data[:length]) == zlib.crc32(data[:length])
+        assert fast(data[length:], fast(data[:length])) == zlib.crc32(data)
+    monkeypatch.setitem(sys.modules, "zlib_ng.zlib_ng", None)
+    try:
+        assert importlib.reload(crc32).crc32 is zlib.crc32
+    finally:
+        monkeypatch.undo()
+        importlib.reload(crc32)
 
 
 # Orbax leaves its other reads behind when one fails.

@@ -1,0 +1,122 @@
+"""What a step's safeguards cost: the step as users call it, and its compiled program alone.
+
+    python -m benchmarks.safeguards [--processes 1 2] [--levels os p_g_os] [--rounds 100]
+
+With them: numbered batches of a `DataLoader`, comparison of programs and batches, checks of the
+arguments, a watchdog, a status file as `gshard launch` has it, and at `os` a comparison of replicas
+every 100 steps. Without: the same stages compiled without batch numbers, called directly. Both are
+processes of their own that run ten steps each in turn. The ratios are of those ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+import gshard
+from benchmarks.groups import ADDRESS, ProcessGroup, rank, serve, size
+from benchmarks.models import PROBLEMS
+from benchmarks.timing import in_turn, ratio
+
+STEPS = 10  # for each command
+
+
+def program(model: str, devices: int, level: str, guarded: bool) -> Callable[[], float]:
+    """A function that runs `STEPS` steps and returns the last loss."""
+    gshard.virtual_devices(devices // size())
+    if size() > 1:
+        own = {} if guarded else {"hang_timeout": 0}
+        gshard.distributed.initialize(os.environ[ADDRESS], size(), rank(), **own)
+    problem = PROBLEMS[model]()
+    pair = (problem.params, optax.adamw(1e-3))
+    scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
+    state, plan = gshard.shard_train_state(pair, gshard.make_mesh(), level, scan_axes=scan_axes)
+    replicas = 100 if guarded and level in ("dp", "os") else None
+    step = gshard.make_train_step(problem.loss_fn, plan, check_replicas=replicas)
+    total = 4 * devices
+    data = problem.batch(STEPS * total)
+    loader = gshard.DataLoader(data, total, plan, shuffle=False)
+    batches: Iterator[Any] = itertools.cycle(list(loader))
+    leaves, structure = jax.tree.flatten(plan.kind.split(state))
+
+    def with_safeguards() -> float:
+        nonlocal state
+        for batch in itertools.islice(batches, STEPS):
+            state, metrics = step(state, batch)
+        jax.block_until_ready(state.params)
+        return float(metrics["loss"])
+
+    def without() -> float:
+        nonlocal leaves
+        for batch in itertools.islice(batches, STEPS):
+            leaves, metrics, *_ = step.jitted(leaves, structure, batch, None, None)
+        jax.block_until_ready(leaves)
+        return float(metrics["loss"])
+
+    return with_safeguards if guarded else without
+
+
+def measure(args: argparse.Namespace, processes: int, level: str) -> None:
+    """Times both in turn and prints a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        groups = {}
+        try:
+            for name in ("with", "without"):
+                given = ["--serve", name, "--levels", level, "--status", f"{folder}/status"]
+                given += ["--model", args.model, "--devices", str(args.devices)]
+                groups[name] = ProcessGroup("benchmarks.safeguards", given, processes)
+            seconds = in_turn({name: group.step for name, group in groups.items()}, args.rounds)
+            for group in groups.values():
+                group.end()
+        finally:
+            for group in groups.values():
+                group.stop()
+    step = 1000 * statistics.median(seconds["without"]) / STEPS
+    found = ratio(seconds["with"], seconds["without"])
+    print(
+        f"{args.model}, {processes} process(es), {level:<7} {step:6.1f} ms a step without, "
+        f"with / without {found.median:.4f} ({found.low:.4f} to {found.high:.4f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--levels", nargs="*", default=["os", "p_g_os"])
+    parser.add_argument("--model", choices=PROBLEMS, default="gpt")
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--serve", choices=("with", "without"), help=argparse.SUPPRESS)
+    parser.add_argument("--status", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve is None:
+        for processes, level in itertools.product(args.processes, args.levels):
+            measure(args, processes, level)
+        return
+    guarded = args.serve == "with"
+    status = Path(f"{args.status}-{rank()}")
+    if guarded:  # as the launcher does, before gshard's modules are imported
+        status.write_bytes(b"".ljust(20) + b"\n")
+        os.environ["GSHARD_STATUS_FILE"] = str(status)
+
+    def make() -> tuple[Callable[[], float], Callable[[], None]]:
+        return program(args.model, args.devices, args.levels[0], guarded), check
+
+    def check() -> None:
+        assert not guarded or int(status.read_bytes()) > 0, "the launcher's file was not written"
+
+    serve(make)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""CRC-32 by zlib-ng where it is installed (`gshard[fast]`), which takes a thirtieth of the time."""
+
+from __future__ import annotations
+
+try:
+    from zlib_ng.zlib_ng import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
