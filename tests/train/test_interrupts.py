@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -105,6 +107,26 @@ def test_the_latest_state_holds_no_memory():
     state, step = linen()
     step(state, BATCH)  # donated and not kept
     assert step.latest is None
+
+
+@pytest.mark.parametrize("make", [linen, pair])
+def test_an_interrupt_in_a_function_of_the_user_loses_no_state(make):
+    """The loop of a function that is left by Ctrl-C was the only one that had the state."""
+    given, step = make()
+    given = list(given) if make is pair else [given]
+
+    def train():
+        state = step(*given, BATCH)[0] if make is linen else tuple(given)
+        if make is pair:
+            step(*state, BATCH)
+        given.clear()
+        signal.raise_signal(signal.SIGINT)
+        assert state is not None
+
+    with suppress(KeyboardInterrupt):
+        train()
+    gc.collect()
+    assert not given and number_of(latest_of(step)) == 1
 
 
 def test_an_interrupt_between_donation_and_result_waits():
