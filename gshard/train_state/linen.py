@@ -16,7 +16,7 @@ from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.train_state import TrainState
 
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import GShardError, place_of, some
 from gshard._util.pytree import flatten, path_of
 from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
@@ -67,6 +67,12 @@ class Linen(Kind):
         return dataclasses.replace(parts, opt_state=state.opt_state, step=state.step)
 
     def split_target(self, params: Any, collections: dict[str, Any]) -> Components:
+        if isinstance(params, TrainState):
+            raise GShardError(
+                "value_and_grad takes the parameters, and was given the state. Pass state.params, "
+                "and further fields by name: value_and_grad(loss_fn, plan)(state.params, batch, "
+                "batch_stats=state.batch_stats)."
+            )
         trained, frozen = take_out(updated(params), self.frozen)
         non_trainable = {
             **collections,
@@ -175,8 +181,8 @@ class Linen(Kind):
                 raise GShardError(
                     f"the loss requires {some(sorted(missing))}, but {only} available. A loss "
                     "is called with params, batch, the further fields of the state that it names, "
-                    "and rng where one was passed (make_train_step(rng=jax.random.key(0)); "
-                    "evaluation has none)."
+                    "and rng where one was passed (make_train_step(rng=jax.random.key(0)), or "
+                    "value_and_grad(loss_fn, plan)(params, batch, rng=key); evaluation has none)."
                 )
             given = {name: value for name, value in available.items() if name in named}
             boxed = all_params(params, non_trainable)
@@ -186,7 +192,16 @@ class Linen(Kind):
             check_takes(
                 loss_fn, "A loss is called as loss_fn(params, batch).", unboxed, batch, **given
             )
-            out = loss_fn(unboxed, batch, **given)
+            try:
+                out = loss_fn(unboxed, batch, **given)
+            except AttributeError as error:
+                if error.obj is not unboxed:
+                    raise
+                raise GShardError(
+                    f"{place_of(loss_fn)} reads .{error.name} of its first argument, which is the "
+                    "tree of parameters and not the state. Write f(params, batch); further fields "
+                    "of the state are arguments by their names: f(params, batch, *, batch_stats)."
+                ) from error
             return _take_updates(out, mutable) if mutable else (out, {})
 
         return pure

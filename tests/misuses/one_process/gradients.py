@@ -89,7 +89,7 @@ ROWS = {
         lambda _: grads_of(*kept()[:2], sync=False) / 2, "LocalGradients"
     ),
     "value_and_grad is given a state": refused(
-        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(kept()[0], BATCH), "parameters"
+        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(kept()[0], BATCH), "Pass state.params"
     ),
     "value_and_grad is given plain parameters": right(
         lambda _: (

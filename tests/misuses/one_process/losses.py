@@ -205,8 +205,8 @@ ROWS = {
     "it takes one argument": refused(
         lambda _: one(lambda p: p["w"].sum()), "too many positional arguments"
     ),
-    "it takes a state": raw(
-        lambda _: one(lambda s, b: loss_fn(s.params, b)), AttributeError, "params"
+    "it takes a state": refused(
+        lambda _: one(lambda s, b: loss_fn(s.params, b)), "reads .params", "f(params, batch)"
     ),
     "it is the value of a loss": refused(
         lambda _: gshard.make_train_step(loss_fn(params(), BATCH), kept()[1]), "make_train_step"
