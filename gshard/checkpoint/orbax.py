@@ -44,7 +44,7 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     ocp = orbax_module()
 
     arguments = ocp.args.PyTreeSave(dict(arrays))
-    saving = _handler().async_save(_epath(step / ARRAYS), args=arguments)
+    saving = _handler().async_save(epath(step / ARRAYS), args=arguments)
     with ThreadPoolExecutor(1) as thread:  # that of a notebook has an event loop already
         futures = thread.submit(asyncio.run, saving).result() or []
 
@@ -63,7 +63,7 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
 
 def merge(step: Path) -> None:
     """Combines what all processes have written; called by the first."""
-    _handler().finalize(_epath(step / ARRAYS))
+    _handler().finalize(epath(step / ARRAYS))
 
 
 def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -76,7 +76,7 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
     how = {path: _how_to_read(x) for path, x in wanted.items()}
     arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
     try:
-        return _reader().restore(_epath(step / ARRAYS), args=arguments)
+        return _reader().restore(epath(step / ARRAYS), args=arguments)
     except Exception as error:
         raise GShardError(f"{_unreadable(error)} `gshard verify` names the files.") from error
 
@@ -150,8 +150,9 @@ def _reader() -> Any:
     )
 
 
-def _epath(folder: Path) -> Any:
-    from etils import epath  # Orbax's own paths
+def epath(folder: Path) -> Any:
+    """Returns a path in the form that Orbax's handlers take."""
+    from etils import epath
 
     return epath.Path(folder)
 
@@ -193,7 +194,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     folder = _tree_in(path)
     handler = ocp.PyTreeCheckpointHandler()
     try:
-        tree: Any = handler.metadata(_epath(folder)).tree
+        tree: Any = handler.metadata(epath(folder)).tree
     except Exception as error:
         raise GShardError(f"import_orbax: {folder} {_unreadable(error)}") from error
     paths, described, structure = flatten(tree)
@@ -218,7 +219,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
             restore_args=jax.tree.unflatten(structure, how),
         )
         try:
-            found = handler.restore(_epath(folder), args=arguments)
+            found = handler.restore(epath(folder), args=arguments)
         except Exception as error:
             raise GShardError(_unreadable(error)) from error
         leaves = structure.flatten_up_to(found)

@@ -11,6 +11,7 @@ Start reading: `zero_redundancy_optimizer`.
 
 from __future__ import annotations
 
+from gshard.pytorch.distributed_data_parallel import DistributedDataParallel
 from gshard.pytorch.join import Join
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.data_parallel import DataParallel
@@ -18,6 +19,7 @@ from gshard.wrapped.state_dict import load, save
 
 __all__ = [
     "DataParallel",
+    "DistributedDataParallel",
     "Join",
     "ZeroRedundancyOptimizer",
     "load",

@@ -88,7 +88,9 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
     if keep is None and grads is None:
         raise GShardError(
             "step needs gradients: step(grads), or step(closure=...) whose closure returns "
-            "(loss, grads). Only with a gshard.pytorch.DataParallel it uses those of backward."
+            "(loss, grads). It uses those of backward only if it was made with the parameters of "
+            "the wrapped model, ZeroRedundancyOptimizer(ddp.parameters(), ...): ddp is a copy of "
+            "the model that it wraps."
         )
     if keep is not None:
         if keep.updating is not None:

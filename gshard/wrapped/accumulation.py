@@ -30,7 +30,7 @@ from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases, check_closure, unused_params
 
-MANY = 8  # loss functions, each of which is compiled
+MANY = 16  # loss functions whose programs are kept
 
 
 class Updating(Protocol):
@@ -289,12 +289,14 @@ class Accumulation:
         if self._find_unused and (loss_fn, not local) not in self._of_loss:
             if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
-        if len(self._of_loss) == MANY:
+        code = _code_of(loss_fn)
+        alike = [f for f, at in self._of_loss if at == local and _code_of(f) is code is not None]
+        if len(alike) == 2:
             warn(
-                f"backward has been given {MANY} different loss functions, and each is compiled. "
-                "Define it once, outside the loop."
+                f"backward was given {place_of(loss_fn)} as a new function three times, and each "
+                "was compiled. Define it once, outside the loop."
             )
-        if len(self._of_loss) > 2 * MANY:
+        if len(self._of_loss) > MANY:
             self._of_loss.pop(next(iter(self._of_loss)))
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         if local:
@@ -343,6 +345,13 @@ class Joined:
             loss = Weighted(jnp.asarray(loss), jnp.ones(()))
         total = jnp.where(shares[0] > 0, loss.sum, 0)
         return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
+
+
+def _code_of(loss_fn: Any) -> Any:
+    """Returns the code of a Python function, which a lambda in a loop shares with the last one."""
+    while hasattr(loss_fn, "loss_fn"):  # a scaled one
+        loss_fn = loss_fn.loss_fn
+    return getattr(loss_fn, "__code__", None)
 
 
 def _refuse_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from flax import nnx
 from flax.nnx.bridge import variables as bridged
 from jax.sharding import Mesh
 
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
 from gshard._util.validation import names_of, shown
 from gshard.sharding.mesh import data_group, devices_of, make_mesh
 from gshard.wrapped.wrapped_model import Wrapped
@@ -92,6 +92,16 @@ def mesh_of(
             "group=gshard.make_mesh(replica=2), dp_group='replica'."
         )
     return make_mesh(replica=len(copies), devices=[every[i] for i in flat]), None
+
+
+def refuse_unknown(
+    call: str, unknown: Iterable[str], known: Iterable[str], instead: Mapping[str, str]
+) -> None:
+    """Refuses the first unknown argument; `instead` says what other libraries' names are here."""
+    for name in unknown:
+        names = [x for x in known if x not in ("cls", "unknown")]
+        hint = f" {instead[name]}" if name in instead else did_you_mean(name, names)
+        raise ArgumentTypeError(f"{call} has no argument {name}=.{hint} It takes {some(names, 9)}.")
 
 
 def first_process(mesh: Mesh) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -15,10 +16,17 @@ from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, first_process, mesh_of
+from gshard.wrapped.arguments import as_module, first_process, mesh_of, refuse_unknown
 from gshard.wrapped.wrapped_model import Wrapped, keepers, wrapped
 
 _MB = 2**20
+_INSTEAD = {  # of PyTorch's arguments
+    "module": "It is layers= here.",
+    "device_ids": "Leave it out: group= names the devices, by default all.",
+    "output_device": "Leave it out: outputs are sharded over the devices.",
+    "process_group": "It is group= here.",
+    "bucket_cap_mb": "It is comm_buffer_size= here.",
+}
 
 
 class DataParallel(Wrapped):
@@ -46,6 +54,7 @@ class DataParallel(Wrapped):
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: Any = None,
+        **unknown: Any,
     ) -> Any:
         """Wraps a copy of a model; the model itself is not changed.
 
@@ -57,6 +66,7 @@ class DataParallel(Wrapped):
           find_unused_parameters: warn of the parameters that the loss does not depend on. Their
             gradient is zero either way.
           group: devices from `gshard.distributed.new_group`, or a mesh. Default: all devices.
+          **unknown: refused, with a hint.
 
         Returns:
           The wrapped model.
@@ -67,32 +77,15 @@ class DataParallel(Wrapped):
         if cls is not DataParallel:  # a copy, made by NNX
             return object.__new__(cls)
         del strategy
+        known = inspect.signature(cls.__new__).parameters
+        refuse_unknown("DataParallel", unknown, known, _INSTEAD)
         size = check_integer("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
         last = last_comm_buffer_size
         if isinstance(last, bool) or not isinstance(last, Real) or not 0 < last < math.inf:
             raise GShardError(
                 f"last_comm_buffer_size={shown(last)} must be a positive number of MB."
             )
-        flag("find_unused_parameters", find_unused_parameters)
-        module = as_module(layers, "DataParallel")
-        arrays = jax.tree.leaves(nnx.state(module, nnx.Param))
-        if not arrays:
-            raise GShardError(
-                "DataParallel: this model has no nnx.Param to train, and needs no DataParallel."
-            )
-        mesh, replica_axes = mesh_of(group)
-        pair = (module, nnx.Optimizer(module, optax.identity(), wrt=nnx.Param))
-        (model, _), plan = shard_train_state(
-            pair, mesh, "dp", replica_axes=replica_axes, broadcast_from=first_process(mesh)
-        )
-        width = max(x.dtype.itemsize for x in arrays)
-        keep = Accumulation(
-            plan,
-            bucket_size=size * _MB // width,
-            end_bucket_size=max(1, int(last * _MB) // width),
-            find_unused=find_unused_parameters,
-        )
-        return wrapped(model, DataParallel, keep)
+        return data_parallel(cls, layers, size, float(last), find_unused_parameters, group)
 
     def __init__(self, *_: Any, **__: Any):
         """Does nothing: `__new__` has made the model."""
@@ -103,6 +96,38 @@ class DataParallel(Wrapped):
 
     def apply_collective_grads(self) -> None:
         """Does nothing: `backward` has reduced the gradients."""
+
+
+def data_parallel(
+    kind: type[DataParallel],
+    model: Any,
+    bucket_mb: int,
+    end_bucket_mb: float,
+    find_unused_parameters: bool,
+    group: Any,
+    argument: str = "group",
+) -> Any:
+    """Wraps a copy of a model as an instance of `kind`; `group` is that of the given argument."""
+    flag("find_unused_parameters", find_unused_parameters)
+    module = as_module(model, kind.__name__)
+    arrays = jax.tree.leaves(nnx.state(module, nnx.Param))
+    if not arrays:
+        raise GShardError(
+            f"{kind.__name__}: this model has no nnx.Param to train, and needs no {kind.__name__}."
+        )
+    mesh, replica_axes = mesh_of(group, argument=argument)
+    pair = (module, nnx.Optimizer(module, optax.identity(), wrt=nnx.Param))
+    (copy, _), plan = shard_train_state(
+        pair, mesh, "dp", replica_axes=replica_axes, broadcast_from=first_process(mesh)
+    )
+    width = max(x.dtype.itemsize for x in arrays)
+    keep = Accumulation(
+        plan,
+        bucket_size=bucket_mb * _MB // width,
+        end_bucket_size=max(1, int(end_bucket_mb * _MB) // width),
+        find_unused=find_unused_parameters,
+    )
+    return wrapped(copy, kind, keep)
 
 
 def fused_allreduce_gradients(parameters: Iterable[Any], hcg: Any = None) -> None:

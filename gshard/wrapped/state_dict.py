@@ -13,11 +13,13 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
+from gshard._util.activity import doing, meet
 from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
+from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
@@ -204,6 +206,7 @@ def _like(old: Any, layout: Layout, value: np.ndarray) -> jax.Array:
 NAME = "gshard_state"
 _NEW, _OLD = f".{NAME}.new", f".{NAME}.old"
 _MARK = "_METADATA"  # Orbax writes it into every directory of its own
+_SAVE = "save of a state dict, which all processes call"
 
 
 def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
@@ -234,17 +237,26 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
         )
     if folder.exists() and not folder.is_dir():
         raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")
-    target, new, old = folder / NAME, folder / _NEW, folder / _OLD
+    target = folder / NAME
     if target.exists() and not (target / _MARK).exists():
         raise GShardError(f"save: {target} was not written by gshard. Choose another directory.")
     values = _writable(state_dict, "")
+    with doing(_SAVE, waits=True):
+        meet(range(jax.process_count()), _SAVE)
+        _write(folder, values)
+
+
+def _write(folder: Path, values: dict[str, Any]) -> None:
+    target, new, old = folder / NAME, folder / _NEW, folder / _OLD
     first = jax.process_index() == 0
     if first:
         make_folder(folder)
         if not target.exists() and (old / _MARK).exists():
             rename(old, target)  # an earlier call ended between its two renames
     try:
-        _orbax(lambda checkpointer: checkpointer.save(new, values, force=True))
+        ocp = orbax_module()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(new, values, force=True)
         if first:
             write_manifests(new)
             replace_folder(new, target, old)
@@ -282,16 +294,10 @@ def load(path: str | Path) -> dict[str, Any]:
     if bad := find_damages(found[0]):
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
-        return _orbax(lambda checkpointer: checkpointer.restore(found[0]))
+        # By the handler: a Checkpointer waits for all processes, and one may load alone.
+        return orbax_module().PyTreeCheckpointHandler().restore(epath(found[0]))
     except Exception as error:
         raise GShardError(f"load: {found[0]} is damaged: {error}") from error
-
-
-def _orbax(act: Any) -> Any:
-    ocp = orbax_module()
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return act(checkpointer)
 
 
 def _path(path: Any) -> Path:

@@ -16,13 +16,20 @@ from flax import nnx
 from jax import core
 
 from gshard._util.errors import GShardError, MissingAttributeError, some
-from gshard._util.validation import shown
+from gshard._util.validation import flag, shown
 from gshard.data.batch import shard_batch
 from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import OnModel, split_inputs
-from gshard.wrapped.state_dict import NamedArrays, full_values, name_arrays, set_model
+from gshard.wrapped.state_dict import (
+    NamedArrays,
+    check,
+    differing_names,
+    full_values,
+    name_arrays,
+    set_model,
+)
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
@@ -62,7 +69,6 @@ class Wrapped(Keeping):
         "module": _SAME,
         "_layers": _SAME,
         "zero_grad": "Call model.clear_gradients().",
-        "load_state_dict": "Call model.set_state_dict(values).",
         "to": _PLACED,
         "cuda": _PLACED,
         "cpu": "Call model.state_dict() for the values on the host.",
@@ -188,6 +194,28 @@ class Wrapped(Keeping):
         return set_model(self, state_dict, self._gshard_named())
 
     set_dict = load_dict = set_state_dict
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> tuple[list[str], list[str]]:
+        """Sets parameters and buffers as `set_state_dict` does, with PyTorch's check of names.
+
+        Args:
+          state_dict: what `state_dict` returned, at any level and on any number of devices.
+          strict: whether a missing or unknown name is an error; else it gives a warning.
+
+        Returns:
+          Names that the state dict lacks, and names that the model does not know.
+
+        Raises:
+          GShardError: with `strict`, names differ; or a value has another shape. Nothing is
+            changed.
+        """
+        found = check(state_dict, self._gshard_named(), "load_state_dict")
+        if flag("strict", strict) and (strange := differing_names(*found, "the model")):
+            raise GShardError(
+                f"load_state_dict: {strange}. Nothing was changed. With strict=False the names "
+                "that both have are set."
+            )
+        return set_model(self, state_dict, self._gshard_named())
 
     def _gshard_settle(self) -> None:
         """Combines the buffers that `no_sync` left on each device; a copy has none."""

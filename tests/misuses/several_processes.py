@@ -92,6 +92,16 @@ def with_saver(call: Callable[[Any, int], Any]) -> Callable[[int], Any]:
     return misuse
 
 
+def values_saved() -> None:
+    gshard.paddle.save({"w": np.arange(6.0)}, FOLDER / "values")
+
+
+def values_loaded(rank: int) -> Any:
+    values_saved()
+    loaded = gshard.paddle.load(FOLDER / "values")["w"] if rank else np.arange(6.0)
+    return loaded, np.arange(6.0)
+
+
 def like() -> Any:
     from tests.misuses import small
 
@@ -418,6 +428,10 @@ ROWS: dict[str, Row] = {
         lambda r: gshard.load_safetensors(like(), FOLDER / f"none{r}"), "none"
     ),
     "another name in save_safetensors": refused(exported(lambda r: f"a{r}"), "a1"),
+    "gshard.paddle.save on one process": refused(
+        lambda r: gshard.distributed.barrier() if r else values_saved(), "the same call", "barrier"
+    ),
+    "gshard.paddle.load on one process": right(values_loaded),
 }
 
 

@@ -1,0 +1,112 @@
+"""`gshard.pytorch.DistributedDataParallel`: PyTorch's arguments, and its `load_state_dict`."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+from gshard.pytorch import DistributedDataParallel, ZeroRedundancyOptimizer
+
+
+class Net(nnx.Module):
+    def __init__(self, seed: int = 0):
+        rngs = nnx.Rngs(seed)
+        self.first, self.last = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.tanh(self.first(x)))
+
+
+def loss_fn(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+def batch(devices: int, step: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=(4 * devices, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_the_numbers_are_those_of_one_device(devices):
+    group = gshard.distributed.new_group(list(range(devices)))
+    ddp = DistributedDataParallel(
+        Net(), device_ids=[0], process_group=group, bucket_cap_mb=1, static_graph=True
+    )
+    assert isinstance(ddp, DistributedDataParallel) and isinstance(ddp, Net)
+    assert ddp.plan.group.devices == devices
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), optax.adam, lr=0.01)
+    alone = Net()
+    optimizer = nnx.Optimizer(alone, optax.adam(0.01), wrt=nnx.Param)
+    for step in range(4):
+        loss = ddp.backward(loss_fn, batch(devices, step))
+        opt.step()
+        opt.zero_grad()
+        expected, grads = nnx.value_and_grad(loss_fn)(alone, batch(devices, step))
+        optimizer.update(alone, grads)
+        np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    for name, x in ddp.state_dict().items():
+        np.testing.assert_allclose(x, gshard.paddle.state_dict(alone)[name], atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"comm_buffer_size": 1}, "It is bucket_cap_mb= here"),
+        ({"bucket_cap": 1}, "Did you mean 'bucket_cap_mb'?"),
+        ({"process_group": "all"}, "process_group='all'"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
+        ({"broadcast_buffers": False}, "buffers are equal on all devices"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_fix(given, said):
+    with pytest.raises(gshard.GShardError, match=".") as error:
+        DistributedDataParallel(Net(), **given)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("device_ids", "group= names the devices"), ("bucket_cap_mb", "It is comm_buffer_size= here")],
+)
+def test_arguments_of_pytorch_are_named_by_the_class_of_paddle(name, said):
+    with pytest.raises(gshard.ArgumentTypeError, match=name) as error:
+        gshard.paddle.DataParallel(Net(), **{name: 1})
+    assert said in str(error.value)
+
+
+def test_load_state_dict_is_strict_as_in_pytorch():
+    ddp, other = DistributedDataParallel(Net(0)), DistributedDataParallel(Net(1))
+    values = ddp.state_dict()
+    assert other.load_state_dict(values) == ([], [])
+    assert all((x == values[name]).all() for name, x in other.state_dict().items())
+
+    strange = {f"module.{name}": x + 1 for name, x in values.items()}
+    with pytest.raises(gshard.GShardError, match=r"lacks .*does not know module\.first"):
+        other.load_state_dict(strange)
+    part = {"last.bias": values["last.bias"] + 1, "more": np.ones(1)}
+    with pytest.raises(gshard.GShardError, match="Nothing was changed"):
+        other.load_state_dict(part)
+    assert (other.state_dict()["last.bias"] == values["last.bias"]).all()
+    with pytest.warns(gshard.GShardWarning, match="does not know more"):
+        missing, unknown = other.load_state_dict(part, strict=False)
+    assert "first.kernel" in missing and unknown == ["more"]
+    assert (other.state_dict()["last.bias"] == part["last.bias"]).all()
+
+
+def test_a_lambda_in_the_loop_is_said_to_compile_each_time():
+    ddp = DistributedDataParallel(Net())
+    x = batch(jax.device_count(), 0)
+    losses = [lambda m, b: jnp.mean(m(b) ** 2) for _ in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gshard.GShardWarning)
+        for _ in range(3):
+            ddp.backward(losses[0], x)
+        ddp.backward(losses[1], x)
+    with pytest.warns(gshard.GShardWarning, match=r"as a new function three times.*outside the"):
+        ddp.backward(losses[2], x)
