@@ -112,6 +112,17 @@ def public() -> dict[str, dict[str, Any]]:
     return {page: dict(members) for page, members in by_kind.items()}
 
 
+# What the calls of a module return is no public name, but has methods that a user calls.
+RETURNED = {
+    "gshard.paddle": {
+        "The wrapped model": "gshard.wrapped.wrapped_model.Wrapped",
+        "The wrapped optimizer": "gshard.wrapped.wrapped_optimizer.WrappedOptimizer",
+        "The scaler of a wrapped model": "gshard.paddle.grad_scaler.Scaler",
+    }
+}
+HEADLESS = "    options: { show_root_heading: false, show_root_toc_entry: false }"
+
+
 def _is_class(member: tuple[str, Any]) -> bool:
     return isinstance(member[1], type)
 
@@ -124,7 +135,10 @@ def reference(pages: dict[str, dict[str, Any]]) -> dict[str, str]:
         title = name if "." in name else name.replace("_", " ").capitalize()
         package = sys.modules.get(name if "." in name else f"gshard.{name}")
         intro = summary(package) if package else "What gshard raises, and its warning."
-        directives = "\n\n".join(directive(*member) for member in members.items())
+        parts = [directive(*member) for member in members.items()]
+        returned = RETURNED.get(name, {}).items()
+        parts += [f"## {what}\n\n::: {where}\n{HEADLESS}" for what, where in returned]
+        directives = "\n\n".join(parts)
         made[f"reference/{name}.md"] = f"# {title}\n\n{intro}\n\n{directives}\n"
         rows = [f"| [`{n}`][{n}] | {summary(value)} |" for n, value in members.items()]
         table += [f"## [{title}]({name}.md)\n", "| name | what it is |", "|---|---|", *rows, ""]
@@ -139,9 +153,8 @@ def directive(name: str, value: Any) -> str:
     home, own = getattr(value, "__module__", ""), getattr(value, "__name__", "")
     if f"{home.rpartition('.')[0]}.{own}" not in sys.modules:
         return f"::: {name}"
-    options = "    options: { show_root_heading: false, show_root_toc_entry: false }"
     label = name.rpartition(".")[2]
-    return f"## {name} {{ #{name} data-toc-label='{label}' }}\n\n::: {home}.{own}\n{options}"
+    return f"## {name} {{ #{name} data-toc-label='{label}' }}\n\n::: {home}.{own}\n{HEADLESS}"
 
 
 def summary(value: Any) -> str:

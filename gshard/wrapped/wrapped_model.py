@@ -69,6 +69,7 @@ class Wrapped(Keeping):
         "module": _SAME,
         "_layers": _SAME,
         "zero_grad": "Call model.clear_gradients().",
+        "get_all_parameters": "Call model.state_dict(); model(x) needs nothing.",
         "to": _PLACED,
         "cuda": _PLACED,
         "cpu": "Call model.state_dict() for the values on the host.",

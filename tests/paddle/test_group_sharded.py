@@ -986,6 +986,7 @@ def test_attributes_of_upstream_say_what_to_use_instead():
         (model, "_layers", "use model itself"),
         (dp, "to", "model.plan"),
         (model, "zero_grad", "clear_gradients()"),
+        (model, "get_all_parameters", "model.state_dict()"),
         (optimizer, "zero_grad", "clear_grad()"),
         (optimizer, "defaults", "get_lr()"),
         (optimizer, "state", "state_dict()"),
