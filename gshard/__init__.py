@@ -75,6 +75,10 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # so that type checkers report misspelt names
+    import threading
+
+    _loading = threading.RLock()  # of two threads that import parts of one cycle, one would fail
+    _homes = {}
 
     def __getattr__(name: str) -> Any:
         """Imports a public name at its first use: `gshard --help` needs no JAX, Linen no NNX."""
@@ -82,22 +86,25 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
             raise AttributeError(f"module 'gshard' has no attribute {name!r}")
         import importlib
 
-        module = importlib.import_module(_modules()[name])
-        value = globals()[name] = getattr(module, name, module)
-        return value
+        with _loading:
+            if name not in globals():
+                module, own = _home_of(name)
+                found = importlib.import_module(module)
+                globals()[name] = getattr(found, own) if own else found
+        return globals()[name]
 
-    def _modules() -> dict[str, str]:
-        """Returns the module of each public name, as `_public.py` imports it."""
+    def _home_of(name: str) -> tuple[str, str]:
+        """Returns the module of a public name, as `_public.py` imports it, and its name there."""
         import ast
         import pkgutil
 
-        found = {}
-        for line in ast.parse(pkgutil.get_data("gshard", "_public.py") or b"").body:
-            if isinstance(line, ast.ImportFrom):
-                found |= {alias.name: line.module for alias in line.names}
-            elif isinstance(line, ast.Import):
-                found |= {alias.asname: alias.name for alias in line.names}
-        return found
+        if not _homes:
+            for line in ast.parse(pkgutil.get_data("gshard", "_public.py")).body:
+                if isinstance(line, ast.ImportFrom):
+                    _homes.update((x.name, (line.module, x.name)) for x in line.names)
+                elif isinstance(line, ast.Import):
+                    _homes.update((x.asname, (x.name, "")) for x in line.names)
+        return _homes[name]
 
 
 def __dir__() -> list[str]:

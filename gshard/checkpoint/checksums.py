@@ -4,8 +4,8 @@ Every process lists the files that it wrote in `manifests/process_K.json`. The f
 all other files and these manifests in `manifest.json`, the combined manifest, which is written last
 and names the files that they list. So a process that verifies its share of a step reads the
 combined manifest and its share of the others, however many processes wrote it. A file is a sequence
-of segments, each with its CRC-32: the bytes of one array, or the bytes between two of them. So
-every difference is found, and its array can be named.
+of segments, each with its CRC-32: at most 64 MiB of the bytes of one array, or of those between two
+arrays. So every difference is found, and its array can be named.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROCESS_MANIFESTS = "manifests"
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
 _MOST = 2**28  # bytes of a manifest
 _BLOCK = 2**22  # bytes that a thread reads at once
-_LARGEST = 2**26  # bytes of a segment: threads share the file of a large array
+_LARGEST_SEGMENT = 2**26  # bytes of a segment: threads share the file of a large array
 _THREADS = min(16, os.cpu_count() or 1)
 _SHOWN = 5  # damages of a step that a message lists
 
@@ -352,8 +352,14 @@ def _segments(path: Path, ranges: Sequence[Range]) -> list[Segment]:
             parts += [(offset - at, None), (length, array)]
             at = offset + length
     parts.append((size - at, None))
-    cut = [(min(_LARGEST, n - i), array) for n, array in parts for i in range(0, n, _LARGEST)]
+    cut = [
+        (min(_LARGEST_SEGMENT, n - i), array)
+        for n, array in parts
+        for i in range(0, n, _LARGEST_SEGMENT)
+    ]
     found = _checksums(path, [length for length, _ in cut])
+    if -1 in found:
+        raise OSError(f"{path} became shorter while it was read")
     return [(n, total, array) for (n, array), total in zip(cut, found, strict=True)]
 
 

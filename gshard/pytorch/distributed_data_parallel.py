@@ -7,11 +7,13 @@ from typing import Any
 
 from gshard._util.validation import check_integer
 from gshard.wrapped.arguments import refuse_unknown
-from gshard.wrapped.data_parallel import DataParallel, data_parallel
+from gshard.wrapped.data_parallel import DataParallel, copied, data_parallel
 
 _BUCKET, _FIRST_BUCKET = 25, 1  # MB, as in PyTorch
 _INSTEAD = {
     "broadcast_buffers": "Leave it out: buffers are equal on all devices.",
+    "init_sync": "Leave it out: all processes take the values of the first one.",
+    "device_mesh": "It is process_group= here, which takes a mesh too.",
     "layers": "It is module= here.",
     "group": "It is process_group= here.",
     "comm_buffer_size": "It is bucket_cap_mb= here.",
@@ -70,8 +72,8 @@ class DistributedDataParallel(DataParallel):
         Raises:
           GShardError: the model has no parameters, or a size is out of range.
         """
-        if cls is not DistributedDataParallel:  # a copy, made by NNX
-            return object.__new__(cls)
+        if cls is not DistributedDataParallel:
+            return copied(cls)
         del device_ids, output_device, gradient_as_bucket_view, static_graph
         known = inspect.signature(cls.__new__).parameters
         refuse_unknown("DistributedDataParallel", unknown, known, _INSTEAD)

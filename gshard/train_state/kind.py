@@ -122,8 +122,8 @@ def is_nnx_pair(state: Any) -> bool:
 
 def _nnx(name: str) -> tuple[type, ...]:
     """A class of NNX for `isinstance`; none before the program imports NNX, which takes a while."""
-    nnx = sys.modules.get("flax.nnx")
-    return () if nnx is None else (getattr(nnx, name),)
+    found = getattr(sys.modules.get("flax.nnx"), name, None)  # None too while it is imported
+    return () if found is None else (found,)
 
 
 def abstract(init: Callable[..., Any], *args: Any) -> Any:

@@ -195,7 +195,7 @@ class Linen(Kind):
             try:
                 out = loss_fn(unboxed, batch, **given)
             except AttributeError as error:
-                if error.obj is not unboxed:
+                if error.obj is not unboxed or error.name not in _OF_STATE | available.keys():
                     raise
                 raise GShardError(
                     f"{place_of(loss_fn)} reads .{error.name} of its first argument, which is the "
@@ -209,6 +209,10 @@ class Linen(Kind):
     def gradients(self, grads: Any, params: Any, updates: dict[str, Any]) -> Any:
         structure = jax.tree.structure(self.trained(updated(params)))
         return join_overwritten(jax.tree.unflatten(structure, jax.tree.leaves(grads)), updates)
+
+
+# Fields of a state that a loss may look for in the parameters.
+_OF_STATE = {"params", "opt_state", "tx", "step", "apply_fn", "apply_gradients"}
 
 
 def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:

@@ -181,6 +181,8 @@ class Accumulation:
     ) -> jax.stages.Lowered:
         """The next call, lowered; nothing runs. `gshard.audit(model.backward, loss_fn, batch)`."""
         _refuse_more(args, kwargs)
+        if batch is None:
+            raise GShardError("audit(model.backward, loss_fn, batch) needs the batch.")
         loss_fn, given = self._given(loss_fn, batch)
         return self._compiled(loss_fn, given).lower(self.model, given, *self._stored())
 
@@ -290,13 +292,13 @@ class Accumulation:
             if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
         code = _code_of(loss_fn)
-        alike = [f for f, at in self._of_loss if at == local and _code_of(f) is code is not None]
+        alike = [f for f, at in self._of_loss if at == local and _code_of(f) is code]
         if len(alike) == 2:
             warn(
                 f"backward was given {place_of(loss_fn)} as a new function three times, and each "
-                "was compiled. Define it once, outside the loop."
+                "was compiled. If it is made in the loop, define it once, outside."
             )
-        if len(self._of_loss) > MANY:
+        if len(self._of_loss) >= MANY:
             self._of_loss.pop(next(iter(self._of_loss)))
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         if local:
@@ -348,10 +350,10 @@ class Joined:
 
 
 def _code_of(loss_fn: Any) -> Any:
-    """Returns the code of a Python function, which a lambda in a loop shares with the last one."""
-    while hasattr(loss_fn, "loss_fn"):  # a scaled one
-        loss_fn = loss_fn.loss_fn
-    return getattr(loss_fn, "__code__", None)
+    """Returns what functions that are made again in a loop have in common: their code, or class."""
+    while isinstance(loss_fn, (Scaled, Joined, partial)):
+        loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn.loss_fn
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def _refuse_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

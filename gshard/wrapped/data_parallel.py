@@ -74,8 +74,8 @@ class DataParallel(Wrapped):
         Raises:
           GShardError: the model has no parameters, or a size is out of range.
         """
-        if cls is not DataParallel:  # a copy, made by NNX
-            return object.__new__(cls)
+        if cls is not DataParallel:
+            return copied(cls)
         del strategy
         known = inspect.signature(cls.__new__).parameters
         refuse_unknown("DataParallel", unknown, known, _INSTEAD)
@@ -96,6 +96,16 @@ class DataParallel(Wrapped):
 
     def apply_collective_grads(self) -> None:
         """Does nothing: `backward` has reduced the gradients."""
+
+
+def copied(kind: type) -> Any:
+    """Returns an empty object for NNX, which copies a wrapped model; refuses a user's subclass."""
+    if "_gshard_forward" not in vars(kind):
+        raise GShardError(
+            f"{kind.__name__} derives from {kind.__mro__[1].__name__}, which wraps a model and is "
+            "an instance of the model's class. Subclass the model, and wrap it."
+        )
+    return object.__new__(kind)
 
 
 def data_parallel(

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 
-from gshard._util.activity import doing, meet
 from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
@@ -21,6 +19,7 @@ from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
 from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
+from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.mesh import data_group, make_mesh
@@ -229,7 +228,12 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
       >>> gshard.paddle.load("weights")["epoch"]
       3
     """
-    folder = _path(path)
+    values = run_on_all(lambda: _checked(state_dict, _path(path)), call=_SAVE)
+    run_on_all(lambda: _write(_path(path), values), call=_SAVE)
+
+
+def _checked(state_dict: Any, folder: Path) -> dict[str, Any]:
+    """Returns what is written; process 0 makes the directory."""
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise GShardError(
             f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty. "
@@ -241,18 +245,16 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     if target.exists() and not (target / _MARK).exists():
         raise GShardError(f"save: {target} was not written by gshard. Choose another directory.")
     values = _writable(state_dict, "")
-    with doing(_SAVE, waits=True):
-        meet(range(jax.process_count()), _SAVE)
-        _write(folder, values)
+    if jax.process_index() == 0:
+        make_folder(folder)
+        if not target.exists() and (folder / _OLD / _MARK).exists():
+            rename(folder / _OLD, target)  # an earlier call ended between its two renames
+    return values
 
 
 def _write(folder: Path, values: dict[str, Any]) -> None:
     target, new, old = folder / NAME, folder / _NEW, folder / _OLD
     first = jax.process_index() == 0
-    if first:
-        make_folder(folder)
-        if not target.exists() and (old / _MARK).exists():
-            rename(old, target)  # an earlier call ended between its two renames
     try:
         ocp = orbax_module()
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -264,8 +266,6 @@ def _write(folder: Path, values: dict[str, Any]) -> None:
         for unfinished in folder.glob(f"{_NEW}*") if first else ():  # also Orbax's temporary one
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"gshard save {folder}")
 
 
 def load(path: str | Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -29,12 +29,13 @@ from gshard.wrapped.state_dict import (
     full_values,
     name_arrays,
     set_model,
+    set_values,
 )
 
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 _SAME = "A wrapped model is an instance of your own class and has its attributes: use model itself."
-_PLACED = "Arrays are placed where model.plan says. Choose devices with group=."
+_PLACED = "Arrays are placed where model.plan says. Choose devices when you wrap the model."
 
 
 class Keeping:
@@ -61,6 +62,13 @@ class Keeping:
             raise
 
 
+class LoadedNames(NamedTuple):
+    """The names that `load_state_dict` found in one of both alone, as PyTorch names them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 class Wrapped(Keeping):
     """The methods that a model has once it is wrapped."""
 
@@ -69,7 +77,7 @@ class Wrapped(Keeping):
         "module": _SAME,
         "_layers": _SAME,
         "zero_grad": "Call model.clear_gradients().",
-        "get_all_parameters": "Call model.state_dict(); model(x) needs nothing.",
+        "get_all_parameters": "Call model.state_dict(); model(x) works without it.",
         "to": _PLACED,
         "cuda": _PLACED,
         "cpu": "Call model.state_dict() for the values on the host.",
@@ -196,12 +204,12 @@ class Wrapped(Keeping):
 
     set_dict = load_dict = set_state_dict
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> tuple[list[str], list[str]]:
+    def load_state_dict(self, state_dict: Any, strict: bool = True) -> LoadedNames:
         """Sets parameters and buffers as `set_state_dict` does, with PyTorch's check of names.
 
         Args:
           state_dict: what `state_dict` returned, at any level and on any number of devices.
-          strict: whether a missing or unknown name is an error; else it gives a warning.
+          strict: whether a missing or unknown name is an error; else the result names it.
 
         Returns:
           Names that the state dict lacks, and names that the model does not know.
@@ -210,13 +218,15 @@ class Wrapped(Keeping):
           GShardError: with `strict`, names differ; or a value has another shape. Nothing is
             changed.
         """
-        found = check(state_dict, self._gshard_named(), "load_state_dict")
+        stored = self._gshard_named()
+        found = LoadedNames(*check(state_dict, stored, "load_state_dict"))
         if flag("strict", strict) and (strange := differing_names(*found, "the model")):
             raise GShardError(
                 f"load_state_dict: {strange}. Nothing was changed. With strict=False the names "
                 "that both have are set."
             )
-        return set_model(self, state_dict, self._gshard_named())
+        set_values(self, state_dict, stored)
+        return found
 
     def _gshard_settle(self) -> None:
         """Combines the buffers that `no_sync` left on each device; a copy has none."""

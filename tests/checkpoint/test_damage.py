@@ -121,7 +121,7 @@ def values(plan: gshard.Plan, state: Any) -> dict[str, bytes]:
 
 def test_a_large_array_is_compared_in_segments(tmp_path, monkeypatch):
     """By several threads, and a flip in any of them names the array."""
-    monkeypatch.setattr(checksums, "_LARGEST", 1000)
+    monkeypatch.setattr(checksums, "_LARGEST_SEGMENT", 1000)
     monkeypatch.setattr(checksums, "_BLOCK", 300)
     saved = save_three(tmp_path / "steps")
     step = saved.directory / str(saved.newest)

@@ -51,6 +51,29 @@ def test_a_public_name_is_imported_at_its_first_use():
     assert "AttributeError: module 'gshard' has no attribute 'nothing'" in ended.stderr
 
 
+def test_threads_import_public_names_at_the_same_time():
+    code = """
+import random, threading
+import gshard
+failed = []
+def use(seed):
+    for name in random.Random(seed).sample(gshard.__all__, len(gshard.__all__)):
+        try:
+            getattr(gshard, name)
+        except Exception as error:
+            failed.append((name, error))
+threads = [threading.Thread(target=use, args=(seed,)) for seed in range(12)]
+for act in (threading.Thread.start, threading.Thread.join):
+    for thread in threads:
+        act(thread)
+assert not failed, failed
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_every_command_has_help(capsys):
     for name in COMMANDS:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import random
 import socket
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def not_joined_yet(monkeypatch):
 
 def free_port_above(first: int) -> int:
     """Of the last ports, which JAX's detection computes from the number of a job."""
-    for port in range(first, 2**16):
+    ports = range(first, 2**16)
+    for port in random.sample(ports, len(ports)):  # another run of the tests takes others
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

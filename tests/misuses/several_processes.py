@@ -431,6 +431,9 @@ ROWS: dict[str, Row] = {
     "gshard.paddle.save on one process": refused(
         lambda r: gshard.distributed.barrier() if r else values_saved(), "the same call", "barrier"
     ),
+    "gshard.paddle.save where one process cannot": refused(
+        lambda r: gshard.paddle.save({"w": object() if r else 1}, FOLDER / "other"), "w is"
+    ),
     "gshard.paddle.load on one process": right(values_loaded),
 }
 
