@@ -113,7 +113,8 @@ def main() -> None:
         return program(args.model, args.devices, args.levels[0], guarded), check
 
     def check() -> None:
-        assert not guarded or int(status.read_bytes()) > 0, "the launcher's file was not written"
+        steps = int(status.read_bytes().split()[0]) if guarded else 1
+        assert steps > 0, "the launcher's file was not written"
 
     serve(make)
 
