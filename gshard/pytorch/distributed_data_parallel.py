@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from gshard._util.validation import check_integer
@@ -75,8 +74,7 @@ class DistributedDataParallel(DataParallel):
         if cls is not DistributedDataParallel:
             return copied(cls)
         del device_ids, output_device, gradient_as_bucket_view, static_graph
-        known = inspect.signature(cls.__new__).parameters
-        refuse_unknown("DistributedDataParallel", unknown, known, _INSTEAD)
+        refuse_unknown(cls, unknown, _INSTEAD)
         size = _BUCKET if bucket_cap_mb is None else bucket_cap_mb
         check_integer("bucket_cap_mb", size, 0, " of MB (0: no buckets)")
         find = find_unused_parameters

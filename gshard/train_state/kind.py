@@ -135,7 +135,6 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
 
 def abstract_like(state: Any) -> Any:
     """Returns the same state with abstract arrays, which keep any `NamedSharding`."""
-    variable = _nnx("Variable")
 
     def shape(keys: Any, x: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
@@ -148,14 +147,14 @@ def abstract_like(state: Any) -> Any:
             ) from error
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
 
-    def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
-        return tree_map_with_path(shape, x) if isinstance(x, variable) else x
-
     if not is_nnx_pair(state):
         return tree_map_with_path(shape, state)
     from flax import nnx
 
+    def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
+        return tree_map_with_path(shape, x) if isinstance(x, nnx.Variable) else x
+
     graph, arrays = nnx.split(state)
     return nnx.merge(
-        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, variable))
+        graph, jax.tree.map(of_variable, arrays, is_leaf=lambda x: isinstance(x, nnx.Variable))
     )

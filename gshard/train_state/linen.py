@@ -212,7 +212,7 @@ class Linen(Kind):
 
 
 # Fields of a state that a loss may look for in the parameters.
-_OF_STATE = {"params", "opt_state", "tx", "step", "apply_fn", "apply_gradients"}
+_OF_STATE = {"apply_gradients", *(field.name for field in dataclasses.fields(TrainState))}
 
 
 def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:

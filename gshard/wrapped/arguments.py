@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, so
 from gshard._util.validation import names_of, shown
 from gshard.sharding.mesh import data_group, devices_of, make_mesh
 from gshard.wrapped.wrapped_model import Wrapped
+
+_HIDDEN = ("cls", "unknown")  # arguments of `__new__` that a user does not pass
 
 
 def as_module(model: Any, call: str) -> nnx.Module:
@@ -94,14 +97,14 @@ def mesh_of(
     return make_mesh(replica=len(copies), devices=[every[i] for i in flat]), None
 
 
-def refuse_unknown(
-    call: str, unknown: Iterable[str], known: Iterable[str], instead: Mapping[str, str]
-) -> None:
-    """Refuses the first unknown argument; `instead` says what other libraries' names are here."""
+def refuse_unknown(kind: type, unknown: Iterable[str], instead: Mapping[str, str]) -> None:
+    """Refuses the first unknown argument of a class; `instead` says what others' names are here."""
     for name in unknown:
-        names = [x for x in known if x not in ("cls", "unknown")]
+        names = [x for x in inspect.signature(kind.__new__).parameters if x not in _HIDDEN]
         hint = f" {instead[name]}" if name in instead else did_you_mean(name, names)
-        raise ArgumentTypeError(f"{call} has no argument {name}=.{hint} It takes {some(names, 9)}.")
+        raise ArgumentTypeError(
+            f"{kind.__name__} has no argument {name}=.{hint} It takes {some(names, 9)}."
+        )
 
 
 def first_process(mesh: Mesh) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -77,8 +76,7 @@ class DataParallel(Wrapped):
         if cls is not DataParallel:
             return copied(cls)
         del strategy
-        known = inspect.signature(cls.__new__).parameters
-        refuse_unknown("DataParallel", unknown, known, _INSTEAD)
+        refuse_unknown(cls, unknown, _INSTEAD)
         size = check_integer("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
         last = last_comm_buffer_size
         if isinstance(last, bool) or not isinstance(last, Real) or not 0 < last < math.inf:

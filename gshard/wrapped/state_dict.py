@@ -228,12 +228,13 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
       >>> gshard.paddle.load("weights")["epoch"]
       3
     """
-    values = run_on_all(lambda: _checked(state_dict, _path(path)), call=_SAVE)
-    run_on_all(lambda: _write(_path(path), values), call=_SAVE)
+    folder, values = run_on_all(lambda: _prepare(state_dict, path), call=_SAVE)
+    run_on_all(lambda: _write(folder, values), call=_SAVE)
 
 
-def _checked(state_dict: Any, folder: Path) -> dict[str, Any]:
-    """Returns what is written; process 0 makes the directory."""
+def _prepare(state_dict: Any, path: Any) -> tuple[Path, dict[str, Any]]:
+    """Returns the directory, which process 0 makes, and what is written into it."""
+    folder = _path(path)
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise GShardError(
             f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty. "
@@ -249,7 +250,7 @@ def _checked(state_dict: Any, folder: Path) -> dict[str, Any]:
         make_folder(folder)
         if not target.exists() and (folder / _OLD / _MARK).exists():
             rename(folder / _OLD, target)  # an earlier call ended between its two renames
-    return values
+    return folder, values
 
 
 def _write(folder: Path, values: dict[str, Any]) -> None:

@@ -67,9 +67,8 @@ def test_the_numbers_are_those_of_one_device(devices):
     ],
 )
 def test_a_wrong_argument_is_named_with_its_fix(given, said):
-    with pytest.raises(gshard.GShardError, match=".") as error:
+    with pytest.raises(gshard.GShardError, match=re.escape(said)):
         DistributedDataParallel(Net(), **given)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
