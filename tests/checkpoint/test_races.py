@@ -189,7 +189,8 @@ def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     waiting.start()
     waiting.join(10)
     saving.give_up()
-    assert said == [str(folder / "manifests")]
+    # It may look while `rmtree` deletes: its own manifest is gone, the folder around it not yet.
+    assert said in ([str(folder / "manifests")], [str(folder / "manifests" / "process_0.json")])
 
 
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):
