@@ -127,16 +127,27 @@ def _stopped_by_signals() -> Iterator[None]:
 
     This leaves out signals that are handled or ignored already (`nohup`), and does nothing outside
     the main thread. Python drops an exception that is raised in a finalizer, such as those of JAX's
-    caches: then the signal is sent again.
+    caches, or in the hook that is told of it: then the signal is sent again.
     """
+    in_hook = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Stopped(128 + number)
+        if not in_hook:
+            raise _Stopped(128 + number)
+        send_again(number)
 
     def dropped(problem: sys.UnraisableHookArgs) -> None:
-        if not isinstance(problem.exc_value, _Stopped):
-            return before(problem)
-        number = int(str(problem.exc_value)) - 128
+        nonlocal in_hook
+        in_hook = True
+        try:
+            if isinstance(problem.exc_value, _Stopped):
+                send_again(int(str(problem.exc_value)) - 128)
+            else:
+                before(problem)
+        finally:
+            in_hook = False
+
+    def send_again(number: int) -> None:
         again = threading.Timer(0.02, os.kill, (os.getpid(), number))
         again.daemon = True
         again.start()

@@ -367,3 +367,17 @@ def test_a_signal_in_a_finalizer_ends_the_command_all_the_same(capfd):
 
     assert guarded(run) == 128 + signal.SIGTERM
     assert not capfd.readouterr().err
+
+
+def test_a_signal_while_python_reports_a_finalizer_ends_the_command(monkeypatch):
+    class Fails:
+        def __del__(self):
+            raise ValueError
+
+    def run():
+        Fails()
+        time.sleep(20)
+        return 0
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: signal.raise_signal(signal.SIGTERM))
+    assert guarded(run) == 128 + signal.SIGTERM
