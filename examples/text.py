@@ -32,3 +32,8 @@ def batch(text_N: np.ndarray, step: int, examples: int, length: int, seed: int) 
     """Returns (examples, length) windows of the text; the same for the same step and seed."""
     starts_B = np.random.default_rng((seed, step)).integers(0, text_N.size - length, size=examples)
     return text_N[starts_B[:, None] + np.arange(length)]
+
+
+def own_rows(batch_BxT: np.ndarray, rank: int, processes: int) -> np.ndarray:
+    """Returns the rows of one process, of a batch that all processes make alike."""
+    return np.split(batch_BxT, processes)[rank]

@@ -61,7 +61,7 @@ def main(config: Config) -> None:
         return text.batch(text_N, step, config.batch_size, length, config.seed)
 
     def own_rows(step: int) -> np.ndarray:
-        return np.split(batch_of(step), processes)[rank]  # of the batch that all make alike
+        return text.own_rows(batch_of(step), rank, processes)
 
     model, start = make_state(config)
     parameters = sum(x.size for x in jax.tree.leaves(start.params))

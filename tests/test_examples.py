@@ -24,7 +24,6 @@ from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro
 from examples.report import Meter, write_picture
 from gshard.analysis.setup import load_setup, read_config
 from tests.processes import assert_all_well, run_together, variables
-from tests.tiers import quick
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +155,8 @@ def test_batch_depends_on_step_and_seed_alone():
     np.testing.assert_array_equal(first, text.batch(text_N, 3, examples=16, length=9, seed=1))
     assert not np.array_equal(first, text.batch(text_N, 4, examples=16, length=9, seed=1))
     assert not np.array_equal(first, text.batch(text_N, 3, examples=16, length=9, seed=2))
+    parts = [text.own_rows(first, rank, processes=4) for rank in range(4)]
+    np.testing.assert_array_equal(np.concatenate(parts), first)
     # every row is a window of the text, in its order
     assert (np.diff(first.astype(int), axis=1) == 1).all()
 
@@ -345,24 +346,15 @@ def test_demo_says_that_devices_do_not_divide_over_processes(tmp_path):
         assert "Traceback" not in end.said
 
 
-SMALL = (
-    *("--devices", "2", "--levels", "p_g_os", "--steps", "3"),
-    *("--arguments.layers", "1", "--sample_bytes", "1", "--one_device", "false"),
-)
-
-
-@pytest.mark.parametrize(
-    ("processes", "settings"),
-    quick([(2, ("--steps", "20")), (4, ("--steps", "4")), (2, SMALL)], [(2, SMALL)]),
-    ids=lambda x: str(x) if type(x) is int else "small" if x == SMALL else "whole",
-)
-def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, settings):
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "steps"), [(2, "20"), (4, "4")])
+def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, steps):
     """They share its devices: the same losses, bytes and elements moved, at every level."""
     results, said = [], []
     for n in (1, processes):
         folder = tmp_path / str(n)
         folder.mkdir()
-        command = ["-m", "examples.train_gpt", "configs/smallest.toml", *settings]
+        command = ["-m", "examples.train_gpt", "configs/smallest.toml", "--steps", steps]
         command += ["--output", str(folder / "output")]
         at = free_address()
         ended = run_together(folder, [command] * n, [variables(at, n, i) for i in range(n)])

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -18,7 +19,7 @@ from examples import config, kill_and_resume
 from examples.checkpoints import Checkpoints, refuse_other_settings
 from examples.measure import Run
 from tests.jobs import ROOT, launch, running
-from tests.tiers import quick
+from tests.processes import run_together
 
 LIMIT = 240
 SETTINGS = (
@@ -44,10 +45,8 @@ def runs(output: Path) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("processes", "levels"),
-    quick([(1, "p_g_os"), (1, "os,p_g_os"), (2, "os,p_g_os")], [(1, "p_g_os")]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "levels"), [(1, "os,p_g_os"), (2, "os,p_g_os")])
 def test_killed_and_preempted_the_losses_match_an_uninterrupted_run(tmp_path, processes, levels):
     """A kill at the first level, SIGTERM at the last, and what is left to the end."""
     first, last = levels.split(",")[0], levels.split(",")[-1]
@@ -107,6 +106,36 @@ def test_a_launcher_that_starts_again_goes_on_by_itself(tmp_path):
         assert job.code(LIMIT) == 0, job.out + job.err
         assert "p_g_os     resumes from step " in job.out
     assert runs(tmp_path / "output") == runs(tmp_path / "whole")
+
+
+def trained(folder, stop_after=None):
+    """Losses of a short training with the demo's checkpoints, and what these say."""
+    data = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    pair = ({"w": jnp.arange(16.0)}, optax.adam(0.1))
+    state, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=8)
+    step = gshard.make_train_step(lambda p, b: jnp.mean((p["w"] - b) ** 2), plan)
+    run, said = Run("os"), []
+    settings = config.Config(steps=5, save_every=2, checkpoints=str(folder))
+    with Checkpoints(settings, run, said.append) as checkpoints:
+        state = checkpoints.restore(state)
+        for i in checkpoints.steps_left():
+            state, metrics = step(state, data[i])
+            run.losses.append(float(metrics["loss"]))
+            checkpoints.after_step(state)
+            if len(run.losses) == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return run.losses, said
+
+
+def test_told_to_stop_it_saves_and_goes_on_from_there(tmp_path):
+    folder = tmp_path / "stopped"
+    of_three = f"trained({str(folder)!r}, stop_after=3)"  # no save is due after three steps
+    command = ["-c", f"from tests.checkpoint.test_resume import trained; {of_three}"]
+    (ended,) = run_together(tmp_path, [command], [{"XLA_FLAGS": os.environ["XLA_FLAGS"]}])
+    assert ended.code == gshard.distributed.PREEMPTED_EXIT_CODE, ended.said
+    losses, said = trained(folder)
+    assert said == ["resumes from step 3"]
+    assert losses == trained(tmp_path / "whole")[0] and len(losses) == 5
 
 
 # ---- without a process ---------------------------------------------------------------------------

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
 from gshard.distributed.agree import _exchange
+from tests.distributed.agree_worker import SLOW
 from tests.processes import run_workers
+from tests.tiers import quick
 
 
 @pytest.fixture(scope="module")
-def states(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("states"), "distributed.agree_worker", "states")
+def found(tmp_path_factory):
+    """`found("batches/skips")`: what the case gave on each process."""
+
+    @cache
+    def of(tier):
+        return run_workers(tmp_path_factory.mktemp(tier), "distributed.agree_worker", tier)
+
+    return lambda case: [str(process[case]) for process in of("slow" if case in SLOW else "quick")]
+
+
+def by_tier(part, cases):
+    """The cases of a part of the worker, without those that the quick tier leaves out."""
+    return quick(cases, [case for case in cases if f"{part}/{case}" not in SLOW])
 
 
 DIFFERENT = {
@@ -36,32 +49,33 @@ DIFFERENT = {
 }  # fmt: skip
 
 
-def assert_told(processes, case, begins, words):
+def assert_told(said, begins, words):
     """Every process raised an error that begins so and has all of the words."""
     assert type(words) is tuple  # a text would be compared letter by letter
-    for process in processes:
-        assert str(process[case]).startswith(begins)
+    for text in said:
+        assert text.startswith(begins)
         for x in words:
-            assert x in str(process[case])
+            assert x in text
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_processes_that_shard_different_states_are_told(states, case):
-    assert_told(states, case, "error: ", DIFFERENT[case])
+def test_processes_that_shard_different_states_are_told(found, case):
+    assert_told(found(f"states/{case}"), "error: ", DIFFERENT[case])
 
 
-def test_the_values_of_one_process_are_taken(states):
-    first, second = ({k: str(x) for k, x in process.items()} for process in states)
+def test_the_values_of_one_process_are_taken(found):
     for case in ("equal", "broadcast", "broadcast_from_1", "init_broadcast", "paddle", "pytorch"):
-        assert first[case] == second[case] and not first[case].startswith("error")
-    assert first["equal"] == first["equal_again"] == first["broadcast"] == first["broadcast_equal"]
-    assert first["init_broadcast"] == first["init"]
-    assert first["broadcast_from_1"] != first["equal"]
+        first, second = found(f"states/{case}")
+        assert first == second and not first.startswith("error")
+    equal = found("states/equal")
+    for case in ("equal_again", "broadcast", "broadcast_equal"):
+        assert found(f"states/{case}") == equal
+    assert found("states/init_broadcast") == found("states/init")
+    assert found("states/broadcast_from_1") != equal
 
 
-def test_a_message_is_sent_once_for_each_process(states):
-    for process in states:
-        assert str(process["rows"]) == "{'process': 2, 'device': 2}"
+def test_a_message_is_sent_once_for_each_process(found):
+    assert found("states/rows") == ["{'process': 2, 'device': 2}"] * 2
 
 
 def exchanged(texts, full):
@@ -103,12 +117,6 @@ def test_long_texts_travel_only_where_they_differ(texts, full, learned, sizes):
     assert exchanged(texts, full) == (learned, sizes)
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("programs")
-    return run_workers(folder, "distributed.agree_worker", "programs")
-
-
 OTHERS = {
     "losses": ("the train step of of_rank (", "the traced program", "dot_general"),
     "constant": ("the traced program", "4.0", "8.0"),
@@ -122,9 +130,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_processes_that_compile_different_programs_are_told(programs, case):
+def test_processes_that_compile_different_programs_are_told(found, case):
     begins = "error: the processes do not run the same program"
-    assert_told(programs, case, begins, OTHERS[case])
+    assert_told(found(f"programs/{case}"), begins, OTHERS[case])
 
 
 IN_OWN_LOOPS = {
@@ -133,73 +141,64 @@ IN_OWN_LOOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", IN_OWN_LOOPS)
-def test_different_losses_in_a_loop_of_the_users_are_told_at_the_next_meeting(programs, case):
+@pytest.mark.parametrize("case", by_tier("programs", IN_OWN_LOOPS))
+def test_different_losses_in_a_loop_of_the_users_are_told_at_the_next_meeting(found, case):
     name = "more" if case == "loop_second_losses" else "of_rank"
     words = f"the processes do not run the same program: the loss {name} ("
     begins = f"after {IN_OWN_LOOPS[case]}: {words}"
-    assert_told(programs, case, begins, ("in a loop of your own", "traced program", "on process 1"))
+    told = ("in a loop of your own", "traced program", "on process 1")
+    assert_told(found(f"programs/{case}"), begins, told)
 
 
 SAME = ["equal", "equal_again", "printed", "eval_equal", "backward_equal", "backward_local_equal"]
 SAME += ["loop_equal", "loop_equal_in_a_loader", "loop_equal_traced_alone"]
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_processes_that_compile_the_same_program_run_it(programs, case):
-    first, second = (float(str(process[case])) for process in programs)
+@pytest.mark.parametrize("case", by_tier("programs", SAME))
+def test_processes_that_compile_the_same_program_run_it(found, case):
+    first, second = map(float, found(f"programs/{case}"))
     assert first == second
 
 
-@pytest.fixture(scope="module")
-def batches(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("batches"), "distributed.agree_worker", "batches")
+SKIPS = ["skips", "skips_at_p_g_os", "skips_at_dp", "skips_in_global_batches"]
 
 
-@pytest.mark.parametrize(
-    "case", ["skips", "skips_at_p_g_os", "skips_at_dp", "skips_in_global_batches"]
-)
-def test_a_skipped_batch_is_found_two_calls_later(batches, case):
-    for process, (own, other) in zip(batches, [(4, 5), (5, 4)], strict=True):
+@pytest.mark.parametrize("case", by_tier("batches", SKIPS))
+def test_a_skipped_batch_is_found_two_calls_later(found, case):
+    for said, (own, other) in zip(found(f"batches/{case}"), [(4, 5), (5, 4)], strict=True):
         words = f"in call 5 of this step this process gave batch {own} of its loader and another "
-        assert str(process[case]).startswith(f"error in call 7: {words}process gave batch {other}:")
+        assert said.startswith(f"error in call 7: {words}process gave batch {other}:")
 
 
-def test_a_repeated_batch_is_found(batches):
-    words = "this process gave batch 2 of its loader and another process gave batch 3"
-    assert words in str(batches[0]["repeats"])
-    assert str(batches[1]["repeats"]).startswith("error in call 6: in call 4 of this step")
+def test_a_repeated_batch_is_found(found):
+    first, second = found("batches/repeats")
+    assert "this process gave batch 2 of its loader and another process gave batch 3" in first
+    assert second.startswith("error in call 6: in call 4 of this step")
 
 
-def test_nothing_is_saved_after_a_skipped_batch_until_a_restore(batches):
-    for process in batches:  # two saves were refused, and the step after the restore was saved
-        assert str(process["saves"]).startswith("2 [1, 1, 4] in call 2 of this step")
+def test_nothing_is_saved_after_a_skipped_batch_until_a_restore(found):
+    for said in found("batches/saves"):  # two were refused; the one after the restore was not
+        assert said.startswith("2 [1, 1, 4] in call 2 of this step")
 
 
-def test_steps_that_do_not_alternate_alike_are_found(batches):
-    for process in batches:
-        assert "ran against another program of another process" in str(process["alternating"])
-        assert "train steps and eval steps in different orders" in str(process["evaluated"])
+def test_steps_that_do_not_alternate_alike_are_found(found):
+    for said in found("batches/alternating"):
+        assert "ran against another program of another process" in said
+    for said in found("batches/evaluated"):
+        assert "train steps and eval steps in different orders" in said
 
 
-def test_a_changed_bit_is_found_on_both_processes(batches):
-    for process in batches:
-        words = "after call 1 of this step the parameter w on "
-        assert words in str(process["replicas"]) and "(process 1)" in str(process["replicas"])
-        assert "that on 3 other devices" in str(process["replicas"])
+def test_a_changed_bit_is_found_on_both_processes(found):
+    for said in found("batches/replicas"):
+        assert "after call 1 of this step the parameter w on " in said and "(process 1)" in said
+        assert "that on 3 other devices" in said
 
 
-EQUAL = [
-    "",
-    "_evaluated",
-    "_without_a_number",
-    "_in_a_jit",
-    "_in_global_batches",
-    "_skipped_by_all",
-]
+EQUAL = ["equal", "equal_evaluated", "equal_without_a_number", "equal_in_a_jit"]
+EQUAL += ["equal_in_global_batches", "equal_skipped_by_all", "equal_alternating", "equal_replicas"]
 
 
-@pytest.mark.parametrize("case", [*EQUAL, "_alternating", "_replicas", "_again"])
-def test_the_same_batches_raise_nothing(batches, case):
-    first, second = (float(str(process[f"equal{case}"])) for process in batches)
+@pytest.mark.parametrize("case", by_tier("batches", [*EQUAL, "equal_again"]))
+def test_the_same_batches_raise_nothing(found, case):
+    first, second = map(float, found(f"batches/{case}"))
     assert first == second
