@@ -28,8 +28,6 @@ from tests.checkpoint import checkpoint_worker
 from tests.checkpoint.soak_checkpoints import Life, live
 from tests.tiers import quick
 
-FLIPS, READ = 600, 80  # bits flipped; of those in values, how many are read nevertheless
-
 
 class Saved(NamedTuple):
     """A directory of three steps."""
@@ -61,6 +59,7 @@ def of_two_processes(folder: Path) -> Saved:
 
 
 MAKERS = {"one process": save_three, "two processes": of_two_processes}
+FLIPS = [("one process", 200), *((maker, 600) for maker in MAKERS)]  # how many bits
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +159,8 @@ def test_the_checksum_is_that_of_zlib_with_and_without_zlib_ng(monkeypatch):
 # Orbax leaves its other reads behind when one fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-@pytest.mark.parametrize("written", quick(MAKERS, ["one process"]), indirect=True)
-def test_a_flipped_bit_is_found_wherever_it_is(written):
+@pytest.mark.parametrize(("written", "count"), quick(FLIPS, FLIPS[:1]), indirect=["written"])
+def test_a_flipped_bit_is_found_wherever_it_is(written, count):
     step = written.directory / str(written.newest)
     kinds = ("gshard.json", "manifest.json", "manifests/", "arrays/_METADATA", "arrays/_sharding",
              "arrays/manifest.ocdbt", "arrays/array_metadatas/", "arrays/d/",
@@ -170,20 +169,20 @@ def test_a_flipped_bit_is_found_wherever_it_is(written):
     like = (written.state, written.plan)
     sound = values(written.plan, gshard.Checkpointer(written.directory).restore(like=like).state)
     named = read = 0
-    for name, offset, bit in flips(step, FLIPS):
+    for name, offset, bit in flips(step, count):
         before = (step / name).read_bytes()
         after = bytearray(before)
         after[offset] ^= 1 << bit
         (step / name).write_bytes(after)
         harmed = {path for damage in assert_found(written, name) for path in damage.arrays}
-        if harmed and named < READ:
+        if harmed and named < count // 7:  # read nevertheless
             named += 1
             other = differing(written, written.newest, sound)
             read += other is not None
             assert other is None or other == harmed, f"{name} {offset}: {other} is not {harmed}"
         (step / name).write_bytes(before)
     assert not gshard.Checkpointer(written.directory).verify()
-    assert read > READ // 4, f"{read} of {named} could be read"
+    assert read > count // 28, f"{read} of {named} could be read"
     gc.collect()  # what Orbax has left, while its warnings are ignored
 
 

@@ -81,8 +81,6 @@ def test_an_answer_is_kept_by_program(tmp_path):
     renamed = compile_for(CPU | {"arguments": {"scope": "tower"}})
     assert not renamed.get("cached") and renamed["needs"] == first["needs"]
     assert any("tower" in x["what"] for x in renamed["largest"])
-    kept.write_text("{")  # damaged: compiled again
-    assert not compile_for(CPU).get("cached")
     assert json.loads(kept.read_text())["memory"] == first["memory"]
 
 

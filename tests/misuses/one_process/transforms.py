@@ -28,8 +28,8 @@ def strict_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.square(batch["x"] @ params["w"] + params["b"][None] - batch["y"]).mean()
 
 
-def under(mode: Any) -> Any:
-    """Everything from the plan to two steps, under a mode of JAX."""
+def under(mode: Any, steps: int = 2) -> Any:
+    """Everything from the plan to some steps, under a mode of JAX."""
 
     def misuse(_):
         tx = optax.sgd(0.1)
@@ -37,10 +37,10 @@ def under(mode: Any) -> Any:
         with mode():
             state, plan = shard(state, "p_g_os")
             step = gshard.make_train_step(strict_loss, plan)
-            for _ in range(2):
+            for _ in range(steps):
                 state, _ = step(state, BATCH)
             found = gshard.full_params(state)
-        return found, alone(steps=2, tx=tx)
+        return found, alone(steps=steps, tx=tx)
 
     return misuse
 
@@ -317,7 +317,7 @@ ROWS = {
     "a step is pickled": raw(pickled_step, Exception, "pickle"),
     "a step is copied by deepcopy": right(copied_step),
     "a plan is copied by deepcopy": right(copied_plan),
-    "jax.disable_jit": right(under(jax.disable_jit)),
+    "jax.disable_jit": right(under(jax.disable_jit, steps=1)),  # seconds for each
     "jax.debug_nans": right(under(lambda: jax.debug_nans(True))),
     "jax.debug_nans and a NaN": refused(nan_under_debug_nans, "jax_debug_nans", "the loss alone"),
     "jax.debug_infs": right(under(lambda: jax.debug_infs(True))),
