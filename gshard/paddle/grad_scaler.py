@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.train_state.nonfinite import GradScaler, ScalerState
-from gshard.wrapped.accumulation import Accumulation, Scaled
+from gshard.wrapped.accumulation import Accumulation
+from gshard.wrapped.loss_fns import Scaled
 from gshard.wrapped.wrapped_model import kept
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import core
@@ -25,10 +23,10 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
-from gshard.train.loss import Weighted
 from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
-from gshard.wrapped.compiled_fns import OnModel, Phases, check_closure, unused_params
+from gshard.wrapped.compiled_fns import OnModel, Phases, unused_params
+from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of
 
 MANY = 16  # loss functions whose programs are kept
 
@@ -291,8 +289,8 @@ class Accumulation:
         if self._find_unused and (loss_fn, not local) not in self._of_loss:
             if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
-        code = _code_of(loss_fn)
-        alike = [f for f, at in self._of_loss if at == local and _code_of(f) is code]
+        code = code_of(loss_fn)
+        alike = [f for f, at in self._of_loss if at == local and code_of(f) is code]
         if len(alike) == 2:
             warn(
                 f"backward was given {place_of(loss_fn)} as a new function three times, and each "
@@ -309,51 +307,6 @@ class Accumulation:
         else:
             made = OnModel(partial(self._phases.backward, loss_fn), wrt, check=check)
         return self._of_loss.setdefault((loss_fn, local), made)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A loss multiplied by the scale of a scaler; its batch is `(batch, scale)`."""
-
-    loss_fn: Callable[..., Any]
-    scaler: Any
-
-    def __call__(self, model: nnx.Module, batch: Any) -> Any:
-        """Returns the loss of a batch times its scale."""
-        batch, scale = batch
-        loss = self.loss_fn(model, batch)
-        if isinstance(loss, Weighted):
-            return Weighted(loss.sum * scale, loss.weight)
-        return loss * scale if hasattr(loss, "dtype") else loss  # others are refused later
-
-
-@dataclass(frozen=True)
-class Joined:
-    """A loss for devices of which some have no data left; its batch is `(batch, shares)`.
-
-    Attributes:
-      loss_fn: the loss.
-      initial: whether the mean is over all devices, and not only over those that have data.
-    """
-
-    loss_fn: Callable[..., Any]
-    initial: bool
-
-    def __call__(self, model: nnx.Module, batch: Any) -> Any:
-        """Returns the loss on one device; `shares` has one entry per example, all 1 or all 0."""
-        batch, shares = batch
-        loss = self.loss_fn(model, batch)
-        if not isinstance(loss, Weighted):
-            loss = Weighted(jnp.asarray(loss), jnp.ones(()))
-        total = jnp.where(shares[0] > 0, loss.sum, 0)
-        return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
-
-
-def _code_of(loss_fn: Any) -> Any:
-    """Returns what functions that are made again in a loop have in common: their code, or class."""
-    while isinstance(loss_fn, (Scaled, Joined, partial)):
-        loss_fn = loss_fn.func if isinstance(loss_fn, partial) else loss_fn.loss_fn
-    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def _refuse_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

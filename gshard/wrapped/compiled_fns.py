@@ -6,7 +6,6 @@ They keep no state: `accumulation` does.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import GShardError
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
@@ -250,35 +249,6 @@ class OnModel:
         after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
         return out, {i: new for i, (new, old) in pairs if new is not old}
-
-
-def check_closure(loss_fn: LossFn, model: nnx.Module) -> None:
-    """Warns of models that a loss reads from outside: once compiled, it sees their first values.
-
-    If it is the wrapped model itself, which then has no gradient, this raises a `GShardError`.
-    """
-    function: Any = loss_fn
-    while hasattr(function, "loss_fn"):
-        function = function.loss_fn
-    found: dict[str, Any] = {"its self": getattr(function, "__self__", None)}
-    try:
-        variables = inspect.getclosurevars(inspect.unwrap(function))
-        found.update({**variables.globals, **variables.nonlocals})
-    except TypeError:  # not a Python function
-        pass
-    read = {name: x for name, x in found.items() if isinstance(x, nnx.Module)}
-    own = [name for name, x in read.items() if x is model]
-    if own:
-        raise GShardError(
-            f"backward: the loss reads the model as {own[0]}, from outside, and not as its first "
-            "argument: it would have no gradient. Use the model that the loss is called with."
-        )
-    if read:
-        warn(
-            f"backward: the loss reads {some(read)} from outside. It is compiled with the values "
-            "of now; where they change, pass them in the batch (nnx.split(other), and nnx.merge in "
-            "the loss)."
-        )
 
 
 def unused_params(loss_fn: LossFn, model: nnx.Module, wrt: Any, batch: Any) -> list[str]:

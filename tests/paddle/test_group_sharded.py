@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import warnings
@@ -854,8 +855,31 @@ def reads_another(model, batch):
     return loss_fn(model, batch) + 0.0 * OUTSIDE(batch["x"]).mean()
 
 
+class Trainer:
+    def __init__(self, model, teacher):
+        self.model, self.teacher = model, teacher
+
+    def distilled(self, model, batch):
+        return loss_fn(model, batch) + 0.0 * self.teacher(batch["x"]).mean()
+
+    def alone(self, _, batch):
+        return loss_fn(self.model, batch)
+
+
+def with_teacher(teacher, model, batch, scale=1.0):
+    return loss_fn(model, batch) + scale * 0.0 * teacher(batch["x"]).mean()
+
+
 def test_a_loss_that_reads_models_from_outside():
     model, _, _ = wrap("os")
+    trainer = Trainer(model, Net(4))
+    with pytest.warns(gshard.GShardWarning, match="reads self.teacher from outside"):
+        model.backward(trainer.distilled, rows(16, 0))
+    with pytest.raises(gshard.GShardError, match="as self.model, from outside"):
+        model.backward(trainer.alone, rows(16, 0))
+    bound = functools.partial(functools.partial(with_teacher, Net(4)), scale=2.0)
+    with pytest.warns(gshard.GShardWarning, match="reads argument 1 from outside"):
+        model.backward(bound, rows(16, 0))
     with pytest.warns(gshard.GShardWarning, match="reads OUTSIDE from outside"):
         model.backward(reads_another, rows(16, 0))
     with pytest.raises(gshard.GShardError, match="as model, from outside"):
