@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import warnings
@@ -848,7 +847,7 @@ def test_scaled_gradients_cannot_be_given_to_update():
         optimizer.update(model, model.grads)
 
 
-OUTSIDE = Net(4)
+OUTSIDE = None  # a model, once the test has made it
 
 
 def reads_another(model, batch):
@@ -870,14 +869,15 @@ def with_teacher(teacher, model, batch, scale=1.0):
     return loss_fn(model, batch) + scale * 0.0 * teacher(batch["x"]).mean()
 
 
-def test_a_loss_that_reads_models_from_outside():
+def test_a_loss_that_reads_models_from_outside(monkeypatch):
+    monkeypatch.setitem(globals(), "OUTSIDE", Net(4))
     model, _, _ = wrap("os")
     trainer = Trainer(model, Net(4))
     with pytest.warns(gshard.GShardWarning, match="reads self.teacher from outside"):
         model.backward(trainer.distilled, rows(16, 0))
     with pytest.raises(gshard.GShardError, match="as self.model, from outside"):
         model.backward(trainer.alone, rows(16, 0))
-    bound = functools.partial(functools.partial(with_teacher, Net(4)), scale=2.0)
+    bound = partial(partial(with_teacher, Net(4)), scale=2.0)
     with pytest.warns(gshard.GShardWarning, match="reads argument 1 from outside"):
         model.backward(bound, rows(16, 0))
     with pytest.warns(gshard.GShardWarning, match="reads OUTSIDE from outside"):
