@@ -64,6 +64,8 @@ def test_the_numbers_are_those_of_one_device(devices):
         ({"process_group": "all"}, "process_group='all'"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
         ({"broadcast_buffers": False}, "buffers are equal on all devices"),
+        ({"dim": 0}, "along the first dimension"),
+        ({"check_reduction": True}, "no effect in PyTorch either"),
     ],
 )
 def test_a_wrong_argument_is_named_with_its_fix(given, said):
