@@ -30,6 +30,7 @@ os.environ.pop("JAX_ENABLE_X64", None)
 # One more compilation for each of thousands of steps; tests/train/test_loss_check.py turns it on.
 os.environ["GSHARD_CHECK_LOSS"] = "0"
 
+SIGTERM = signal.getsignal(signal.SIGTERM)
 # A shell that starts the tests in the background ignores Ctrl-C for them and their processes.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -85,6 +86,7 @@ def pytest_collection_finish():
 
 def pytest_runtest_teardown(item, nextitem):
     """Frees programs after each test file, and in between where a worker has grown large."""
+    assert signal.getsignal(signal.SIGTERM) is SIGTERM, "the test has left a handler of SIGTERM"
     last = nextitem is None or nextitem.path != item.path
     if last or psutil.Process().memory_info().rss > LARGE_BYTES:
         free_programs()

@@ -128,14 +128,20 @@ def trained(folder, stop_after=None):
 
 
 def test_told_to_stop_it_saves_and_goes_on_from_there(tmp_path):
-    folder = tmp_path / "stopped"
-    of_three = f"trained({str(folder)!r}, stop_after=3)"  # no save is due after three steps
-    command = ["-c", f"from tests.checkpoint.test_resume import trained; {of_three}"]
-    (ended,) = run_together(tmp_path, [command], [{"XLA_FLAGS": os.environ["XLA_FLAGS"]}])
+    """In processes of their own, since a process never gets its handler of SIGTERM back."""
+    folders = str(tmp_path / "stopped"), str(tmp_path / "whole")
+
+    def run(code):
+        command = ["-c", f"from tests.checkpoint.test_resume import *; {code}"]
+        return run_together(tmp_path, [command])[0]
+
+    ended = run(f"trained({folders[0]!r}, stop_after=3)")  # no save is due after three steps
     assert ended.code == gshard.distributed.PREEMPTED_EXIT_CODE, ended.said
-    losses, said = trained(folder)
+    ended = run(f"print(json.dumps([trained(folder) for folder in {folders}]))")
+    assert ended.code == 0, ended.said
+    (losses, said), (wanted, _) = json.loads(ended.said.splitlines()[-1])
     assert said == ["resumes from step 3"]
-    assert losses == trained(tmp_path / "whole")[0] and len(losses) == 5
+    assert losses == wanted and len(losses) == 5
 
 
 # ---- without a process ---------------------------------------------------------------------------
