@@ -84,12 +84,16 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 20)
 
 
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """Frees programs after each test file, and in between where a worker has grown large."""
-    assert signal.getsignal(signal.SIGTERM) is SIGTERM, "the test has left a handler of SIGTERM"
+    result = yield
     last = nextitem is None or nextitem.path != item.path
     if last or psutil.Process().memory_info().rss > LARGE_BYTES:
         free_programs()
+    if signal.signal(signal.SIGTERM, SIGTERM) is not SIGTERM:
+        pytest.fail("the test has left a handler of SIGTERM to those after it")
+    return result
 
 
 def free_programs():

@@ -346,15 +346,25 @@ def test_demo_says_that_devices_do_not_divide_over_processes(tmp_path):
         assert "Traceback" not in end.said
 
 
+SMALL = (
+    *("--devices", "2", "--levels", "p_g_os", "--steps", "3"),
+    *("--arguments.layers", "1", "--sample_bytes", "1", "--one_device", "false"),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "steps"), [(2, "20"), (4, "4")])
-def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, steps):
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [(2, ("--steps", "20")), (4, ("--steps", "4")), (2, SMALL)],
+    ids=["2 for 20 steps", "4 for 4 steps", "2, small"],
+)
+def test_demo_of_several_processes_is_that_of_one(tmp_path, processes, settings):
     """They share its devices: the same losses, bytes and elements moved, at every level."""
     results, said = [], []
     for n in (1, processes):
         folder = tmp_path / str(n)
         folder.mkdir()
-        command = ["-m", "examples.train_gpt", "configs/smallest.toml", "--steps", steps]
+        command = ["-m", "examples.train_gpt", "configs/smallest.toml", *settings]
         command += ["--output", str(folder / "output")]
         at = free_address()
         ended = run_together(folder, [command] * n, [variables(at, n, i) for i in range(n)])

@@ -127,25 +127,26 @@ def _stopped_by_signals() -> Iterator[None]:
 
     This leaves out signals that are handled or ignored already (`nohup`), and does nothing outside
     the main thread. Python drops an exception that is raised in a finalizer, such as those of JAX's
-    caches, or in the hook that is told of it: then the signal is sent again.
+    caches, or in `sys.unraisablehook`, which reports it: then the signal is sent again.
     """
-    in_hook = False
+    hooks = 0  # that run in the main thread: one may run within another
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if not in_hook:
+        if not hooks:
             raise _Stopped(128 + number)
         send_again(number)
 
     def dropped(problem: sys.UnraisableHookArgs) -> None:
-        nonlocal in_hook
-        in_hook = True
+        nonlocal hooks
+        here = threading.current_thread() is threading.main_thread()
+        hooks += here
         try:
             if isinstance(problem.exc_value, _Stopped):
                 send_again(int(str(problem.exc_value)) - 128)
             else:
                 before(problem)
         finally:
-            in_hook = False
+            hooks -= here
 
     def send_again(number: int) -> None:
         again = threading.Timer(0.02, os.kill, (os.getpid(), number))

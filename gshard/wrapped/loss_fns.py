@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -55,36 +58,36 @@ class Joined:
 
 def code_of(loss_fn: Any) -> Any:
     """Returns what functions that are made again in a loop have in common: their code, or class."""
-    function, _ = _unwrapped(loss_fn)
+    function = _unwrapped(loss_fn)[0]
     return getattr(function, "__code__", type(function))
 
 
 def check_closure(loss_fn: Any, model: nnx.Module) -> None:
     """Warns of models that a loss reads from outside: once compiled, it sees their first values.
 
-    If it is the wrapped model itself, which then has no gradient, this raises a `GShardError`.
+    If it is the wrapped model itself, in the closure, this raises a `GShardError`: there it would
+    have no gradient. Of a method's object and in a partial it may be there for something else.
     """
     function, found = _unwrapped(loss_fn)
-    function = inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
-    found["its self"] = owner
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", None) if owner is None else owner
+    if not hasattr(function, "__code__"):  # an object of a class with __call__
+        owner, function = function, inspect.unwrap(type(function).__call__)
+    found.update({f"self.{name}": x for name, x in _read_of(owner, function).items()})
+    closure: dict[str, Any] = {"the object of the method": owner}
     try:
         variables = inspect.getclosurevars(function)
-        found.update({**variables.globals, **variables.nonlocals})
+        closure.update({**variables.globals, **variables.nonlocals})
     except TypeError:  # not a Python function
         pass
-    # What a method reads of its object, such as the teacher of a trainer.
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    attributes = getattr(owner, "__dict__", {})
-    found.update({f"self.{name}": attributes[name] for name in names if name in attributes})
-    read = {name: x for name, x in found.items() if isinstance(x, nnx.Module)}
-    own = [name for name, x in read.items() if x is model]
+    own = [name for name, x in closure.items() if x is model]
     if own:
         raise GShardError(
             f"backward: the loss reads the model as {own[0]}, from outside, and not as its first "
             "argument: it would have no gradient. Use the model that the loss is called with."
         )
-    if read:
+    if read := [name for name, x in (closure | found).items() if _has_arrays(x)]:
         warn(
             f"backward: the loss reads {some(read)} from outside. It is compiled with the values "
             "of now; where they change, pass them in the batch (nnx.split(other), and nnx.merge in "
@@ -97,9 +100,28 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, (Scaled, Joined, partial)):
         if isinstance(loss_fn, partial):
-            bound |= {f"argument {i + 1}": x for i, x in enumerate(loss_fn.args)}
-            bound |= {f"{name}=": x for name, x in loss_fn.keywords.items()}
+            names = (*(f"argument {i + 1}" for i in range(len(loss_fn.args))), *loss_fn.keywords)
+            values = (*loss_fn.args, *loss_fn.keywords.values())
+            bound |= {f"{name} of a partial": x for name, x in zip(names, values, strict=True)}
             loss_fn = loss_fn.func
         else:
             loss_fn = loss_fn.loss_fn
     return loss_fn, bound
+
+
+def _read_of(owner: Any, method: Any) -> dict[str, Any]:
+    """The attributes of its object that a method reads, such as the teacher of a trainer."""
+    code = getattr(method, "__code__", None)
+    if owner is None or code is None or not code.co_varnames:
+        return {}
+    self, found = code.co_varnames[0], {}
+    for before, now in pairwise(dis.get_instructions(code)):
+        names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if now.opname in ("LOAD_ATTR", "LOAD_METHOD") and names[-1] == self:
+            # Not `getattr`, which runs properties.
+            found[now.argval] = vars(owner).get(now.argval) if hasattr(owner, "__dict__") else None
+    return found
+
+
+def _has_arrays(x: Any) -> bool:
+    return isinstance(x, nnx.Module) and bool(jax.tree.leaves(nnx.state(x)))

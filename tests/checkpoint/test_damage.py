@@ -175,7 +175,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(written, count):
         after[offset] ^= 1 << bit
         (step / name).write_bytes(after)
         harmed = {path for damage in assert_found(written, name) for path in damage.arrays}
-        if harmed and named < count // 7:  # read nevertheless
+        if harmed and named < count // 7:  # of so many, whether they can be read nevertheless
             named += 1
             other = differing(written, written.newest, sound)
             read += other is not None

@@ -369,15 +369,22 @@ def test_a_signal_in_a_finalizer_ends_the_command_all_the_same(capfd):
     assert not capfd.readouterr().err
 
 
-def test_a_signal_while_python_reports_a_finalizer_ends_the_command(monkeypatch):
+def test_a_signal_while_python_reports_a_failed_finalizer_ends_the_command(monkeypatch):
     class Fails:
         def __del__(self):
-            raise ValueError
+            raise ValueError(self)
+
+    def hook(problem):
+        if not reported:
+            reported.append(1)
+            Fails()  # its report comes within this one
+            signal.raise_signal(signal.SIGTERM)
 
     def run():
         Fails()
         time.sleep(20)
         return 0
 
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: signal.raise_signal(signal.SIGTERM))
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", hook)
     assert guarded(run) == 128 + signal.SIGTERM

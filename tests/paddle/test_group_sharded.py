@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import warnings
@@ -854,32 +855,50 @@ def reads_another(model, batch):
     return loss_fn(model, batch) + 0.0 * OUTSIDE(batch["x"]).mean()
 
 
+class Criterion(nnx.Module):
+    weight = 0.0
+
+
 class Trainer:
-    def __init__(self, model, teacher):
-        self.model, self.teacher = model, teacher
+    def __init__(self, model):
+        self.model, self.teacher, self.first = model, Net(4), Net(5)
+        self.criterion = Criterion()  # without arrays
+
+    def plain(self, model, batch):
+        self.last = model.first.kernel.mean()  # stores one attribute, and reads one of the model
+        return loss_fn(model, batch) + self.criterion.weight * self.last
 
     def distilled(self, model, batch):
         return loss_fn(model, batch) + 0.0 * self.teacher(batch["x"]).mean()
 
-    def alone(self, _, batch):
-        return loss_fn(self.model, batch)
+    @functools.wraps(distilled)
+    def decorated(self, *args):
+        return self.distilled(*args)
+
+    def __call__(self, model, batch):
+        return loss_fn(model, batch) + 0.0 * self.model(batch["x"]).mean()
 
 
-def with_teacher(teacher, model, batch, scale=1.0):
+def with_teacher(*args, teacher=None, scale=1.0):
+    *teachers, model, batch = args
+    (teacher,) = teachers or [teacher]
     return loss_fn(model, batch) + scale * 0.0 * teacher(batch["x"]).mean()
 
 
 def test_a_loss_that_reads_models_from_outside(monkeypatch):
     monkeypatch.setitem(globals(), "OUTSIDE", Net(4))
     model, _, _ = wrap("os")
-    trainer = Trainer(model, Net(4))
-    with pytest.warns(gshard.GShardWarning, match="reads self.teacher from outside"):
-        model.backward(trainer.distilled, rows(16, 0))
-    with pytest.raises(gshard.GShardError, match="as self.model, from outside"):
-        model.backward(trainer.alone, rows(16, 0))
-    bound = partial(partial(with_teacher, Net(4)), scale=2.0)
-    with pytest.warns(gshard.GShardWarning, match="reads argument 1 from outside"):
-        model.backward(bound, rows(16, 0))
+    trainer = Trainer(model)
+    model.backward(trainer.plain, rows(16, 0))  # which is no reason to warn
+    for loss, name in (
+        (trainer.distilled, "self.teacher"),
+        (trainer.decorated, "self.teacher"),
+        (trainer, "self.model"),
+        (partial(partial(with_teacher, Net(4)), scale=2.0), "argument 1 of a partial"),
+        (partial(with_teacher, teacher=Net(4)), "teacher of a partial"),
+    ):
+        with pytest.warns(gshard.GShardWarning, match=f"reads {name} from outside"):
+            model.backward(loss, rows(16, 0))
     with pytest.warns(gshard.GShardWarning, match="reads OUTSIDE from outside"):
         model.backward(reads_another, rows(16, 0))
     with pytest.raises(gshard.GShardError, match="as model, from outside"):

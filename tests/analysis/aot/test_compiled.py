@@ -74,13 +74,21 @@ def test_a_step_end_to_end():
 def test_an_answer_is_kept_by_program(tmp_path):
     stages = []
     first = compile_for(CPU)
-    (kept,) = (tmp_path / "cache" / "gshard" / "compiled").iterdir()
+    assert len(list((tmp_path / "cache" / "gshard" / "compiled").iterdir())) == 1
     again = compile_for(CPU, report=lambda stage, seconds: stages.append(stage))
     assert again == first | {"cached": True} and "compiling" not in stages
     assert not compile_for(CPU | {"micro_batch_size": 2}).get("cached")  # another program
     renamed = compile_for(CPU | {"arguments": {"scope": "tower"}})
     assert not renamed.get("cached") and renamed["needs"] == first["needs"]
     assert any("tower" in x["what"] for x in renamed["largest"])
+
+
+@pytest.mark.slow
+def test_a_damaged_answer_is_compiled_again(tmp_path):
+    first = compile_for(CPU)
+    (kept,) = (tmp_path / "cache" / "gshard" / "compiled").iterdir()
+    kept.write_text("{")
+    assert not compile_for(CPU).get("cached")
     assert json.loads(kept.read_text())["memory"] == first["memory"]
 
 
