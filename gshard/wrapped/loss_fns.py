@@ -17,6 +17,8 @@ from flax import nnx
 from gshard._util.errors import GShardError, some, warn
 from gshard.train.loss import Weighted
 
+_LOAD_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+
 
 @dataclass(frozen=True)
 class Scaled:
@@ -116,10 +118,10 @@ def _read_of(owner: Any, method: Any) -> dict[str, Any]:
         return {}
     self, found = code.co_varnames[0], {}
     for before, now in pairwise(dis.get_instructions(code)):
-        names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-        if now.opname in ("LOAD_ATTR", "LOAD_METHOD") and names[-1] == self:
-            # Not `getattr`, which runs properties.
-            found[now.argval] = vars(owner).get(now.argval) if hasattr(owner, "__dict__") else None
+        if before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and now.opname in _LOAD_ATTRIBUTE:
+            names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+            if names[-1] == self and hasattr(owner, "__dict__"):
+                found[now.argval] = vars(owner).get(now.argval)  # `getattr` would run properties
     return found
 
 
