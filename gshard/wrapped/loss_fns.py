@@ -102,9 +102,8 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
     bound: dict[str, Any] = {}
     while isinstance(loss_fn, (Scaled, Joined, partial)):
         if isinstance(loss_fn, partial):
-            names = (*(f"argument {i + 1}" for i in range(len(loss_fn.args))), *loss_fn.keywords)
-            values = (*loss_fn.args, *loss_fn.keywords.values())
-            bound |= {f"{name} of a partial": x for name, x in zip(names, values, strict=True)}
+            bound |= {f"argument {i + 1} of a partial": x for i, x in enumerate(loss_fn.args)}
+            bound |= {f"{name} of a partial": x for name, x in loss_fn.keywords.items()}
             loss_fn = loss_fn.func
         else:
             loss_fn = loss_fn.loss_fn
@@ -113,15 +112,15 @@ def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
 
 def _read_of(owner: Any, method: Any) -> dict[str, Any]:
     """The attributes of its object that a method reads, such as the teacher of a trainer."""
-    code = getattr(method, "__code__", None)
-    if owner is None or code is None or not code.co_varnames:
+    known, code = getattr(owner, "__dict__", {}), getattr(method, "__code__", None)
+    if not known or code is None or not code.co_varnames:
         return {}
     self, found = code.co_varnames[0], {}
     for before, now in pairwise(dis.get_instructions(code)):
         if before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and now.opname in _LOAD_ATTRIBUTE:
             names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-            if names[-1] == self and hasattr(owner, "__dict__"):
-                found[now.argval] = vars(owner).get(now.argval)  # `getattr` would run properties
+            if names[-1] == self:
+                found[now.argval] = known.get(now.argval)  # `getattr` would run properties
     return found
 
 
