@@ -260,6 +260,9 @@ def run_on_all(
         with doing(call):
             result = act()
     except Exception as failure:
+        # A clean-up of Python's that Ctrl-C interrupts may fail of it, as `shutil.rmtree` does.
+        if isinstance(failure.__context__, KeyboardInterrupt):
+            raise failure.__context__ from None
         error = failure
     mine = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
     texts = all_gather_text(json.dumps(mine), mesh, what=call)

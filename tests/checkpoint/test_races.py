@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import shutil
 import signal
@@ -124,6 +125,26 @@ def test_ctrl_c_at_any_moment_of_a_save(times, state, checkpointer, interrupt):
             break
     else:
         pytest.fail(f"debris: {names(checkpointer)}")
+
+
+def test_ctrl_c_is_not_lost_in_a_clean_up_that_it_breaks(state, checkpointer, monkeypatch):
+    """`shutil.rmtree` closed a folder, was interrupted, and failed to close it again."""
+
+    def interrupted(folder, *, ignore_errors=False):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.close(number)
+            raise KeyboardInterrupt
+        finally:
+            os.close(number)
+
+    (checkpointer.directory / "1.saving").mkdir(parents=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", interrupted)
+        checkpointer.save(1, state)
+    checkpointer.save(1, state)
+    checkpointer.wait()
+    assert_undamaged(checkpointer)
 
 
 def test_threads_wait_for_each_other(state, checkpointer):
