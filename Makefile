@@ -43,7 +43,7 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test setup-docs setup-writers  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+test-all: setup-test setup-docs setup-writers setup-stores  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
@@ -67,7 +67,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.PHONY: setup-test setup-dev setup-docs setup-writers
+.PHONY: setup-test setup-dev setup-docs setup-writers setup-stores
 setup-test:
 	@scripts/venv.sh $(VENV) test,plot,data,export
 
@@ -79,3 +79,6 @@ setup-docs:
 
 setup-writers:  # of gshard.Metrics; their tests are skipped without
 	@scripts/venv.sh $(VENV) tensorboard,wandb
+
+setup-stores:  # servers of S3 and Google Cloud Storage; their tests are skipped without
+	@scripts/venv.sh $(VENV) stores

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 _MOST = 10_000  # entries that this process reads itself, 9 MB at most
-_VALUE = re.compile(r"value::([^:]*):(\d+):(\d+)")
+_VALUE = re.compile(r"value:([^:]*):([^:]*):(\d+):(\d+)")
 _read = 0  # entries so far
 
 Entry = tuple[str, str, int, int]  # key, file, offset, number of bytes
@@ -33,14 +33,15 @@ def ranges_of(
     the step.
     """
     found: dict[str, list[tuple[int, int, str]]] = {}
-    for key, file, offset, size in _entries(folder):
-        array = _array_of(key, arrays)
+    for key, file, offset, size in entries(folder):
+        array = array_of(key, arrays)
         if array is not None:
             found.setdefault(f"{inside}/{file}", []).append((offset, size, array))
     return found
 
 
-def _entries(folder: Path) -> Sequence[Entry]:
+def entries(folder: Path) -> Sequence[Entry]:
+    """Every block of every array in a folder of Orbax's, of one process or of all."""
     if _read >= _MOST:
         try:
             return _entries_by_child(folder)
@@ -76,7 +77,7 @@ def _dumped(folder: str) -> list[Entry]:
             if "location" in entry:
                 visit(entry["location"], key[: len(prefix) + entry["subtree_common_prefix_length"]])
             elif value := _VALUE.fullmatch(entry.get("indirect_value", "")):
-                found.append((key.decode(), value[1], int(value[2]), int(value[3])))
+                found.append((key.decode(), value[1] + value[2], int(value[3]), int(value[4])))
 
     newest = ts.ocdbt.dump(store).result()["versions"][-1]["root"]
     if "location" in newest:
@@ -84,7 +85,7 @@ def _dumped(folder: str) -> list[Entry]:
     return found
 
 
-def _array_of(key: str, arrays: Collection[str]) -> str | None:
+def array_of(key: str, arrays: Collection[str]) -> str | None:
     """The array whose block a key names. The path of an array may itself look like a block."""
     while key not in arrays and key:
         key = key.rpartition("/")[0]

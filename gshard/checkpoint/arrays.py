@@ -7,7 +7,7 @@ parameters that the checkpoint lacks, or the other way round; `source_of` finds 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -143,14 +143,32 @@ def read_components(
     """
     layouts = layouts_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
-    sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
-    check_fit(stored, layouts, sources, cast)
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
-    for paths in _with_distinct_sources(sources):
-        found = read({sources[p]: _abstract(layouts[p], plan) for p in paths if layouts[p].size})
-        arrays |= {p: found[sources[p]] for p in paths if layouts[p].size}
+    for group in _to_read(stored, plan, cast, new):
+        found = read(dict(group.values()))
+        arrays |= {path: found[source] for path, (source, _) in group.items()}
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
+
+
+def arrays_to_read(
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool
+) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """What `read_components` passes to `read`, call by call."""
+    return [dict(group.values()) for group in _to_read(stored, plan, cast, ())]
+
+
+def _to_read(
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str]
+) -> list[dict[str, tuple[str, jax.ShapeDtypeStruct]]]:
+    """By the path of an array of the state: the stored array, and what it is read as."""
+    layouts = layouts_of(plan)
+    sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
+    check_fit(stored, layouts, sources, cast)
+    return [
+        {p: (sources[p], _abstract(layouts[p], plan)) for p in paths if layouts[p].size}
+        for paths in _with_distinct_sources(sources)
+    ]
 
 
 def with_components(components: Components, state: Any, plan: Plan) -> Any:

@@ -1,7 +1,7 @@
 """`BackgroundSave`: the thread in which a process writes its files of a step.
 
-Each process writes its shards and lists its files. When all have done so, the first process writes
-the combined manifest and renames the folder to the step.
+Each process writes its shards, lists its files and uploads them. When all have done so, the first
+process writes the combined manifest and commits the draft.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from errno import ENOENT
 from pathlib import Path
 
 from gshard._util.activity import doing, saved
-from gshard._util.durable import rename
 from gshard.checkpoint import orbax
-from gshard.checkpoint.checksums import (
+from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.manifest import (
     PROCESS_MANIFESTS,
     process_manifest,
     write_combined_manifest,
     write_process_manifest,
 )
-from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.store import Draft
 from gshard.distributed import unfinished
 
 _POLL, _LONGEST_POLL = 0.02, 2.0  # seconds between looks for the manifests of other processes
@@ -33,15 +33,14 @@ _REST = 200  # times as long as such a look takes, which the thread leaves the t
 _EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
-_uncommitted: tuple[Path, int] | None = None  # what the first process may still have to commit
+_uncommitted: Draft | None = None  # what the first process may still have to commit
 
 
 @dataclass(eq=False)
 class BackgroundSave:
     """The thread that writes a step."""
 
-    folder: Path  # the temporary folder, which exists
-    step: int
+    draft: Draft  # which this process has joined
     process: int  # the rank of this process
     processes: int  # how many write
     finish: Callable[[], None]  # waits until this process's shards are written
@@ -82,8 +81,8 @@ class BackgroundSave:
         self._commit.exception()
 
     def _run(self) -> None:
-        what = f"the save of step {self.step}"
-        with doing(what), unfinished.finished_first(what, step=self.step) as event:
+        what = f"the save of step {self.draft.step}"
+        with doing(what), unfinished.finished_first(what, step=self.draft.step) as event:
             self._write_and_commit()
             if self._given_up.is_set():
                 event["error"] = "another process failed"
@@ -96,13 +95,12 @@ class BackgroundSave:
             self._write_files()
             self._files.set_result(None)
             if self.process != 0:
-                _uncommitted = self.folder, self.step
+                _uncommitted = self.draft
             elif self._all_files_written():
-                orbax.merge(self.folder)
-                write_combined_manifest(self.folder, self.processes)
-                step = self.folder.with_name(str(self.step))
-                rename(self.folder, step)
-                saved(str(step))
+                self.draft.collect(self.processes)
+                orbax.merge(self.draft.folder)
+                write_combined_manifest(self.draft.folder, self.processes)
+                saved(self.draft.commit())
                 try:
                     self.then()
                 except Exception as error:
@@ -113,28 +111,29 @@ class BackgroundSave:
                 self._files.set_exception(error)
             self._commit.set_exception(error)
             if _program_over.is_set():  # nobody will wait
-                print(f"gshard: step {self.step} was not saved: {error}", file=sys.stderr)
+                print(f"gshard: step {self.draft.step} was not saved: {error}", file=sys.stderr)
         finally:
             _running.discard(self)
 
     def _write_files(self) -> None:
         self.finish()
-        files = orbax.files_of(self.folder, self.process)
-        # A process that has only copies of what others write has no files.
-        ranges = orbax.ranges_of(self.folder, self.process, self.arrays) if files else {}
-        if (self.folder / data_state_name(self.process)).exists():
+        folder = self.draft.folder
+        files = orbax.files_of(folder, self.process)
+        ranges = orbax.ranges_of(folder, self.process, self.arrays)
+        if (folder / data_state_name(self.process)).exists():
             files.append(data_state_name(self.process))
-        write_process_manifest(self.folder, self.process, files, ranges)
+        write_process_manifest(folder, self.process, files, ranges)
+        self.draft.upload([*files, process_manifest(self.process)])
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""
         expected = {Path(process_manifest(rank)).name for rank in range(self.processes)}
         own, end = Path(process_manifest(self.process)).name, None
-        folder, began = self.folder / PROCESS_MANIFESTS, time.monotonic()
-        with doing(f"the save of step {self.step}, for the files of the others", waits=True):
+        folder, began = self.draft.folder / PROCESS_MANIFESTS, time.monotonic()
+        with doing(f"the save of step {self.draft.step}, for the files of the others", waits=True):
             while True:
                 looked = time.monotonic()
-                written = {*os.listdir(folder)}
+                written = self.draft.written_manifests()
                 missing = expected - written
                 now = time.monotonic()
                 if not missing:
@@ -157,10 +156,10 @@ def _wait_at_exit() -> None:
         saving.join()
     if unfinished.is_exiting() and _uncommitted is not None:
         # The first process could no longer commit without this one: all end when one has.
-        folder, step = _uncommitted
+        step = _uncommitted.step
         end = time.monotonic() + _EXIT_TIMEOUT
         with unfinished.finished_first(f"the save of step {step}", "commit", step):
-            while folder.exists() and time.monotonic() < end:
+            while _uncommitted.is_open() and time.monotonic() < end:
                 time.sleep(_POLL)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar, overload
@@ -17,19 +17,23 @@ from gshard._util import events
 from gshard._util.activity import spending
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
-from gshard.checkpoint.arrays import arrays_of, read_components, state_and_plan, with_components
-from gshard.checkpoint.checksums import Damage, find_undamaged, steps_everywhere, verify_step
-from gshard.checkpoint.data_state import packed_data_state, read_data_state
-from gshard.checkpoint.directory import (
-    RetentionPolicy,
-    StepInfo,
-    as_directory,
-    as_metadata,
-    existing_step,
-    steps_in,
+from gshard.checkpoint.arrays import (
+    arrays_of,
+    arrays_to_read,
+    read_components,
+    state_and_plan,
+    with_components,
 )
+from gshard.checkpoint.checksums import Damage, verify_step
+from gshard.checkpoint.data_state import packed_data_state, read_data_state
+from gshard.checkpoint.open_store import open_store
 from gshard.checkpoint.orbax import read
+from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
+from gshard.checkpoint.step_files import StepFiles
+from gshard.checkpoint.step_info import StepInfo, as_metadata, existing_step
+from gshard.checkpoint.store import Reader, Wanted
+from gshard.checkpoint.undamaged import find_undamaged, steps_everywhere
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.traced_losses import compare_losses
@@ -120,22 +124,27 @@ class Checkpointer:
         writes: bool | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
     ):
-        self.directory: Path = as_directory(directory)
+        self._store = open_store(directory)
         self._retention = RetentionPolicy(keep_last, keep_every, keep_best, metric, mode)
         self._asynchronous = flag("asynchronous", asynchronous)
         if on_failure not in ("raise", "warn"):
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
-        self._writer = StepWriter(self.directory, self._retention)
+        self._writer = StepWriter(self._store, self._retention)
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
         if not self._retention.keeps_all if writes is None else flag("writes", writes):
             self._writer.claim()
 
+    @property
+    def directory(self) -> Path | str:
+        """The absolute path of the directory, or the address of an object store."""
+        return self._store.directory
+
     def all_steps(self) -> list[int]:
         """The complete steps, ascending. A step that is being saved is not one of them yet."""
-        return steps_in(self.directory)
+        return self._store.steps()
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
@@ -143,7 +152,7 @@ class Checkpointer:
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata that `save` was given for a step, by default the newest."""
-        return dict(StepInfo.read(self._folder(step)).metadata)
+        return dict(StepInfo.read(self._step(step)).metadata)
 
     def verify(self, step: int | None = None) -> list[Damage]:
         """Reads every byte of a step, by default the newest, and compares the checksums.
@@ -151,10 +160,10 @@ class Checkpointer:
         Returns:
           The files that differ from what was written; empty for an undamaged step.
         """
-        folder = self._folder(step)
-        found = verify_step(folder)
-        if found and not folder.exists():
-            raise GShardError(f"{folder} was deleted while it was read.")
+        files = self._step(step)
+        found = verify_step(files)
+        if found and int(files.name) not in self.all_steps():
+            raise GShardError(f"{files} was deleted while it was read.")
         return found
 
     def save(
@@ -226,7 +235,7 @@ class Checkpointer:
 
         def prepare() -> int:
             self._refuse_closed()
-            return existing_step(self.directory, step, self.all_steps())
+            return existing_step(self._store, step, self.all_steps())
 
         with self._in_use, spending("checkpoint"):
             self.wait()
@@ -281,7 +290,7 @@ class Checkpointer:
             self._refuse_closed()
             flag("verify", verify)
             flag("cast", cast)
-            asked = None if step is None else existing_step(self.directory, step, self.all_steps())
+            asked = None if step is None else existing_step(self._store, step, self.all_steps())
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
@@ -289,38 +298,56 @@ class Checkpointer:
             self.wait()
             began = time.monotonic()
             state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
-            while True:
-                number, damaged = find_undamaged(self.directory, asked, verify)
-                self._writer.damaged |= damaged
-                self._writer.last_step = None  # its number may be reached with another state
-                try:
-                    make_restored = run_on_all(
-                        lambda: self._read(number, state, plan, cast),  # noqa: B023
-                        call=f"restore of step {number}",
-                    )
-                except GShardError:
-                    if asked is None and number not in steps_everywhere(self.directory):
-                        continue  # another job has deleted it meanwhile
-                    raise
-                forget_checks(plan)
-                found = make_restored()
-                events.restored(found.step, time.monotonic() - began)
-                return found
+            with self._store.reader(verify) as reader:
+                found = self._restore_undamaged(reader, asked, state, plan, cast)
+            forget_checks(plan)
+            events.restored(found.step, time.monotonic() - began)
+            return found
 
-    def _read(self, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
+    def _restore_undamaged(
+        self, reader: Reader, asked: int | None, state: Any, plan: Plan, cast: bool
+    ) -> Restored[Any]:
+        """Reads the step that was asked for, or the newest undamaged one."""
+
+        def wants(info: StepInfo) -> list[Wanted]:
+            with _named(self._store.step(info.step)):
+                return [*arrays_to_read(info.arrays, plan, cast)]
+
+        while True:
+            number, damaged = find_undamaged(
+                self._store, asked, lambda step: reader.damages(step, wants)
+            )
+            self._writer.damaged |= damaged
+            self._writer.last_step = None  # its number may be reached with another state
+            try:
+                make_restored = run_on_all(
+                    lambda: self._read(reader, number, state, plan, cast),  # noqa: B023
+                    call=f"restore of step {number}",
+                )
+            except GShardError:
+                if asked is None and number not in steps_everywhere(self._store):
+                    continue  # another job has deleted it meanwhile
+                raise
+            return make_restored()
+
+    def _read(
+        self, reader: Reader, step: int, state: Any, plan: Plan, cast: bool
+    ) -> Callable[[], Restored[Any]]:
         """Reads a step; the function that is returned may change an NNX state in place."""
-        folder = self.directory / str(step)
-        info = StepInfo.read(folder)
-        try:
-            components = read_components(functools.partial(read, folder), info.arrays, plan, cast)
-        except GShardError as error:
-            raise GShardError(f"{folder}: {error}") from error
+        files = self._store.step(step)
+        info = StepInfo.read(files)
+
+        def read_arrays(wanted: Wanted) -> Mapping[str, jax.Array]:
+            return read(reader.fetch(step, wanted), wanted)
+
+        with _named(files):
+            components = read_components(read_arrays, info.arrays, plan, cast)
         if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
             warn(
-                f"{folder} was saved with another optimizer than like= has: {said}. Its state "
+                f"{files} was saved with another optimizer than like= has: {said}. Its state "
                 "is restored, and training goes on with yours."
             )
-        data, metadata = read_data_state(folder, info.processes), dict(info.metadata)
+        data, metadata = read_data_state(files, info.processes), dict(info.metadata)
         return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 
     def close(self) -> None:
@@ -340,11 +367,11 @@ class Checkpointer:
             self.close()
         # Otherwise other processes may never call this; the thread ends by itself.
 
-    def _folder(self, step: int | None) -> Path:
-        """The folder of a step, by default the newest."""
+    def _step(self, step: int | None) -> StepFiles:
+        """The files of a step, by default the newest."""
         if step is None and (step := self.latest_step()) is None:
-            raise GShardError(f"{self.directory} holds no checkpoint.")
-        return self.directory / str(existing_step(self.directory, step, self.all_steps()))
+            raise GShardError(f"{self._store} holds no checkpoint.")
+        return self._store.step(existing_step(self._store, step, self.all_steps()))
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -363,3 +390,12 @@ class Checkpointer:
             if not self._warns:
                 raise
             warn(str(error))
+
+
+@contextlib.contextmanager
+def _named(files: StepFiles) -> Iterator[None]:
+    """Says of which step an error is."""
+    try:
+        yield
+    except GShardError as error:
+        raise GShardError(f"{files}: {error}") from error

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from gshard._util.durable import read_regular
 from gshard._util.errors import GShardError, warn
 from gshard.checkpoint.checksums import DamagedFileError, read_combined_manifest
-from gshard.checkpoint.directory import DATA, MOST, json_values
+from gshard.checkpoint.step_files import StepFiles, why
+from gshard.checkpoint.step_info import DATA, MOST, json_values
 
 
 def data_state_name(process: int) -> str:
@@ -27,7 +26,7 @@ def packed_data_state(data_state: Any) -> bytes:
     return json.dumps({"json": json_values("data_state", data_state)}).encode()
 
 
-def read_data_state(folder: Path, processes: int) -> Any:
+def read_data_state(step: StepFiles, processes: int) -> Any:
     """This process's data state; after a change of their number, the one that all processes had.
 
     It reads one data state and, after a change, the combined manifest with all checksums.
@@ -36,24 +35,24 @@ def read_data_state(folder: Path, processes: int) -> Any:
     names = [data_state_name(rank) for rank in range(processes)]
     if processes != now:
         try:
-            listed = read_combined_manifest(folder)
+            listed = read_combined_manifest(step)
         except DamagedFileError as error:
-            warn(f"{folder / DATA} cannot be compared, and none is restored: {error}.")
+            warn(f"{step}/{DATA} cannot be compared, and none is restored: {error}.")
             return None
         if any(listed.get(name) != listed.get(names[0]) for name in names):
             warn(
-                f"{folder / DATA} holds another data state for each of the {processes} processes "
+                f"{step}/{DATA} holds another data state for each of the {processes} processes "
                 f"that wrote it, and there are {now} now: none is restored. A gshard.DataLoader "
                 "has one that holds for any number of processes."
             )
             return None
-    path = folder / names[jax.process_index() if processes == now else 0]
+    name = names[jax.process_index() if processes == now else 0]
     try:
-        table = json.loads(read_regular(path, MOST))
+        table = json.loads(step.read(name, MOST))
         return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise GShardError(f"{folder / DATA} cannot be read: {error.strerror}.") from error
+        raise GShardError(f"{step}/{DATA} cannot be read: {why(error)}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise GShardError(f"{folder / DATA} is damaged.") from error
+        raise GShardError(f"{step}/{DATA} is damaged.") from error

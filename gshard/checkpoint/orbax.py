@@ -26,12 +26,13 @@ from gshard.checkpoint.arrays import (
     state_and_plan,
     with_components,
 )
-from gshard.checkpoint.checksums import Range
-from gshard.checkpoint.directory import MANIFEST
+from gshard.checkpoint.manifest import Range
 from gshard.checkpoint.quiet_orbax import orbax_module
+from gshard.checkpoint.step_info import MANIFEST
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
+METADATAS = f"{ARRAYS}/array_metadatas"  # with a file of each process
 _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 
 
@@ -84,24 +85,34 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
 def differing_arrays(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
     """Paths of the arrays whose bits differ from the stored ones; one is read at a time."""
     found = []
-    for path, x in arrays.items():
-        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    for path, wanted in like(arrays).items():
         stored = read(step, {path: wanted})[path].addressable_shards
-        pairs = zip(x.addressable_shards, stored, strict=True)
+        pairs = zip(arrays[path].addressable_shards, stored, strict=True)
         if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
             found.append(path)
     return found
 
 
+def like(arrays: Mapping[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The abstract arrays that `read` takes, for arrays as these."""
+    return {
+        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for path, x in arrays.items()
+    }
+
+
 def files_of(step: Path, process: int) -> list[str]:
     """The paths of the files that one process wrote, within the step."""
-    found = (step / ARRAYS / _own_folder(process)).rglob("*")
+    found = [*(step / ARRAYS / _own_folder(process)).rglob("*")]
+    found.append(step / METADATAS / f"process_{process}")
     return [path.relative_to(step).as_posix() for path in found if path.is_file()]
 
 
 def ranges_of(step: Path, process: int, arrays: Collection[str]) -> dict[str, list[Range]]:
-    """The bytes of each array in each file of a process that wrote files."""
+    """The bytes of each array in each file of a process."""
     folder = f"{ARRAYS}/{_own_folder(process)}"
+    if not (step / folder).is_dir():  # it has only copies of what others write
+        return {}
     return array_ranges.ranges_of(step / folder, folder, arrays)
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from gshard._util.durable import make_folder, write_file
+from gshard._util.durable import write_file
 from gshard._util.errors import GShardError, some, warn
-from gshard.checkpoint import directory as folders
 from gshard.checkpoint import orbax
 from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
-from gshard.checkpoint.checksums import PROCESS_MANIFESTS
 from gshard.checkpoint.data_state import data_state_name
-from gshard.checkpoint.directory import DATA, RetentionPolicy, StepInfo
-from gshard.checkpoint.directory_lock import is_locked_by, lock, unlock
+from gshard.checkpoint.retention import RetentionPolicy
+from gshard.checkpoint.step_info import StepInfo
+from gshard.checkpoint.store import Draft, Store
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
 
 # A skipped step changes these arrays but not the step's number.
@@ -54,17 +51,15 @@ class Contents(NamedTuple):
 
 
 class StepWriter:
-    """Writes the steps of one run. All processes make the same calls; the first makes the folders.
+    """Writes the steps of one run. All processes make the same calls; the first makes the drafts.
 
     A restore adds the steps that it finds damaged to `damaged`; the next save sets them aside.
     """
 
-    def __init__(self, directory: Path, retention: RetentionPolicy):
+    def __init__(self, store: Store, retention: RetentionPolicy):
         self.damaged: set[int] = set()
-        self._directory, self._retention = directory, retention
+        self._store, self._retention = store, retention
         self._first = jax.process_index() == 0
-        self._lock: int | None = None
-        self._unlock: Callable[[], object] = str
         self.saving: BackgroundSave | None = None  # until somebody has waited for it
         self.last_step: int | None = None  # that this object has written
         # Of the step that was begun last, to recognize it when it is saved again.
@@ -74,15 +69,15 @@ class StepWriter:
         self._uncommitted = 0  # saves that were begun and are not known to be steps
 
     def claim(self) -> None:
-        """Locks the directory, so that another job that would write there is refused now."""
+        """Refuses another job that would write there, from now on."""
 
         def become_writer() -> None:
             if self._first:
                 try:
-                    self._become_writer()
+                    self._store.open_for_writing()
                 except OSError as error:  # no error: it may only be there to restore
                     warn(
-                        f"{self._directory} cannot be written: {error.strerror or error}. "
+                        f"{self._store} cannot be written: {error.strerror or error}. "
                         "Every save will fail. Choose another directory, or pass writes=False to "
                         "only restore from this one."
                     )
@@ -115,18 +110,18 @@ class StepWriter:
         compare: Callable[[], None],
         found: list[Contents],
     ) -> None:
-        """Appends what to write, and makes its folder; none is left if any process fails.
+        """Appends what to write, and makes its draft; none is left if any process fails.
 
-        The step that this object has written last gets no folder either.
+        The step that this object has written last gets no draft either.
         """
-        made: list[Path] = []
+        made: list[Draft] = []
 
         def prepare() -> None:
             found.append(describe())
-            if not (self._directory / str(self.last_step)).exists():
-                self.last_step = None
+            if self.last_step is not None and not self._store.is_taken(self.last_step):
+                self.last_step = None  # somebody deleted it
             if self._first and found[0].step != self.last_step:
-                made.append(self._make_folder(found[0]))
+                made.append(self._make_draft(found[0]))
 
         def what() -> str:
             again = " again" if found and found[0].step == self.last_step else ""
@@ -136,8 +131,8 @@ class StepWriter:
             run_on_all(prepare, call="save", what=what)
             compare()
         except GShardError:
-            for folder in made:
-                self._remove(folder)
+            for draft in made:
+                draft.discard()
             raise
 
     def _start(self, contents: Contents) -> None:
@@ -145,22 +140,21 @@ class StepWriter:
         self.last_step = None
         self._metadata, self._data = contents.info.metadata, contents.data
         self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
-        folder = self._folder(contents.step)
+        draft = self._draft(contents.step)
         self._uncommitted += 1
         begun: list[Callable[[], None]] = []
         call = f"save of step {contents.step}"
         try:
-            run_on_all(lambda: begun.append(self._write(folder, contents)), call=call)
+            run_on_all(lambda: begun.append(self._write(draft, contents)), call=call)
         except GShardError:
             for finish in begun:
                 with contextlib.suppress(Exception):  # the save has failed already
                     finish()
             run_on_all(lambda: None, call=call)  # nobody writes any more
-            self._remove(folder)
+            draft.discard()
             raise
         self.saving = BackgroundSave(
-            folder,
-            contents.step,
+            draft,
             jax.process_index(),
             jax.process_count(),
             begun[0],
@@ -180,14 +174,19 @@ class StepWriter:
         others = [path for path, x in read.items() if path not in last or last[path]() is not x]
         everywhere = _all_of(others)  # every process reads the same arrays, as in a restore
         read = {path: x for path, x in read.items() if path in everywhere}
-        folder = self._directory / str(contents.step)
+        where = self._store.step(contents.step)
         call = f"save of step {contents.step} again"
-        changed = run_on_all(lambda: orbax.differing_arrays(folder, read), call=call)
+        with self._store.reader(verify=False) as reader:
+
+            def compare() -> list[str]:
+                return orbax.differing_arrays(reader.fetch(contents.step, orbax.like(read)), read)
+
+            changed = run_on_all(compare, call=call)
         changed = _all_of(changed)
         differing = [p for p in contents.arrays if p in changed and not p.startswith(_COUNTS)]
         if differing:
             raise GShardError(
-                f"save: {folder} holds another state under this number: {some(differing)} "
+                f"save: {where} holds another state under this number: {some(differing)} "
                 f"differ{'s' * (len(differing) == 1)}. Nothing was written. Save this state under "
                 "a later number, such as the number of steps so far; or delete the other one "
                 f"first: checkpointer.delete({contents.step})."
@@ -199,7 +198,7 @@ class StepWriter:
             other += ["metadata"] if self._first and now not in ("{}", then) else []
             if other and not changed:
                 raise GShardError(
-                    f"save: {folder} holds this state with other {' and '.join(other)}. Nothing "
+                    f"save: {where} holds this state with other {' and '.join(other)}. Nothing "
                     "was written. Pass what was passed before, or nothing; or delete the step "
                     f"first: checkpointer.delete({contents.step})."
                 )
@@ -210,28 +209,31 @@ class StepWriter:
         """Waits for the step that is being written; a failure is a `SaveFailedError`."""
         if (saving := self.saving) is None:
             return
+        call = f"the end of the save of step {saving.draft.step}"
         try:
-            call = f"the end of the save of step {saving.step}"
             run_on_all(saving.wait_for_files, call=call)  # Ctrl-C ends the wait, not the save
             run_on_all(saving.wait_for_commit, call=call)
         except GShardError as error:
             self.saving = None
             saving.give_up()
-            self._remove(saving.folder)
-            raise self._failed(saving.step, error) from error.__cause__
+            run_on_all(lambda: None, call=call)  # nobody writes any more
+            saving.draft.discard()
+            raise self._failed(saving.draft.step, error) from error.__cause__
         self.saving = None
-        self.last_step = saving.step
+        self.last_step = saving.draft.step
         self._uncommitted -= 1
         if (error := saving.afterwards) is not None:
-            warn(f"step {saving.step} is saved, but an older one could not be deleted: {error}")
+            warn(
+                f"step {saving.draft.step} is saved, but an older one could not be deleted: {error}"
+            )
 
     def delete(self, step: int) -> None:
         """Deletes a step."""
 
         def delete() -> None:
             if self._first:
-                self._become_writer()
-                folders.delete(self._directory, step)
+                self._store.open_for_writing()
+                self._store.delete(step)
 
         try:
             call = f"deletion of step {step}"
@@ -246,102 +248,67 @@ class StepWriter:
         try:
             self.wait()
         finally:
-            self._release()
+            self._store.close()
 
-    def _release(self) -> None:
-        if self._lock is not None:
-            self._unlock()
-            self._lock = None
+    def _draft(self, step: int) -> Draft:
+        return self._store.draft(step, self._uncommitted)
 
-    def _become_writer(self) -> None:
-        """Locks the directory, and removes what killed and failed saves left."""
-        if self._lock is not None and not is_locked_by(self._lock, self._directory):
-            self._release()  # the directory was deleted
-        if self._lock is None:
-            make_folder(self._directory)
-            self._lock = lock(self._directory)
-            # The user may forget to close.
-            self._unlock = weakref.finalize(self, unlock, self._lock)
-        folders.remove_debris(self._directory)
-
-    def _folder(self, step: int) -> Path:
-        return folders.temporary_folder(self._directory, step, self._uncommitted)
-
-    def _make_folder(self, contents: Contents) -> Path:
-        """Checks that the step may be written, and makes its folder."""
-        self._become_writer()
-        there = folders.steps_in(self._directory)
+    def _make_draft(self, contents: Contents) -> Draft:
+        """Checks that the step may be written, and makes its draft."""
+        self._store.open_for_writing()
+        there = self._store.steps()
         steps = [step for step in there if step not in self.damaged]
         if steps:
             try:
-                newest = StepInfo.read(self._directory / str(steps[-1]))
+                newest = StepInfo.read(self._store.step(steps[-1]))
             except GShardError as error:
                 raise GShardError(
                     f"save: {error} Call restore(), which finds the newest undamaged step; the "
                     "next save then sets the damaged ones aside. Or delete it: "
                     f"checkpointer.delete({steps[-1]})."
                 ) from error
-            check_same_run(newest.arrays, contents.info.arrays, str(self._directory))
+            check_same_run(newest.arrays, contents.info.arrays, str(self._store))
             if steps[-1] >= contents.step:
                 raise GShardError(
                     f"save: step {contents.step} is not after the newest one, {steps[-1]}, in "
-                    f"{self._directory}. Restore that one and continue from it, choose another "
+                    f"{self._store}. Restore that one and continue from it, choose another "
                     "directory, or delete the newer steps: checkpointer.delete(step)."
                 )
-        if (self._directory / str(contents.step)).exists() and contents.step not in self.damaged:
+        if contents.step not in self.damaged and self._store.is_taken(contents.step):
             raise GShardError(
-                f"save: {self._directory / str(contents.step)} exists, and gshard did not write "
+                f"save: {self._store.step(contents.step)} exists, and gshard did not write "
                 "it. Choose another directory."
             )
-        size = sum(x.size * x.dtype.itemsize for x in contents.arrays.values())
-        free = shutil.disk_usage(self._directory).free
-        if size > free:
-            raise OSError(f"the disk has {free:,} bytes free, and the step needs {size:,}")
+        self._store.check_room(sum(x.size * x.dtype.itemsize for x in contents.arrays.values()))
         for step in sorted(self.damaged & set(there)):
-            warn(f"the damaged step {step} is now {folders.set_aside(self._directory, step)}.")
+            warn(f"the damaged step {step} is now {self._store.set_aside(step)}.")
         self.damaged.clear()
-        folder = self._folder(contents.step)
-        try:
-            for name in (".", orbax.ARRAYS, PROCESS_MANIFESTS, DATA):
-                (folder / name).mkdir()
-            contents.info.write(folder)
-        except BaseException:
-            self._remove(folder)
-            raise
-        return folder
+        draft = self._draft(contents.step)
+        draft.make(contents.info)
+        return draft
 
-    def _write(self, folder: Path, contents: Contents) -> Callable[[], None]:
-        if not folder.is_dir():
-            raise GShardError(
-                f"save: process {jax.process_index()} does not see {folder}, which process 0 has "
-                "made. All processes need one directory, on a file system that all machines share."
-            )
+    def _write(self, draft: Draft, contents: Contents) -> Callable[[], None]:
+        draft.join()
         if contents.data is not None:
-            write_file(folder / data_state_name(jax.process_index()), contents.data)
-        return orbax.write(folder, contents.arrays)
+            write_file(draft.folder / data_state_name(jax.process_index()), contents.data)
+        return orbax.write(draft.folder, contents.arrays)
 
     def _delete_old(self) -> None:
         """Deletes the steps that the policy does not keep; called in the thread of a save."""
         if self._retention.keeps_all:
             return
         metadata: dict[int, Mapping[str, Any]] = {}
-        for step in folders.steps_in(self._directory):
+        for step in self._store.steps():
             # A damaged step stays, to be examined, and the others are deleted nevertheless.
             with contextlib.suppress(GShardError):
-                metadata[step] = StepInfo.read(self._directory / str(step)).metadata
+                metadata[step] = StepInfo.read(self._store.step(step)).metadata
         for step in self._retention.to_delete(metadata):
-            folders.delete(self._directory, step)
-
-    def _remove(self, folder: Path) -> None:
-        if self._first:
-            shutil.rmtree(folder, ignore_errors=True)
+            self._store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:
-        newest = max(folders.steps_in(self._directory), default=None)
+        newest = max(self._store.steps(), default=None)
         known = "There is no step yet" if newest is None else f"The newest step is {newest}"
-        return SaveFailedError(
-            f"step {step} was not saved in {self._directory}: {why}. {known}.", step
-        )
+        return SaveFailedError(f"step {step} was not saved in {self._store}: {why}. {known}.", step)
 
 
 def _all_of(paths: Collection[str]) -> set[str]:

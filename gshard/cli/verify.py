@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
 from gshard._util.errors import GShardError
-from gshard.checkpoint.checksums import Damage, size_of, verify_step
-from gshard.checkpoint.directory import (
-    DESCRIPTION,
-    MANIFEST,
-    StepInfo,
-    as_directory,
-    existing_step,
-    steps_in,
-)
+from gshard.checkpoint.checksums import Damage, verify_step
+from gshard.checkpoint.open_store import open_step_or_store
+from gshard.checkpoint.step_files import StepFiles, size_of
+from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
 from gshard.cli.common import NO, YES, Answer, command_parser, parsed, progress_bar, respond
 
 _EXAMPLES = """example:
@@ -38,23 +32,20 @@ def main(words: list[str]) -> int:
 
 
 def _verify(given: Namespace, _: None) -> Answer:
-    directory = as_directory(given.directory)
-    if (directory / MANIFEST).exists() and directory.name.isdigit():  # a step itself
-        given.step, directory = int(directory.name), directory.parent
-    if not directory.is_dir():
-        raise GShardError(f"{directory} does not exist.")
-    steps = steps_in(directory)
-    if given.step is not None:
-        steps = [existing_step(directory, given.step, steps)]
+    store, own = open_step_or_store(given.directory)
+    steps = store.steps()
+    asked = given.step if own is None else own
+    if asked is not None:
+        steps = [existing_step(store, asked, steps)]
     if not steps:
-        raise GShardError(f"{directory} holds no checkpoint.")
+        raise GShardError(f"{store} {store.why_empty()}")
     rows, lines = [], []
     with progress_bar(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     ) as bar:
-        task = bar.add_task("", total=sum(size_of(directory / str(step)) for step in steps))
+        task = bar.add_task("", total=sum(size_of(store.step(step)) for step in steps))
         for step in steps:
-            folder = directory / str(step)
+            folder = store.step(step)
             bar.update(task, description=f"step {step}")
             try:
                 damages = verify_step(folder, progress=lambda count: bar.advance(task, count))
@@ -63,16 +54,16 @@ def _verify(given: Namespace, _: None) -> Answer:
             rows.append(_row(step, folder, damages))
             lines.append(_line(step, folder, damages))
     damaged = not all(row["ok"] for row in rows)
-    data = {"directory": str(directory), "steps": rows}
+    data = {"directory": str(store), "steps": rows}
     return Answer(data, "\n".join(lines), NO if damaged else YES)
 
 
-def _row(step: int, folder: Path, damages: list[Damage]) -> dict[str, Any]:
+def _row(step: int, folder: StepFiles, damages: list[Damage]) -> dict[str, Any]:
     rows = [{"file": x.file, "what": x.what, "arrays": list(x.arrays)} for x in damages]
     return {"step": step, "ok": not damages, "bytes": size_of(folder), "damages": rows}
 
 
-def _line(step: int, folder: Path, damages: list[Damage]) -> str:
+def _line(step: int, folder: StepFiles, damages: list[Damage]) -> str:
     """Returns the verdict on a step, and a line for each damage."""
     if damages:
         return "\n".join([f"[fail] step {step}", *(f"       {x}" for x in damages)])

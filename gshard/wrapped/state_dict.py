@@ -16,9 +16,11 @@ from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
-from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages, write_manifests
+from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages
+from gshard.checkpoint.manifest import write_manifests
 from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
+from gshard.checkpoint.step_files import StepFolder
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
@@ -292,7 +294,7 @@ def load(path: str | Path) -> dict[str, Any]:
     if not found:
         what = "contains no saved state dict" if folder.exists() else "does not exist"
         raise GShardError(f"load: {folder} {what}. Pass the path that save() was given.")
-    if bad := find_damages(found[0]):
+    if bad := find_damages(StepFolder(found[0])):
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
         # By the handler: a Checkpointer waits for all processes, and one may load alone.

@@ -2,14 +2,14 @@
 
     python -m tests.checkpoint.saving_worker COORDINATOR PROCESSES RANK FILE DEVICES_EACH DIRECTORY
 
-It restores what the test wrote into DIRECTORY/alone, and writes DIRECTORY/together.
+It restores what the test wrote into DIRECTORY/alone, and writes DIRECTORY/together. DIRECTORY may
+be the address of an object store.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import gshard
@@ -20,6 +20,7 @@ BEFORE, AFTER = (0, 1), (2, 3)
 def main(coordinator: str, processes: str, rank: str, file: str, each: str, folder: str) -> None:
     gshard.distributed.initialize(coordinator, int(processes), int(rank))
     gshard.virtual_devices(int(each))
+    import fsspec
     import jax
     import numpy as np
 
@@ -27,12 +28,12 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
 
     warnings.simplefilter("ignore", gshard.GShardWarning)
     devices = int(processes) * int(each)
-    directory, me = Path(folder), int(rank)
+    me = int(rank)
     found: dict[str, Any] = {}
 
     # What one process wrote, at other levels.
     run = Training("os_g", devices)
-    checkpointer = gshard.Checkpointer(directory / "alone")
+    checkpointer = gshard.Checkpointer(f"{folder}/alone")
     restored = checkpointer.restore(like=run.state)
     run.state = restored.state
     found["alone"] = run.train(*AFTER)
@@ -41,7 +42,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
     # What these write, and go on with.
     run = Training("p_g_os", devices)
     run.train(*BEFORE)
-    together = gshard.Checkpointer(directory / "together", keep_last=1)
+    together = gshard.Checkpointer(f"{folder}/together", keep_last=1)
     for step in (1, 2):
         together.save(step, run.state, data_state={"rank": me}, metadata={"writer": me})
     rewrapped = [
@@ -73,7 +74,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         lambda: together.save(10 + me, run.state),
         lambda: together.save(10, run.state, metadata={"x": object()} if me else None),
         lambda: together.save(1, run.state),
-        lambda: gshard.Checkpointer(directory / f"own {me}").save(1, run.state),
+        lambda: gshard.Checkpointer(f"{folder}/own {me}").save(1, run.state),
         lambda: together.restore(2 if me else 1, like=run.state),
         lambda: together.restore(2, like=None if me else run.state),
         lambda: together.restore(2, like=run.state, verify=bool(me)),
@@ -85,10 +86,13 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         except gshard.GShardError as error:
             said.append(str(error))
     found["said"] = said
-    damaged = next((directory / "together" / "2").glob("arrays/ocdbt.process_1/d/*"))
     gshard.distributed.barrier()
     if me == 0:
-        damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+        fs, path = fsspec.url_to_fs(f"{folder}/together", use_listings_cache=False)
+        damaged = max(fs.glob(f"{path}/2/arrays/ocdbt.process_1/d/*"), key=fs.size)
+        content = fs.cat_file(damaged)
+        at = len(content) // 3  # in an array
+        fs.pipe_file(damaged, content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     gshard.distributed.barrier()
     try:
         together.restore(2, like=run.state)
@@ -96,7 +100,8 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         found["damaged"] = [error.damages[2][0].file]
     together.save(3, run.state, data_state={"rank": me})
     together.close()
-    found["left"] = sorted(x.name for x in (directory / "together").iterdir())
+    if me == 0:
+        found["left"] = sorted(x.rsplit("/", 1)[1] for x in fs.ls(path, detail=False))
     np.savez(file, **found)
 
 

@@ -34,12 +34,12 @@ def children(monkeypatch):
 
 def test_a_process_of_its_own_reads_what_is_too_much(step, monkeypatch, children):
     monkeypatch.setattr(array_ranges, "_read", 0)
-    own = array_ranges._entries(step)
+    own = array_ranges.entries(step)
     assert not children and len(own) >= 40
     read = array_ranges._read
     assert read >= len(own)
     monkeypatch.setattr(array_ranges, "_MOST", read)
-    assert array_ranges._entries(step) == own
+    assert array_ranges.entries(step) == own
     assert len(children) == 1
     assert array_ranges._read == read
 
@@ -47,4 +47,4 @@ def test_a_process_of_its_own_reads_what_is_too_much(step, monkeypatch, children
 def test_where_no_process_can_be_started_this_one_reads(step, monkeypatch):
     monkeypatch.setattr(array_ranges, "_MOST", 0)
     monkeypatch.setattr("sys.executable", "/no/python")
-    assert len(array_ranges._entries(step)) >= 40
+    assert len(array_ranges.entries(step)) >= 40

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard.checkpoint.directory import RetentionPolicy
+from gshard.checkpoint.retention import RetentionPolicy
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
@@ -418,9 +419,9 @@ def test_a_process_killed_while_it_deletes_leaves_no_part_of_a_step(tmp_path):
         file.write_bytes(b"x")
     script = f"""
 import os, pathlib, signal, sys
-from gshard.checkpoint.directory import delete
+from gshard.checkpoint.disk import Disk
 sys.addaudithook(lambda event, _: event in ("os.remove", "os.rmdir") and os.kill(os.getpid(), 9))
-delete(pathlib.Path({str(tmp_path)!r}), 3)
+Disk(pathlib.Path({str(tmp_path)!r})).delete(3)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
@@ -615,7 +616,9 @@ def test_directories_that_cannot_be(tmp_path, run):
         (tmp_path / "file", "is a file"),
         (3, "must be the path"),
         ("", "must be the path"),
-        ("gs://bucket/run", "mount"),
+        ("ftp://host/run", "gs://, gcs://, s3://, file:/// and paths"),
+        ("gs:///run", "names no bucket"),
+        (Path("gs://bucket/run"), "removed a slash"),
     ]:
         with pytest.raises(gshard.GShardError, match=words):
             gshard.Checkpointer(bad)
@@ -632,7 +635,6 @@ def test_directories_that_cannot_be(tmp_path, run):
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")
 def test_no_permission(tmp_path, run, monkeypatch):
     if os.geteuid() == 0:  # whom nothing is forbidden
-        from pathlib import Path
 
         def refuse(self, *args, **kwargs):
             raise PermissionError(13, "Permission denied", str(self))
@@ -718,12 +720,14 @@ def test_a_planted_pickle_is_not_opened(written, run):
 
 
 def test_a_manifest_cannot_name_what_is_outside(written):
-    from gshard.checkpoint.checksums import _sealed, find_damages
+    from gshard.checkpoint.checksums import find_damages
+    from gshard.checkpoint.manifest import sealed
+    from gshard.checkpoint.step_files import StepFolder
 
     (written / "secret").write_text("x")
     for name in ("../secret", str(written / "secret"), "a/../../secret"):
-        (written / "20" / "manifest.json").write_bytes(_sealed({name: []}))
-        assert [x.file for x in find_damages(written / "20")] == ["manifest.json"]
+        (written / "20" / "manifest.json").write_bytes(sealed({name: []}))
+        assert [x.file for x in find_damages(StepFolder(written / "20"))] == ["manifest.json"]
 
 
 # ---- what others do in the directory -------------------------------------------------------------
@@ -782,7 +786,7 @@ def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, mon
 
     def deleting(step, *rest):
         if step.name == "20":
-            shutil.rmtree(step)
+            shutil.rmtree(step.path)
         return compare(step, *rest)
 
     monkeypatch.setattr(checksums, "find_damages", deleting)

@@ -23,7 +23,8 @@ import pytest
 import gshard
 from gshard._util import crc32
 from gshard._util.pytree import flatten
-from gshard.checkpoint import checksums
+from gshard.checkpoint import manifest as manifests
+from gshard.checkpoint import step_files
 from tests.checkpoint import checkpoint_worker
 from tests.checkpoint.soak_checkpoints import Life, live
 from tests.tiers import quick
@@ -120,8 +121,8 @@ def values(plan: gshard.Plan, state: Any) -> dict[str, bytes]:
 
 def test_a_large_array_is_compared_in_segments(tmp_path, monkeypatch):
     """By several threads, and a flip in any of them names the array."""
-    monkeypatch.setattr(checksums, "_LARGEST_SEGMENT", 1000)
-    monkeypatch.setattr(checksums, "_BLOCK", 300)
+    monkeypatch.setattr(manifests, "_LARGEST_SEGMENT", 1000)
+    monkeypatch.setattr(step_files, "_BLOCK", 300)
     saved = save_three(tmp_path / "steps")
     step = saved.directory / str(saved.newest)
     manifest = (step / "manifests" / "process_0.json").read_bytes().splitlines()[0]

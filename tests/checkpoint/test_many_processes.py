@@ -18,13 +18,16 @@ import pytest
 import gshard
 from gshard.checkpoint import orbax
 from gshard.checkpoint.background_save import BackgroundSave
-from gshard.checkpoint.checksums import (
+from gshard.checkpoint.checksums import verify_step
+from gshard.checkpoint.data_state import data_state_name, packed_data_state, read_data_state
+from gshard.checkpoint.disk import DiskDraft
+from gshard.checkpoint.manifest import (
     process_manifest,
-    verify_step,
+    sealed,
     write_combined_manifest,
     write_process_manifest,
 )
-from gshard.checkpoint.data_state import data_state_name, packed_data_state, read_data_state
+from gshard.checkpoint.step_files import StepFolder
 
 PROCESSES = (3, 60)
 _opened: list[str] | None = None
@@ -78,7 +81,7 @@ def test_what_one_process_verifies_does_not_grow_with_their_number(tmp_path):
     for processes in PROCESSES:
         step, _ = step_of(processes, tmp_path / str(processes), [b"{}"])
         with opened(step) as found:
-            assert verify_step(step, (2, processes)) == []
+            assert verify_step(StepFolder(step), (2, processes)) == []
         assert len({name for name in found if "/manifests/" in name}) == 1
         counts.append(len({*found}))
     assert counts[0] >= counts[1] > 3
@@ -90,7 +93,7 @@ def test_together_they_verify_every_file(tmp_path, processes, verifying):
     step, _ = step_of(processes, tmp_path, [b"{}"])
     with opened(step) as found:
         for rank in range(verifying):
-            assert verify_step(step, (rank, verifying)) == []
+            assert verify_step(StepFolder(step), (rank, verifying)) == []
     assert {*found} == {str(path) for path in step.rglob("*") if path.is_file()}
 
 
@@ -102,19 +105,19 @@ def test_a_process_reads_its_own_data_state_alone(tmp_path, monkeypatch):
             patch.setattr(jax, "process_count", lambda n=processes: n)
             patch.setattr(jax, "process_index", lambda: 2)
             with opened(step) as found:
-                assert read_data_state(step, processes) == {"at": 2}
+                assert read_data_state(StepFolder(step), processes) == {"at": 2}
         assert found == [str(step / data_state_name(2))]
 
 
 def test_after_a_change_of_their_number_a_process_compares_checksums(tmp_path):
     step, _ = step_of(60, tmp_path / "same", [packed_data_state({"at": 1})])
     with opened(step) as found:
-        assert read_data_state(step, 60) == {"at": 1}
+        assert read_data_state(StepFolder(step), 60) == {"at": 1}
     assert found == [str(step / "manifest.json"), str(step / data_state_name(0))]
     states = [packed_data_state({"at": rank}) for rank in (1, 2)]
     step, _ = step_of(60, tmp_path / "other", states)
     with pytest.warns(gshard.GShardWarning, match="another data state for each of the 60"):
-        assert read_data_state(step, 60) is None
+        assert read_data_state(StepFolder(step), 60) is None
 
 
 def test_arrays_are_read_without_a_file_of_every_process(tmp_path):
@@ -129,13 +132,11 @@ def test_a_step_whose_combined_manifest_names_no_files_of_others_is_read(tmp_pat
     step, _ = step_of(3, tmp_path, [packed_data_state(5)])
     line = (step / "manifest.json").read_bytes().splitlines()[0]
     names = {x: s for x, s in json.loads(line).items() if s and not x.startswith("data_state/")}
-    from gshard.checkpoint.checksums import _sealed
-
-    (step / "manifest.json").write_bytes(_sealed(names))
-    assert verify_step(step) == []
-    assert read_data_state(step, 3) == 5
+    (step / "manifest.json").write_bytes(sealed(names))
+    assert verify_step(StepFolder(step)) == []
+    assert read_data_state(StepFolder(step), 3) == 5
     (step / data_state_name(1)).unlink()
-    assert [x.file for x in verify_step(step)] == [data_state_name(1)]
+    assert [x.file for x in verify_step(StepFolder(step))] == [data_state_name(1)]
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_waiting_for_thousands_of_manifests_takes_no_hundredth_of_a_core(tmp_pat
     paths = [tmp_path / process_manifest(rank) for rank in range(10_000)]
     for path in paths[:5000]:
         path.touch()
-    saving = BackgroundSave(tmp_path, 1, 0, len(paths), lambda: None, (), lambda: None)
+    saving = BackgroundSave(DiskDraft(tmp_path, 1), 0, len(paths), lambda: None, (), lambda: None)
     last = threading.Timer(15, lambda: [path.touch() for path in paths])
     began, cpu = time.monotonic(), time.thread_time()
     last.start()

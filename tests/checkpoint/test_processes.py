@@ -34,6 +34,7 @@ def test_each_writes_its_shards_and_any_number_restores(tmp_path, processes, eac
         assert_is_what_they_had(process, rank)
         assert_was_told_what_was_wrong(process)
     np.testing.assert_allclose(seen[0]["after"], losses, rtol=2e-6)
+    assert seen[0]["left"].tolist() == [".gshard_lock", "3"]
     assert_one_restores_what_several_wrote(tmp_path, processes)
 
 
@@ -62,7 +63,6 @@ def assert_was_told_what_was_wrong(process):
     assert "verify=False" in others[2] and "verify=True" in others[2]
     assert "process 0: delete(step=2), at " in others[3] and "delete(step=5), at " in others[3]
     assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
-    assert process["left"].tolist() == [".gshard_lock", "3"]
 
 
 def assert_one_restores_what_several_wrote(folder, processes):

@@ -18,6 +18,7 @@ import pytest
 
 import gshard
 from gshard.checkpoint.background_save import BackgroundSave
+from gshard.checkpoint.disk import DiskDraft
 from tests.tiers import quick
 
 # Orbax leaves its other writes behind when one fails, or is interrupted.
@@ -194,7 +195,7 @@ def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     folder = tmp_path / "1.saving"
     for name in ("arrays", "manifests"):
         (folder / name).mkdir(parents=True)
-    saving = BackgroundSave(folder, 1, 0, 2, lambda: None, (), lambda: None)
+    saving = BackgroundSave(DiskDraft(folder, 1), 0, 2, lambda: None, (), lambda: None)
     saving.start()
     saving.wait_for_files()
     shutil.rmtree(folder)

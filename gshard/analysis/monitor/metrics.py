@@ -19,7 +19,7 @@ from gshard.analysis.monitor.mfu import chip_of_step, kind_of, model_flops, seco
 from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of
 from gshard.analysis.monitor.window import Window, memory, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
-from gshard.checkpoint.directory import as_directory
+from gshard.checkpoint.disk import as_directory
 from gshard.train_state.nonfinite import LATE
 
 _EXIT_TIMEOUT = 10.0  # seconds for which the end of a script waits for the devices

@@ -11,7 +11,7 @@ import jax
 from gshard._util import events
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, shown
-from gshard.checkpoint.directory import as_directory
+from gshard.checkpoint.disk import as_directory
 
 ANNOTATION = "train"  # of each step in the trace, with its number
 

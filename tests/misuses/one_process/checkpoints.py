@@ -247,8 +247,8 @@ ROWS = {
     "directory=None": refused(lambda _: gshard.Checkpointer(None), "None"),
     "a number as the directory": refused(lambda _: gshard.Checkpointer(3), "3"),
     "an empty name as the directory": refused(lambda _: gshard.Checkpointer(""), "''"),
-    "a bucket as the directory": refused(
-        lambda _: gshard.Checkpointer("gs://bucket/run"), "gs://bucket/run"
+    "an address that no store has": refused(
+        lambda _: gshard.Checkpointer("ftp://host/run"), "gs://", "s3://"
     ),
     "a file as the directory": refused(
         lambda path: ((path / "steps").write_text("x"), saves(path)), "steps"

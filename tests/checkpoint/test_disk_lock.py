@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.checkpoint.directory_lock import LOCK, is_locked_by, lock, unlock
+from gshard.checkpoint.disk_lock import LOCK, is_locked_by, lock, unlock
 from tests.jobs import ROOT
 from tests.processes import clean_environment
 
@@ -46,7 +46,7 @@ def test_a_forked_child_does_not_keep_a_lock(tmp_path):
     """The lock belongs to what both processes opened: the child has to close it."""
     script = (
         "import os, sys, time; from pathlib import Path\n"
-        "from gshard.checkpoint.directory_lock import lock, unlock\n"
+        "from gshard.checkpoint.disk_lock import lock, unlock\n"
         f"number = lock(Path({str(tmp_path)!r}))\n"
         "if not os.fork():\n"
         "    unlock(number)\n"  # as a finalizer of the child does

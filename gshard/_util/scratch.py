@@ -1,0 +1,60 @@
+"""Folders for files that a process needs for a while, which no kill leaves behind for long.
+
+They are in `gshard-UID` of the folder for temporary files (`TMPDIR`). Each process has one there,
+and holds a lock on it. The next process removes those that nobody holds any more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from gshard._util.errors import GShardError
+from gshard._util.open_files import closed_in_forks
+
+_LOCK = "lock"
+
+
+def scratch_folder(prefix: str) -> Path:
+    """Makes an empty folder; whoever asked for it removes it."""
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=_own_folder(os.getpid())))
+
+
+@functools.cache
+def _own_folder(process: int) -> Path:
+    """The folder of this process; a forked child gets another one."""
+    root = Path(tempfile.gettempdir()) / f"gshard-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    about = root.lstat()
+    if root.is_symlink() or about.st_uid != os.getuid():
+        raise GShardError(f"{root} belongs to somebody else. Set TMPDIR to a folder of your own.")
+    for folder in root.iterdir():
+        _remove_if_dead(folder)
+    own = Path(tempfile.mkdtemp(prefix=f"{process}-", dir=root))
+    number = os.open(own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(number, fcntl.LOCK_EX)  # until this process ends
+    closed_in_forks.add(number)
+    atexit.register(_remove_own, own, process)
+    return own
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Removes the folder of a process that has ended."""
+    with suppress(OSError):  # it is being removed, or made: then it has no lock yet
+        number = os.open(folder / _LOCK, os.O_RDWR)
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(number)
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

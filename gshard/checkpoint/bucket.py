@@ -1,0 +1,182 @@
+"""`Bucket`: the objects below an address such as `gs://bucket/run`, by fsspec.
+
+fsspec's `gcsfs` and `s3fs` find endpoints and credentials where the stores' own tools do, retry
+what may succeed later, and write an object only if there is none. TensorStore, which Orbax uses,
+has neither the endpoints of S3's tools nor such writes for all servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gshard._util.errors import GShardError
+
+SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
+_THREADS = 16
+_EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
+
+
+class StoreError(GShardError, OSError):
+    """An object store refused a request, or did not answer."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Bucket:
+    """The objects below an address; each is named by its path from there."""
+
+    def __init__(self, address: str):
+        self.address = address.rstrip("/")
+        self._scheme, _, self._root = self.address.partition("://")
+        self._fs = _file_system(self._scheme)
+
+    def __str__(self) -> str:
+        return self.address
+
+    def list(self, folder: str = "") -> dict[str, bool]:
+        """The names directly in a folder, and whether each is a folder; empty if there is none."""
+        path = self._path(folder)
+        with self._explained("list", folder):
+            try:
+                found = self._fs.ls(path, detail=True)
+            except FileNotFoundError:
+                self._check_bucket()
+                return {}
+        names = {x["name"].rstrip("/").rpartition("/")[2]: x["type"] != "file" for x in found}
+        return {name: is_folder for name, is_folder in names.items() if name}
+
+    def find(self, folder: str) -> dict[str, int]:
+        """The bytes of every object in a folder and those below it, by name from that folder."""
+        start = self._path(folder) + "/"
+        with self._explained("list", folder):
+            found = self._fs.find(start, detail=True)
+        return {path.removeprefix(start): about["size"] for path, about in found.items()}
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object of that name."""
+        try:
+            with self._explained("read", name):
+                self._fs.info(self._path(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """The bytes of an object, or some of them; fewer where it ends."""
+        if end is not None and end <= start:
+            return b""
+        with self._explained("read", name):
+            return self._fs.cat_file(self._path(name), start=start or None, end=end)
+
+    def create(self, name: str, content: bytes | Path) -> None:
+        """Writes an object, from bytes or a file.
+
+        Raises:
+          FileExistsError: there is another one of that name.
+        """
+        path = self._path(name)
+        with self._explained("write", name):
+            try:
+                if isinstance(content, Path):
+                    self._fs.put_file(str(content), path, mode="create")
+                else:
+                    self._fs.pipe_file(path, content, mode="create")
+            except FileExistsError:
+                # A request that was repeated finds what it has written itself.
+                own = content.read_bytes() if isinstance(content, Path) else content
+                if self._fs.cat_file(path) != own:
+                    raise FileExistsError(f"{self}/{name} exists already") from None
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Writes an object, also in the place of another one."""
+        with self._explained("write", name):
+            self._fs.pipe_file(self._path(name), content)
+
+    def copy(self, name: str, new: str) -> None:
+        """Copies an object within the store."""
+        with self._explained("copy", name):
+            self._fs.cp_file(self._path(name), self._path(new))
+
+    def delete(self, names: Collection[str]) -> None:
+        """Deletes objects, in any order; those that are gone do not matter."""
+
+        def delete(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError), self._explained("delete", name):
+                self._fs.rm_file(self._path(name))
+
+        run_parallel(delete, names)
+
+    def _check_bucket(self) -> None:
+        try:
+            self._fs.ls(self._root.partition("/")[0])
+        except FileNotFoundError as error:
+            raise self._no_bucket() from error
+
+    def _no_bucket(self) -> StoreError:
+        return StoreError(f"{self}: there is no such bucket. Make it first.")
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _explained(self, verb: str, name: str) -> Iterator[None]:
+        """Errors but those of missing and existing objects become one sentence."""
+        where = f"{self}/{name}".rstrip("/")
+        try:
+            yield
+        except FileNotFoundError as error:
+            if verb == "write":
+                raise self._no_bucket() from error
+            raise
+        except (FileExistsError, StoreError):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())[:300] or type(error).__name__
+            raise StoreError(
+                f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error)}"
+            ) from error
+
+
+def run_parallel(act: Any, items: Collection[Any]) -> list[Any]:
+    """`act` of each item, by threads; an error of one is raised when all have ended."""
+    if len(items) < 2:  # also when the interpreter ends, and no thread can be started
+        return [*map(act, items)]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [*pool.map(act, items)]
+
+
+def _file_system(scheme: str) -> Any:
+    """The file system of fsspec, which connects when it is used."""
+    import fsspec
+
+    extra = SCHEMES[scheme]
+    given: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if extra == "gcs" and os.environ.get(_EMULATOR):
+        given["token"] = "anon"
+        # Else gcsfs asks Google itself of what kind a bucket is.
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    try:
+        return fsspec.filesystem(scheme, **given)
+    except ImportError as error:
+        raise GShardError(
+            f"{scheme}:// needs a package that is not installed: pip install 'gshard[{extra}]'."
+        ) from error
+
+
+def _hint(error: Exception) -> str:
+    """What to do about an error of a store's library."""
+    text = f"{type(error).__name__} {error}".lower()
+    if any(
+        word in text for word in ("credential", "forbidden", "denied", "401", "token", "key id")
+    ):
+        return (
+            "Check the credentials: gshard uses those that the store's own command line finds "
+            "(`aws s3 ls`, `gcloud storage ls`)."
+        )
+    return "Check the network, and the endpoint if one is set."

@@ -1,0 +1,195 @@
+"""`ObjectReader`: reads arrays of a step in an object store.
+
+Orbax reads files, so a process copies what it needs into a folder of its machine: the files that
+describe the arrays, and of those with their values the blocks that its shards overlap, each at its
+place. What is between them is never read. A block is compared with its checksum when it arrives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+import jax
+
+from gshard._util.crc32 import crc32
+from gshard._util.errors import GShardError
+from gshard._util.scratch import scratch_folder
+from gshard.checkpoint.bucket import run_parallel
+from gshard.checkpoint.checksums import (
+    Damage,
+    DamagedFileError,
+    check_description,
+    read_combined_manifest,
+    read_manifest,
+)
+from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, process_manifest
+from gshard.checkpoint.needed_ranges import needed_ranges
+from gshard.checkpoint.orbax import ARRAYS
+from gshard.checkpoint.step_files import StepFiles
+from gshard.checkpoint.step_info import DATA, StepInfo
+from gshard.checkpoint.store import Wanted, Wants
+
+_OF_PROCESS = re.compile(rf"{ARRAYS}/ocdbt\.process_(\d+)/.*")
+_PIECE = 2**26  # bytes of one request for what has no checksums
+
+
+class RangeFiles(StepFiles, Protocol):
+    """The files of a step, of which parts can be read."""
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Some bytes of a file; fewer if it ends before."""
+        ...
+
+
+class Part(NamedTuple):
+    """Some bytes of a file; their CRC-32 and the path of their array, if known."""
+
+    start: int
+    size: int
+    checksum: int | None = None
+    array: str | None = None
+
+
+class ObjectReader:
+    """Reads arrays of steps; what it has copied goes when its context ends."""
+
+    def __init__(self, step: Callable[[int], RangeFiles], verify: bool):
+        self._step, self._verify = step, verify
+        self._copies: dict[int, _Copy] = {}
+
+    def damages(self, step: int, wants: Wants) -> list[Damage]:
+        """Copies what this process needs of a step, and returns what of it is damaged."""
+        if not self._verify:
+            return []
+        copy = self._copy(step)
+        try:
+            listed = read_combined_manifest(copy.files)
+            found = copy.copy_descriptions(listed) or check_description(copy.files)
+            if not found:
+                found = copy.copy_arrays(wants(StepInfo.read(copy.files)), listed)
+                for name in {data_state_name(x) for x in (0, jax.process_index())} & {*listed}:
+                    found += copy.copy(name, parts_of(listed[name] or ()))
+        except DamagedFileError as error:
+            return [error.args[0]]
+        return found
+
+    def fetch(self, step: int, wanted: Wanted) -> Path:
+        """The folder with what of the step is needed to read these arrays."""
+        copy = self._copy(step)
+        if not self._verify:
+            found = copy.copy_descriptions(None) or copy.copy_arrays([wanted], None)
+            if found:
+                raise GShardError(f"{copy.files}/{found[0]}.")
+        return copy.folder / str(step)
+
+    def _copy(self, step: int) -> _Copy:
+        if step not in self._copies:
+            self._copies[step] = _Copy(self._step(step))
+        return self._copies[step]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for copy in self._copies.values():
+            shutil.rmtree(copy.folder, ignore_errors=True)
+        self._copies.clear()
+
+
+class _Copy:
+    """What a process needs of a step, in a folder of its machine."""
+
+    def __init__(self, files: RangeFiles):
+        self.files, self.folder = files, scratch_folder("restore")
+        self._there: set[tuple[str, int]] = set()  # what was copied: a file, and an offset in it
+        self._manifests: dict[str, Listed] = {}
+
+    def copy_descriptions(self, listed: Listed | None) -> list[Damage]:
+        """Copies the files that describe the arrays; `listed` has their checksums."""
+        names = self.files.names() if listed is None else {x for x in listed if listed[x]}
+        found: list[Damage] = []
+        for name in sorted(names):
+            if is_in(PROCESS_MANIFESTS, name) or is_in(DATA, name) or _OF_PROCESS.fullmatch(name):
+                continue
+            if listed is None:
+                found += self.copy(name, [Part(0, self.files.size(name))])
+            else:
+                found += self.copy(name, parts_of(listed[name] or ()))
+        return found
+
+    def copy_arrays(self, wanted: Iterable[Wanted], listed: Listed | None) -> list[Damage]:
+        """Copies what is needed to read these arrays."""
+        found: list[Damage] = []
+        for file, ranges in needed_ranges(self.folder / self.files.name / ARRAYS, wanted).items():
+            name = f"{ARRAYS}/{file}"
+            if listed is None:
+                pieces = [
+                    Part(at, min(_PIECE, start + size - at))
+                    for start, size in ranges
+                    for at in range(start, start + size, _PIECE)
+                ]
+            else:
+                pieces = [
+                    part
+                    for part in parts_of(self._segments(name, listed))
+                    if any(part.start < s + n and s < part.start + part.size for s, n in ranges)
+                ]
+            found += self.copy(name, pieces)
+        return found
+
+    def _segments(self, name: str, listed: Listed) -> Iterable[Segment]:
+        """The segments of a file, from the manifest of the process that wrote it."""
+        process = _OF_PROCESS.fullmatch(name)
+        if listed.get(name) is not None or process is None:
+            return listed.get(name) or ()
+        manifest = process_manifest(int(process[1]))
+        if manifest not in self._manifests:
+            self._manifests[manifest] = read_manifest(self.files, manifest, listed.get(manifest))
+        return self._manifests[manifest].get(name) or ()
+
+    def copy(self, name: str, parts: Iterable[Part]) -> list[Damage]:
+        """Copies parts of a file that are not there yet."""
+        new = [part for part in parts if (name, part.start) not in self._there]
+        self._there |= {(name, part.start) for part in new}
+        return copy_parts(self.files, name, new, self.folder / self.files.name)
+
+
+def parts_of(segments: Iterable[Segment]) -> list[Part]:
+    """The segments of a file, each with its place."""
+    listed = list(segments)
+    starts = accumulate((size for size, _, _ in listed), initial=0)
+    return [Part(start, *segment) for start, segment in zip(starts, listed, strict=False)]
+
+
+def copy_parts(files: RangeFiles, name: str, parts: Iterable[Part], folder: Path) -> list[Damage]:
+    """Writes parts of a file to their places in a file of the same name below `folder`."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+
+    def copy(part: Part) -> Damage | None:
+        content = files.read_range(name, part.start, part.start + part.size)
+        os.pwrite(number, content, part.start)
+        if part.checksum in (None, crc32(content)) and len(content) == part.size:
+            return None
+        return Damage(
+            name, "differs from what was written", () if part.array is None else (part.array,)
+        )
+
+    try:
+        found = [x for x in run_parallel(copy, list(parts)) if x is not None]
+    except FileNotFoundError:
+        return [Damage(name, "is missing")]
+    finally:
+        os.close(number)
+    if not found:
+        return []
+    arrays = dict.fromkeys(array for damage in found for array in damage.arrays)
+    return [Damage(name, found[0].what, tuple(arrays))]

@@ -1,0 +1,292 @@
+"""`ObjectStore`: the steps of a run on `gs://` or `s3://`.
+
+A step has the same files as on a disk, but nothing is renamed: its objects are written under its
+number, and it is complete when `manifest.json` is there, which is written last and only if there is
+none. Each process writes its files into a folder of its machine first, as it would on a disk, and
+then copies them.
+
+A process uploads its manifest under `.draft/TOKEN`, and the first process gives it its name with
+the commit. The token is drawn for each draft. So what another job, or a save that was given up,
+still writes is never taken for a part of this step.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import jax
+
+from gshard._util.crc32 import crc32
+from gshard._util.errors import GShardError
+from gshard._util.scratch import scratch_folder
+from gshard.checkpoint.bucket import Bucket, run_parallel
+from gshard.checkpoint.lease import Lease
+from gshard.checkpoint.manifest import (
+    PROCESS_MANIFESTS,
+    is_in,
+    process_manifest,
+    unsealed,
+)
+from gshard.checkpoint.object_reader import ObjectReader, copy_parts, parts_of
+from gshard.checkpoint.orbax import ARRAYS, METADATAS
+from gshard.checkpoint.step_files import Progress, StepFolder, ignore
+from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, STEP, StepInfo
+
+DAMAGED = ".damaged"
+_DRAFT = ".draft"
+_BLOCK = 2**24  # bytes of one request
+
+
+class ObjectStore:
+    """The steps below an address of an object store."""
+
+    def __init__(self, address: str):
+        self.directory = address.rstrip("/")
+        self._bucket = Bucket(address)
+        self._lease = Lease(self._bucket)
+
+    def __str__(self) -> str:
+        return self.directory
+
+    def steps(self) -> list[int]:
+        """The steps whose commit object is there, ascending."""
+        return sorted(int(name) for name, complete in self._numbers().items() if complete)
+
+    def _numbers(self) -> dict[str, bool]:
+        """The folders that are named as steps, and whether they are complete."""
+        names = [x for x, folder in self._bucket.list().items() if folder and STEP.fullmatch(x)]
+        there = run_parallel(lambda name: self._bucket.exists(f"{name}/{MANIFEST}"), names)
+        return dict(zip(names, there, strict=True))
+
+    def step(self, number: int) -> ObjectFiles:
+        """The files of a step."""
+        return ObjectFiles(self._bucket, str(number))
+
+    def why_empty(self) -> str:
+        """Ends the sentence "<address> ..." about a store without steps."""
+        return "holds no checkpoint."
+
+    def reader(self, verify: bool) -> ObjectReader:
+        """Reads arrays, and compares the checksums of what it reads if `verify`."""
+        return ObjectReader(self.step, verify)
+
+    def open_for_writing(self) -> None:
+        """Takes the lease, and removes what killed and failed saves and deletions left."""
+        self._lease.take()
+        for name, complete in self._numbers().items():
+            if not complete and self._bucket.exists(f"{name}/{DESCRIPTION}"):
+                self.delete(int(name))
+
+    def close(self) -> None:
+        """Releases the lease."""
+        self._lease.release()
+
+    def draft(self, step: int, attempt: int) -> ObjectDraft:
+        """A draft of a step; a token keeps it apart from others."""
+        return ObjectDraft(self._bucket, self._lease, step)
+
+    def is_taken(self, step: int) -> bool:
+        """Whether there is an object below that number."""
+        return bool(self._bucket.list(str(step)))
+
+    def check_room(self, size: int) -> None:
+        """Raises an `OSError` if this machine has no room for this process's part of a step."""
+        folder = scratch_folder("room")
+        free, part = shutil.disk_usage(folder).free, size // jax.process_count()
+        folder.rmdir()
+        if part > free:
+            raise OSError(
+                f"{folder.parent} has {free:,} bytes free, and this process writes {part:,} there "
+                "before it copies them. Set TMPDIR to a larger folder"
+            )
+
+    def set_aside(self, step: int) -> str:
+        """Copies a damaged step to another name, and deletes it."""
+        names = self._bucket.find(str(step))
+        run_parallel(
+            lambda name: self._bucket.copy(f"{step}/{name}", f"{step}{DAMAGED}/{name}"), names
+        )
+        self.delete(step)
+        return f"{self}/{step}{DAMAGED}"
+
+    def delete(self, step: int) -> None:
+        """Deletes a step: its commit object first, and last what tells that gshard wrote it."""
+        names = [*self._bucket.find(str(step))]
+        first, last = [MANIFEST], [DESCRIPTION]
+        rest = [name for name in names if name not in (MANIFEST, DESCRIPTION)]
+        for part in (first, rest, last):
+            self._bucket.delete([f"{step}/{name}" for name in part if name in names])
+
+
+class ObjectFiles:
+    """The files of a step in an object store."""
+
+    def __init__(self, bucket: Bucket, name: str):
+        self._bucket, self.name = bucket, name
+
+    def __str__(self) -> str:
+        return f"{self._bucket}/{self.name}"
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        found = self._bucket.find(self.name)
+        return {name: size for name, size in found.items() if not name.startswith(f"{_DRAFT}/")}
+
+    def names(self) -> set[str]:
+        """The names of all objects."""
+        return {*self._sizes}
+
+    def is_regular(self, name: str) -> bool:
+        """True for every object; a `FileNotFoundError` if there is none."""
+        self.size(name)
+        return True
+
+    def size(self, name: str) -> int:
+        """The bytes of an object."""
+        if name not in self._sizes:
+            raise FileNotFoundError(f"{self}/{name}")
+        return self._sizes[name]
+
+    def read(self, name: str, most: int) -> bytes:
+        """The content of an object; an `OSError` if it has more than `most` bytes."""
+        content = self._bucket.read(f"{self.name}/{name}", 0, most + 1)
+        if len(content) > most:
+            raise OSError(f"it has more than {most:,} bytes")
+        return content
+
+    def read_range(self, name: str, start: int, end: int) -> bytes:
+        """Some bytes of an object; fewer if it ends before."""
+        return self._bucket.read(f"{self.name}/{name}", start, min(end, self.size(name)))
+
+    def checksums(
+        self, name: str, lengths: Sequence[int], progress: Progress = ignore
+    ) -> list[int]:
+        """CRC-32 of each of the segments of an object; -1 for one that ends early."""
+
+        def checksum(part: tuple[int, int]) -> int:
+            total, (start, end) = 0, part
+            while start < end:
+                block = self.read_range(name, start, min(end, start + _BLOCK))
+                if not block:
+                    return -1
+                total, start = crc32(block, total), start + len(block)
+                progress(len(block))
+            return total
+
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        return run_parallel(
+            checksum, [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        )
+
+
+class ObjectDraft:
+    """A step that is being written: in a folder of this machine, and from there in the store."""
+
+    def __init__(self, bucket: Bucket, lease: Lease, step: int):
+        self.step = step
+        self._bucket, self._lease = bucket, lease
+        self._folder: Path | None = None
+        self._uploaded: set[str] = set()  # files that are in the store
+
+    def __str__(self) -> str:
+        return f"{self._bucket}/{self.step}"
+
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine."""
+        if self._folder is None:
+            self._folder = scratch_folder(f"save-{self.step}")
+        return self._folder
+
+    @cached_property
+    def _token(self) -> str:
+        """Which draft of this step it is, as the first process has drawn it."""
+        return self._bucket.read(f"{self.step}/{_DRAFT}/token").decode()
+
+    def make(self, info: StepInfo) -> None:
+        """Writes the description, which tells that gshard writes here."""
+        self._bucket.create(f"{self.step}/{DESCRIPTION}", info.to_json())
+        self._bucket.create(f"{self.step}/{_DRAFT}/token", secrets.token_hex(8).encode())
+
+    def join(self) -> None:
+        """Makes the folder of this process."""
+        for name in (ARRAYS, PROCESS_MANIFESTS, DATA):
+            (self.folder / name).mkdir()
+        if jax.process_index() != 0:  # else Orbax waits until the first process makes it
+            (self.folder / METADATAS).mkdir()
+        else:  # it lists the description
+            content = self._bucket.read(f"{self.step}/{DESCRIPTION}")
+            (self.folder / DESCRIPTION).write_bytes(content)
+            self._uploaded = {DESCRIPTION}
+        assert self._token  # read now: a later draft has another one
+
+    def upload(self, names: Iterable[str]) -> None:
+        """Copies this process's files to the store, its manifest last."""
+        own = process_manifest(jax.process_index())
+        files = [name for name in names if name != own]
+        self._copy(files)
+        name = f"{self.step}/{_DRAFT}/{self._token}/{Path(own).name}"
+        self._bucket.create(name, self.folder / own)
+        if jax.process_index() != 0:
+            self._remove_folder()
+
+    def _copy(self, names: Iterable[str]) -> None:
+        files = [*names]
+        run_parallel(
+            lambda name: self._bucket.create(f"{self.step}/{name}", self.folder / name), files
+        )
+        self._uploaded |= {*files}
+
+    def written_manifests(self) -> set[str]:
+        """The names of the process manifests that are in the store."""
+        return {*self._bucket.list(f"{self.step}/{_DRAFT}/{self._token}")}
+
+    def collect(self, processes: int) -> None:
+        """Reads the manifests of the others, and what describes the arrays in their files."""
+        ranks = [rank for rank in range(processes) if rank != jax.process_index()]
+        run_parallel(self._collect, ranks)
+
+    def _collect(self, rank: int) -> None:
+        name = Path(process_manifest(rank)).name
+        content = self._bucket.read(f"{self.step}/{_DRAFT}/{self._token}/{name}")
+        (self.folder / process_manifest(rank)).write_bytes(content)
+        files = ObjectFiles(self._bucket, str(self.step))
+        for file, segments in unsealed(content).items():
+            if not is_in(DATA, file):
+                described = [part for part in parts_of(segments or ()) if part.array is None]
+                if damages := copy_parts(files, file, described, self.folder):
+                    raise OSError(f"{self}/{damages[0]}")
+            self._uploaded.add(file)
+
+    def commit(self) -> str:
+        """Copies the last files, and the commit object after them."""
+        self._lease.check()
+        names = StepFolder(self.folder).names() - self._uploaded
+        self._copy(names - {MANIFEST})
+        self._bucket.create(f"{self.step}/{MANIFEST}", self.folder / MANIFEST)
+        self._remove_folder()
+        with suppress(GShardError, OSError):  # nobody reads them
+            drafts = self._bucket.find(f"{self.step}/{_DRAFT}")
+            self._bucket.delete([f"{self.step}/{_DRAFT}/{name}" for name in drafts])
+        return str(self)
+
+    def is_open(self) -> bool:
+        """Whether the commit object is not there, but the draft."""
+        try:
+            complete = self._bucket.exists(f"{self.step}/{MANIFEST}")
+            return not complete and self._bucket.exists(f"{self.step}/{DESCRIPTION}")
+        except GShardError:  # no network
+            return True
+
+    def discard(self) -> None:
+        """Deletes the folder; the next save deletes what is in the store."""
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,66 @@
+"""`RetentionPolicy`: which steps of a run are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gshard._util.errors import GShardError
+from gshard._util.validation import check_integer, shown
+
+
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Which steps are kept: the newest, and each that any rule selects. Without rules, all.
+
+    The fields are the arguments of `Checkpointer`. Steps without the metric, or with NaN, are not
+    among the best.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    best: int | None = None
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "best"):
+            value = getattr(self, name)
+            if value is not None:
+                check_integer(f"keep_{name}", value, 1, " of steps (None: no such rule)")
+        if not isinstance(self.metric, str) or not self.metric:
+            raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
+        if self.mode not in ("min", "max"):
+            raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there are no rules."""
+        return self.last is self.every is self.best is None
+
+    def to_delete(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The steps to delete, ascending, given each step's metadata."""
+        if self.keeps_all:
+            return []
+        steps = sorted(metadata)
+        kept = set(steps[-(self.last or 1) :])
+        kept |= {step for step in steps if self.every and step % self.every == 0}
+        known: dict[int, Any] = {step: metadata[step].get(self.metric) for step in steps}
+        sign = 1 if self.mode == "min" else -1
+        ranked = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
+        kept |= {-step for _, step in ranked[: self.best or 0]}
+        return [step for step in steps if step not in kept]
+
+    def check(self, metadata: Mapping[str, Any]) -> None:
+        """Raises a `GShardError` for metadata without the metric that `best` needs."""
+        if self.best and not _is_number(metadata.get(self.metric)):
+            raise GShardError(
+                f"save: keep_best={self.best} needs the number {self.metric!r} in metadata, which "
+                f"has {shown(metadata.get(self.metric))} there. Pass metadata={{{self.metric!r}: "
+                "...}, or pass metric= to the Checkpointer."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

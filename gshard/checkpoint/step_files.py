@@ -1,0 +1,127 @@
+"""The files of one step: `StepFolder` is a step in a folder of a file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from gshard._util.crc32 import crc32
+from gshard._util.durable import read_regular
+
+_BLOCK = 2**22  # bytes that a thread reads at once
+_THREADS = min(16, os.cpu_count() or 1)
+
+Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
+
+
+def ignore(count: int) -> None:
+    """A `Progress` that nobody sees."""
+
+
+class StepFiles(Protocol):
+    """The files of one step, wherever they are; each is named by its path within the step.
+
+    `str` of it is the address of the step.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the step's folder, its number if nobody renamed it."""
+        ...
+
+    def names(self) -> set[str]:
+        """The names of all files, and of what is there in the place of a file."""
+        ...
+
+    def is_regular(self, name: str) -> bool:
+        """Whether a name is that of a file, and not of a link, a pipe or the like.
+
+        Raises:
+          FileNotFoundError: there is nothing of that name.
+        """
+        ...
+
+    def size(self, name: str) -> int:
+        """The bytes of a file."""
+        ...
+
+    def read(self, name: str, most: int) -> bytes:
+        """The content of a file of at most `most` bytes; an `OSError` if it cannot be read."""
+        ...
+
+    def checksums(self, name: str, lengths: Sequence[int], progress: Progress) -> list[int]:
+        """CRC-32 of each of the segments of a file; -1 for one that ends early."""
+        ...
+
+
+class StepFolder:
+    """The files of a step in a folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.path.name
+
+    def names(self) -> set[str]:
+        """The path of everything that is not a folder, within the step."""
+
+        def refuse(error: OSError) -> None:
+            raise error
+
+        found: set[str] = set()
+        for folder, folders, names in os.walk(self.path, onerror=refuse):
+            inside = Path(folder)
+            links = [name for name in folders if (inside / name).is_symlink()]
+            found |= {(inside / x).relative_to(self.path).as_posix() for x in [*names, *links]}
+        return found
+
+    def is_regular(self, name: str) -> bool:
+        """Whether a name is that of a regular file."""
+        return stat.S_ISREG((self.path / name).lstat().st_mode)
+
+    def size(self, name: str) -> int:
+        """The bytes of a file."""
+        return (self.path / name).stat().st_size
+
+    def read(self, name: str, most: int) -> bytes:
+        """The content of a regular file."""
+        return read_regular(self.path / name, most)
+
+    def checksums(
+        self, name: str, lengths: Sequence[int], progress: Progress = ignore
+    ) -> list[int]:
+        """CRC-32 of each of the segments of a file; -1 for one that ends early."""
+
+        def checksum(number: int, start: int, length: int) -> int:
+            total, end = 0, start + length
+            while start < end and (block := os.pread(number, min(end - start, _BLOCK), start)):
+                total, start = crc32(block, total), start + len(block)
+                progress(len(block))
+            return total if start == end else -1
+
+        with (self.path / name).open("rb") as file, ThreadPoolExecutor(_THREADS) as pool:
+            run, starts = partial(checksum, file.fileno()), accumulate(lengths, initial=0)
+            return list((pool.map if len(lengths) > 1 else map)(run, starts, lengths))
+
+
+def size_of(step: StepFiles) -> int:
+    """The bytes of all regular files of a step."""
+    return sum(step.size(name) for name in step.names() if step.is_regular(name))
+
+
+def why(error: OSError) -> str:
+    """The reason of an `OSError`, in the system's words."""
+    return error.strerror or os.strerror(error.errno or errno.EIO)

@@ -1,0 +1,409 @@
+"""Checkpoints in an object store keep what they promise on a disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tensorstore as ts
+
+import gshard
+from gshard.checkpoint import needed_ranges
+from gshard.checkpoint.arrays import arrays_to_read
+from gshard.checkpoint.bucket import Bucket, run_parallel
+from gshard.checkpoint.open_store import open_store
+from gshard.checkpoint.step_info import StepInfo
+from tests.checkpoint.stores.failing_proxy import failing
+from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
+from tests.checkpoint.test_processes import (
+    AFTER,
+    BEFORE,
+    assert_is_what_they_had,
+    assert_restored_what_one_wrote,
+)
+from tests.processes import clean_environment, run_workers
+from tests.tiers import quick
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
+    pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
+]
+
+PLACES = [("dp", 1), ("os", 2), ("os_g", 3), ("p_g_os", 4), ("p_g_os", 8)]
+
+
+@pytest.mark.parametrize(("level", "devices"), quick(PLACES, [("p_g_os", 4)]))
+def test_any_level_and_mesh_to_any_other(address, level, devices):
+    run = Training(level, devices)
+    run.train(0, 1)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(2, run.state, data_state={"at": 5}, metadata={"loss": 0.5})
+        held = run.whole()
+        after = run.train(2, 3)  # donated arrays, while the save is on its way
+    for target in PLACES:
+        other = Training(*target)
+        restored = gshard.Checkpointer(address).restore(like=other.state)
+        assert (restored.step, restored.data_state) == (2, {"at": 5})
+        assert restored.metadata == {"loss": 0.5}
+        other.state = restored.state
+        assert_equal_bits(other.whole(), held)
+        np.testing.assert_allclose(other.train(2, 3), after, rtol=2e-6)
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_a_process_reads_its_shards_alone(address, monkeypatch, first):
+    """As if one of the four devices were of this process."""
+    params = {"w": np.random.default_rng(0).normal(size=(512, 256)).astype(np.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os")
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, state)
+    shards, read, found = needed_ranges._shards, Bucket.read, []
+
+    def of_one(x):
+        indices = sorted(shards(x), key=str)
+        return {indices[first % len(indices)]}
+
+    def read_and_tell(*given):
+        found.append(read(*given))
+        return found[-1]
+
+    monkeypatch.setattr(needed_ranges, "_shards", of_one)
+    monkeypatch.setattr(Bucket, "read", read_and_tell)
+    store = open_store(address)
+    wants = arrays_to_read(StepInfo.read(store.step(1)).arrays, plan, cast=False)
+    size = params["w"].nbytes
+    with store.reader(verify=True) as reader:
+        assert reader.damages(1, lambda info: wants) == []
+        assert size / 4 < sum(map(len, found)) < size / 3
+        base = f"file://{reader.fetch(1, wants[0])}/arrays/"
+        where = {"driver": "ocdbt", "base": base, "path": "params/w/"}
+        stored = ts.open({"driver": "zarr3", "kvstore": where}).result()
+        for i in range(4):  # what was not copied cannot be read, and is not zero
+            rows = slice(128 * i, 128 * i + 128)
+            if i == first:
+                np.testing.assert_array_equal(stored[rows].read().result(), params["w"][rows])
+            else:
+                with pytest.raises(ValueError, match="shard|range|crc"):
+                    stored[rows].read().result()
+
+
+def test_old_steps_go_and_a_step_can_be_deleted(address):
+    run = Training("os", 2)
+    with gshard.Checkpointer(address, keep_last=2) as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [3, 4]
+        checkpointer.delete(3)
+        assert checkpointer.all_steps() == [4]
+    assert {*Bucket(address).list()} == {"4"}
+
+
+def test_the_same_step_again_is_compared(address):
+    run = Training("os", 2)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.save(1, run.state)
+        run.train(0)
+        with pytest.raises(gshard.GShardError, match="another state under this number"):
+            checkpointer.save(1, run.state)
+
+
+def test_a_second_writer_is_refused_by_name(address):
+    with gshard.Checkpointer(address, writes=True) as checkpointer:
+        with pytest.raises(gshard.CallOrderError, match=f"process {os.getpid()} on .* writes its"):
+            gshard.Checkpointer(address, writes=True)
+        checkpointer.all_steps()
+    gshard.Checkpointer(address, writes=True).close()
+
+
+def test_a_writer_on_another_machine_is_watched(address, monkeypatch, capsys):
+    """While it renews its lease it is alive; when it does not, its lease is taken over."""
+    from gshard.checkpoint import lease
+
+    first = gshard.Checkpointer(address, writes=True)
+    monkeypatch.setattr(lease, "_is_alive", lambda other: None)
+    with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
+        gshard.Checkpointer(address, writes=True)
+    assert "to see whether process" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "replace", lambda *given: None)  # the network of the first is gone
+        second = gshard.Checkpointer(address, writes=True)
+    run = Training("os", 2)
+    with pytest.raises(gshard.GShardError, match="writes its checkpoints there"):
+        first.save(1, run.state)
+    second.save(1, run.state)
+    second.close()
+    assert gshard.Checkpointer(address).all_steps() == [1]
+
+
+def test_who_lost_the_lease_commits_nothing(address, monkeypatch):
+    from gshard.checkpoint import lease
+
+    run, writing = Training("os", 2), threading.Event()
+    first = gshard.Checkpointer(address, writes=True)
+    check = lease.Lease.check
+
+    def wait(self):
+        writing.wait(60)
+        check(self)
+
+    monkeypatch.setattr(lease.Lease, "check", wait)
+    first.save(1, run.state)
+    monkeypatch.setattr(lease, "_is_alive", lambda other: None)
+    monkeypatch.setattr(Bucket, "replace", lambda *given: None)
+    second = gshard.Checkpointer(address, writes=True)
+    writing.set()
+    with pytest.raises(gshard.SaveFailedError, match="did not renew its lease in time"):
+        first.wait()
+    assert second.all_steps() == []
+    second.save(1, run.state)
+    second.close()
+    assert second.all_steps() == [1] and second.verify(1) == []
+
+
+@pytest.mark.parametrize("flips", quick([300, 40], [40]))
+def test_every_flipped_bit_is_seen(address, flips):
+    """In every object of a step; a restore sees those that it reads."""
+    run = Training("p_g_os", 4)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, run.state)
+    bucket, draw = Bucket(f"{address}/1"), random.Random(0)
+    checkpointer = gshard.Checkpointer(address)
+    names = sorted(bucket.find(""))
+    for i in range(flips):
+        name = names[i % len(names)]
+        content = bucket.read(name)
+        at = draw.randrange(len(content))
+        bucket.replace(name, content[:at] + bytes([content[at] ^ 1 << i % 8]) + content[at + 1 :])
+        assert [x.file for x in checkpointer.verify(1)] == [name]
+        if not name.startswith(("arrays/array_metadatas", "arrays/ocdbt", "manifests")):
+            with pytest.raises(gshard.DamagedCheckpointError, match=name):
+                checkpointer.restore(like=run.state)
+        bucket.replace(name, content)
+    assert checkpointer.verify(1) == []
+
+
+def test_a_damaged_step_is_set_aside(address):
+    run = Training("p_g_os", 4)
+    with gshard.Checkpointer(address) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+        bucket = Bucket(f"{address}/2")
+        (name,) = [name for name in bucket.find("") if name.startswith("arrays/d/")]
+        content = bucket.read(name)
+        bucket.replace(name, content[:5] + b"?" + content[6:])
+        with pytest.warns(
+            gshard.GShardWarning, match=f"(?s)step 2 in {address} is damaged.*{name}"
+        ):
+            assert checkpointer.restore(like=run.state).step == 1
+        with pytest.raises(gshard.DamagedCheckpointError, match=name):
+            checkpointer.restore(2, like=run.state)
+        with pytest.warns(gshard.GShardWarning, match=f"is now {address}/2.damaged"):
+            checkpointer.save(2, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 2] and checkpointer.verify(2) == []
+    assert Bucket(address).read(f"2.damaged/{name}", 0, 6)[5:] == b"?"
+
+
+def test_several_processes_save_and_any_number_restores(tmp_path, server, address):
+    alone = Training("p_g_os", 4)
+    alone.train(*BEFORE)
+    with gshard.Checkpointer(f"{address}/alone") as checkpointer:
+        checkpointer.save(2, alone.state, data_state={"position": 17})
+    seen = run_workers(
+        tmp_path, "checkpoint.saving_worker", "2", address, processes=2, devices_each=2
+    )
+    losses = alone.train(*AFTER)
+    for rank, process in enumerate(seen):
+        assert_restored_what_one_wrote(process, losses)
+        assert_is_what_they_had(process, rank)
+        said = process["said"].tolist()
+        assert "the processes do not do the same: save of step 10" in said[0]
+        assert "the processes do not do the same" in said[3]  # two addresses
+        assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
+    np.testing.assert_allclose(seen[0]["after"], losses, rtol=2e-6)
+    assert [x for x in seen[0]["left"].tolist() if x != ".gshard_lock"] == ["3"]
+    checkpointer = gshard.Checkpointer(f"{address}/together")
+    assert checkpointer.verify(3) == []
+    one, other = Training("os", 3), Training("dp", 1)
+    for run in (one, other):
+        with pytest.warns(gshard.GShardWarning, match="another data state for each of the 2"):
+            run.state = checkpointer.restore(3, like=run.state).state
+    assert_equal_bits(one.whole(), other.whole())
+
+
+SAVES = """
+import sys
+import gshard
+gshard.virtual_devices(2)
+from tests.checkpoint.stores.failing_proxy import failing
+from tests.checkpoint.test_checkpoints import Training
+run = Training("p_g_os", 2)
+checkpointer = gshard.Checkpointer(sys.argv[1], keep_last=2)
+if checkpointer.latest_step() is not None:
+    run.state = checkpointer.restore(like=run.state).state
+while True:
+    step = int(run.state.step)
+    if step:
+        checkpointer.save(step, run.state, metadata={"loss": loss})
+    print(step, flush=True)
+    (loss,) = run.train(step)
+"""
+
+
+@pytest.mark.parametrize("kills", quick([100, 4], [4]))
+def test_killed_at_any_moment_it_goes_on_from_a_complete_step(address, server, kills):
+    """Its losses are those of a run that never stopped."""
+    draw, losses = random.Random(2), Training("p_g_os", 2).train(*range(40))
+    environment = clean_environment() | server.environment | {"PYTHONWARNINGS": "ignore"}
+    reader, reached = gshard.Checkpointer(address), 0
+    for _ in range(kills):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVES, address],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            timer = threading.Timer(120, process.kill)
+            timer.start()
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            assert int(line) >= reached  # it takes the lease of the dead, and goes on
+            threading.Timer(draw.uniform(0, 1.5), process.kill).start()
+            process.stdout.read()
+            timer.cancel()
+        steps = reader.all_steps()
+        reached = max(steps, default=0)
+        for step in steps:
+            assert reader.verify(step) == []
+            if step < len(losses):
+                np.testing.assert_allclose(reader.metadata(step)["loss"], losses[step - 1], 2e-6)
+    assert reached > 0
+
+
+def test_gshard_verify_takes_an_address(address, capsys):
+    from gshard.cli.main import main
+
+    run = Training("os", 2)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(7, run.state)
+    assert main(["verify", address, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["directory"] == address and [x["step"] for x in data["steps"]] == [7]
+    bucket = Bucket(f"{address}/7")
+    bucket.replace("gshard.json", b"{}")
+    assert main(["verify", f"{address}/7"]) == 1
+    assert "gshard.json has 2 bytes" in capsys.readouterr().out
+
+
+def test_a_bucket_that_does_not_exist(server, address):
+    other = f"{server.scheme}://no-such-bucket/run"
+    for call in (
+        lambda: gshard.Checkpointer(other).all_steps(),
+        lambda: gshard.Checkpointer(other).save(1, Training("os", 2).state),
+    ):
+        with pytest.raises(gshard.GShardError, match="there is no such bucket. Make it first"):
+            call()
+
+
+def test_what_is_below_a_number_and_not_of_gshard_is_left_alone(address):
+    bucket = Bucket(address)
+    bucket.create("2024/photo.jpg", b"x")
+    run = Training("os", 2)
+    with gshard.Checkpointer(address) as checkpointer:
+        with pytest.raises(gshard.GShardError, match="2024 exists, and gshard did not write it"):
+            checkpointer.save(2024, run.state)
+        checkpointer.save(2025, run.state)
+    assert bucket.read("2024/photo.jpg") == b"x"
+    assert gshard.Checkpointer(address).all_steps() == [2025]
+
+
+@pytest.fixture
+def through_proxy(server, address, monkeypatch):
+    """`through_proxy(fault)`: clients reach the server through a proxy that fails so."""
+
+    def start(fault):
+        url = stack.enter_context(failing(server.url, fault))
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, url if value == server.url else value)
+
+    with contextlib.ExitStack() as stack:
+        yield start
+
+
+@pytest.mark.parametrize("kind", quick(["500", "503", "slow", "closed"], ["503"]))
+def test_a_server_that_fails_now_and_then_is_asked_again(address, through_proxy, kind):
+    run, draw, failed = Training("os", 2), random.Random(3), []
+
+    def fault():
+        failed.append(draw.random() < 0.1)
+        return kind if failed[-1] else None
+
+    through_proxy(fault)
+    with gshard.Checkpointer(address, keep_last=2) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+        assert checkpointer.restore(like=run.state).step == 3
+        assert checkpointer.verify(3) == []
+    assert sum(failed) > 3
+
+
+@pytest.mark.slow
+def test_a_server_that_is_gone_fails_the_save_and_training_goes_on(address, through_proxy):
+    run, gone = Training("os", 2), False
+    through_proxy(lambda: "503" if gone else None)
+    with gshard.Checkpointer(address, on_failure="warn") as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.wait()
+        gone = True
+        with pytest.warns(gshard.GShardWarning, match="step 2 was not saved in .*"):
+            checkpointer.save(2, run.state)
+            checkpointer.wait()
+        run.train(0)
+        gone = False
+        checkpointer.save(3, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 3]
+
+
+def test_without_the_package_of_a_store_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(gshard.GShardError, match=r"pip install 'gshard\[s3\]'"):
+        gshard.Checkpointer("s3://bucket/run")
+
+
+def test_wrong_credentials_are_one_sentence(server, address, monkeypatch, through_proxy):
+    """The emulators take any; this is how the stores refuse them."""
+    through_proxy(lambda: "403")
+    with pytest.raises(gshard.GShardError, match="Check the credentials") as error:
+        gshard.Checkpointer(address).all_steps()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("objects", quick([10_000, 1_200], [1_200]))
+def test_a_store_of_many_objects(server, address, objects):
+    """More than a page of a list."""
+    bucket = Bucket(address)
+    run_parallel(lambda i: bucket.create(f"1/other{i}", b"x"), range(objects))
+    run = Training("os", 2)
+    with gshard.Checkpointer(address) as checkpointer:
+        with pytest.raises(gshard.GShardError, match="1 exists, and gshard did not write it"):
+            checkpointer.save(1, run.state)
+        checkpointer.save(2, run.state)
+    assert gshard.Checkpointer(address).all_steps() == [2]
+    assert len(bucket.find("1")) == objects
