@@ -223,7 +223,13 @@ class ObjectDraft:
             content = self._bucket.read(f"{self.step}/{DESCRIPTION}")
             (self.folder / DESCRIPTION).write_bytes(content)
             self._uploaded = {DESCRIPTION}
-        assert self._token  # read now: a later draft has another one
+        try:
+            _ = self._token  # read now: a later draft has another one
+        except FileNotFoundError:
+            raise GShardError(
+                f"save: process {jax.process_index()} does not see {self}, which process 0 has "
+                "made. All processes need one address."
+            ) from None
 
     def upload(self, names: Iterable[str]) -> None:
         """Copies this process's files to the store, its manifest last."""

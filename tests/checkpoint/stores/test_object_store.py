@@ -231,8 +231,8 @@ def test_several_processes_save_and_any_number_restores(tmp_path, server, addres
         assert_is_what_they_had(process, rank)
         said = process["said"].tolist()
         assert "the processes do not do the same: save of step 10" in said[0]
-        assert "the processes do not do the same" in said[3]  # two addresses
-        assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
+        assert "does not see" in said[3] and "one address" in said[3]
+        assert process["damaged"].tolist()[0].startswith("arrays/d/")
     np.testing.assert_allclose(seen[0]["after"], losses, rtol=2e-6)
     assert [x for x in seen[0]["left"].tolist() if x != ".gshard_lock"] == ["3"]
     checkpointer = gshard.Checkpointer(f"{address}/together")
@@ -254,12 +254,11 @@ run = Training("p_g_os", 2)
 checkpointer = gshard.Checkpointer(sys.argv[1], keep_last=2)
 if checkpointer.latest_step() is not None:
     run.state = checkpointer.restore(like=run.state).state
+print(int(run.state.step), flush=True)
 while True:
-    step = int(run.state.step)
-    if step:
-        checkpointer.save(step, run.state, metadata={"loss": loss})
-    print(step, flush=True)
-    (loss,) = run.train(step)
+    (loss,) = run.train(int(run.state.step))
+    checkpointer.save(int(run.state.step), run.state, metadata={"loss": loss})
+    print("saving", flush=True)
 """
 
 
@@ -283,7 +282,9 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_step(address, server, k
             line = process.stdout.readline()
             assert line, process.stderr.read()
             assert int(line) >= reached  # it takes the lease of the dead, and goes on
-            threading.Timer(draw.uniform(0, 1.5), process.kill).start()
+            for _ in range(2):  # a save has begun
+                process.stdout.readline()
+            threading.Timer(draw.uniform(0, 1), process.kill).start()
             process.stdout.read()
             timer.cancel()
         steps = reader.all_steps()
@@ -381,10 +382,14 @@ def test_a_server_that_is_gone_fails_the_save_and_training_goes_on(address, thro
         assert checkpointer.all_steps() == [1, 3]
 
 
-def test_without_the_package_of_a_store_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(gshard.GShardError, match=r"pip install 'gshard\[s3\]'"):
-        gshard.Checkpointer("s3://bucket/run")
+def test_without_the_package_of_a_store_the_extra_is_named():
+    script = (
+        "import sys; sys.modules['s3fs'] = None; import gshard; gshard.Checkpointer('s3://b/run')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=clean_environment(), capture_output=True, text=True
+    )
+    assert "s3:// needs a package that is not installed: pip install 'gshard[s3]'" in done.stderr
 
 
 def test_wrong_credentials_are_one_sentence(server, address, monkeypatch, through_proxy):
@@ -395,9 +400,9 @@ def test_wrong_credentials_are_one_sentence(server, address, monkeypatch, throug
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("objects", quick([10_000, 1_200], [1_200]))
+@pytest.mark.parametrize("objects", quick([10_000, 20], [20]))
 def test_a_store_of_many_objects(server, address, objects):
-    """More than a page of a list."""
+    """Ten thousand are more than a page of a list."""
     bucket = Bucket(address)
     run_parallel(lambda i: bucket.create(f"1/other{i}", b"x"), range(objects))
     run = Training("os", 2)
