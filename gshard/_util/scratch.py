@@ -37,8 +37,10 @@ def _own_folder(process: int) -> Path:
     for folder in root.iterdir():
         _remove_if_dead(folder)
     own = Path(tempfile.mkdtemp(prefix=f"{process}-", dir=root))
-    number = os.open(own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    new = own / "new"  # nobody looks at it before it is locked
+    number = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(number, fcntl.LOCK_EX)  # until this process ends
+    new.rename(own / _LOCK)
     closed_in_forks.add(number)
     atexit.register(_remove_own, own, process)
     return own
