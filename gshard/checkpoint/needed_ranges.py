@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -41,8 +42,8 @@ def needed_ranges(folder: Path, wanted: Iterable[Wanted]) -> Ranges:
 
 def _shards(x: jax.ShapeDtypeStruct) -> set[Box]:
     """The indices of this process's shards."""
-    assert x.sharding is not None
-    indices = x.sharding.addressable_devices_indices_map(x.shape).values()
+    sharding: Any = x.sharding  # which all wanted arrays have
+    indices = sharding.addressable_devices_indices_map(x.shape).values()
     return {
         tuple(range(*s.indices(n)) for s, n in zip(index, x.shape, strict=True))
         for index in indices
