@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError
+from gshard.checkpoint.step_files import StoreError
 
 SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
 _THREADS = 16
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
-
-
-class StoreError(GShardError, OSError):
-    """An object store refused a request, or did not answer."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Bucket:
@@ -34,7 +29,15 @@ class Bucket:
     def __init__(self, address: str):
         self.address = address.rstrip("/")
         self._scheme, _, self._root = self.address.partition("://")
-        self._fs = _file_system(self._scheme)
+        self._fs_of: dict[int, Any] = {}  # by process: a forked child needs its own
+        self._has_bucket = False
+        _ = self._fs  # tells at once if a package is missing
+
+    @property
+    def _fs(self) -> Any:
+        if (found := self._fs_of.get(os.getpid())) is None:
+            found = self._fs_of[os.getpid()] = _file_system(self._scheme)
+        return found
 
     def __str__(self) -> str:
         return self.address
@@ -81,7 +84,7 @@ class Bucket:
           FileExistsError: there is another one of that name.
         """
         path = self._path(name)
-        with self._explained("write", name):
+        with self._explained("write", name, content if isinstance(content, Path) else None):
             try:
                 if isinstance(content, Path):
                     self._fs.put_file(str(content), path, mode="create")
@@ -113,10 +116,16 @@ class Bucket:
         run_parallel(delete, names)
 
     def _check_bucket(self) -> None:
+        """Raises a `StoreError` if there is no such bucket; not if it may not be listed."""
+        if self._has_bucket:
+            return
         try:
             self._fs.ls(self._root.partition("/")[0])
         except FileNotFoundError as error:
             raise self._no_bucket() from error
+        except Exception:  # a user may have rights to a part of it alone
+            pass
+        self._has_bucket = True
 
     def _no_bucket(self) -> StoreError:
         return StoreError(f"{self}: there is no such bucket. Make it first.")
@@ -125,13 +134,13 @@ class Bucket:
         return f"{self._root}/{name}".rstrip("/")
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, name: str) -> Iterator[None]:
+    def _explained(self, verb: str, name: str, local: object = None) -> Iterator[None]:
         """Errors but those of missing and existing objects become one sentence."""
         where = f"{self}/{name}".rstrip("/")
         try:
             yield
         except FileNotFoundError as error:
-            if verb == "write":
+            if verb == "write" and str(error.filename or "") != str(local):
                 raise self._no_bucket() from error
             raise
         except (FileExistsError, StoreError):
@@ -139,7 +148,7 @@ class Bucket:
         except Exception as error:
             text = " ".join(str(error).split())[:300] or type(error).__name__
             raise StoreError(
-                f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error)}"
+                f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error, self._path(name))}"
             ) from error
 
 
@@ -169,12 +178,11 @@ def _file_system(scheme: str) -> Any:
         ) from error
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: Exception, address: str) -> str:
     """What to do about an error of a store's library."""
-    text = f"{type(error).__name__} {error}".lower()
-    if any(
-        word in text for word in ("credential", "forbidden", "denied", "401", "token", "key id")
-    ):
+    text = f"{type(error).__name__} {error}".lower().replace(address.lower(), "")
+    refused = r"\b(401|403)\b|forbidden|denied|permission|credential|signature|access key"
+    if re.search(refused, text):
         return (
             "Check the credentials: gshard uses those that the store's own command line finds "
             "(`aws s3 ls`, `gcloud storage ls`)."

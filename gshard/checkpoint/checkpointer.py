@@ -30,7 +30,7 @@ from gshard.checkpoint.open_store import open_store
 from gshard.checkpoint.orbax import read
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
-from gshard.checkpoint.step_files import StepFiles
+from gshard.checkpoint.step_files import StepFiles, store_errors_explained
 from gshard.checkpoint.step_info import StepInfo, as_metadata, existing_step
 from gshard.checkpoint.store import Reader, Wanted
 from gshard.checkpoint.undamaged import find_undamaged, steps_everywhere
@@ -75,10 +75,11 @@ class Checkpointer:
     """The checkpoints of one run, in one directory.
 
     With several processes, each creates one for the same directory, on a file system that all of
-    them see, and all make the same calls.
+    them see or in an object store, and all make the same calls.
 
     Args:
-      directory: the path of the directory; the first save makes it.
+      directory: the path of the directory, which the first save makes, or an address such as
+        `gs://bucket/run` or `s3://bucket/run`.
       keep_last: how many of the newest steps to keep.
       keep_every: also keep the steps whose number is a multiple of this.
       keep_best: also keep this many steps with the best `metric`. If none of these three is given,
@@ -144,7 +145,8 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """The complete steps, ascending. A step that is being saved is not one of them yet."""
-        return self._store.steps()
+        with store_errors_explained():
+            return self._store.steps()
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""
@@ -152,7 +154,8 @@ class Checkpointer:
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata that `save` was given for a step, by default the newest."""
-        return dict(StepInfo.read(self._step(step)).metadata)
+        with store_errors_explained():
+            return dict(StepInfo.read(self._step(step)).metadata)
 
     def verify(self, step: int | None = None) -> list[Damage]:
         """Reads every byte of a step, by default the newest, and compares the checksums.
@@ -161,7 +164,8 @@ class Checkpointer:
           The files that differ from what was written; empty for an undamaged step.
         """
         files = self._step(step)
-        found = verify_step(files)
+        with store_errors_explained():
+            found = verify_step(files)
         if found and int(files.name) not in self.all_steps():
             raise GShardError(f"{files} was deleted while it was read.")
         return found

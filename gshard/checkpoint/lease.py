@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from gshard.checkpoint.bucket import Bucket
 FOLDER = ".gshard_lock"
 PERIOD = 10.0  # seconds between renewals
 _LOOKS = 0.5  # seconds between looks at another's lease
+_held: set[str] = set()  # tokens of the leases of this process
 
 
 class Lease:
@@ -35,6 +37,7 @@ class Lease:
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
         self._number: int | None = None
+        self._token = ""
         self._process = os.getpid()
         self._stop: Callable[[], object] = str
 
@@ -46,6 +49,7 @@ class Lease:
         """
         if self.is_held():
             return
+        self.release()
         number, other = self._newest()
         if other is not None:
             alive = _is_alive(other)
@@ -53,26 +57,34 @@ class Lease:
                 raise self._refused(other)
             if alive is None:
                 self._watch(number, other)
+        self._token = secrets.token_hex(8)
         try:
-            self._bucket.create(_name(number + 1), _content(0))
+            self._bucket.create(_name(number + 1), _content(0, self._token))
         except FileExistsError:
             raise self._refused(self._newest()[1] or {}) from None
         if number:
             self._bucket.delete([_name(number)])
         self._number, self._process = number + 1, os.getpid()
+        _held.add(self._token)
         stop = threading.Event()
         renewing = threading.Thread(
-            target=_renew, args=(self._bucket, number + 1, stop), name="gshard-lease", daemon=True
+            target=_renew,
+            args=(self._bucket, number + 1, self._token, stop),
+            name="gshard-lease",
+            daemon=True,
         )
         renewing.start()
         # The user may forget to close.
-        self._stop = weakref.finalize(self, _end, self._bucket, number + 1, stop, os.getpid())
+        self._stop = weakref.finalize(
+            self, _end, self._bucket, number + 1, self._token, stop, os.getpid()
+        )
 
     def is_held(self) -> bool:
         """Whether this process has taken it, and nobody has taken it over."""
         if self._number is None or self._process != os.getpid():
             return False
-        return self._newest()[0] == self._number
+        number, content = self._newest()
+        return number == self._number and content is not None and _is_of(content, self._token)
 
     def check(self) -> None:
         """Raises a `CallOrderError` if another process has taken it over."""
@@ -97,10 +109,7 @@ class Lease:
         return number, content
 
     def _read(self, number: int) -> dict[str, Any] | None:
-        try:
-            return json.loads(self._bucket.read(_name(number)))
-        except FileNotFoundError:
-            return None
+        return _read(self._bucket, number)
 
     def _watch(self, number: int, other: dict[str, Any]) -> None:
         """Waits until it is certain that the holder of a lease has ended, or refuses."""
@@ -130,9 +139,21 @@ def _name(number: int) -> str:
     return f"{FOLDER}/{number}"
 
 
-def _content(renewed: int) -> bytes:
+def _read(bucket: Bucket, number: int) -> dict[str, Any] | None:
+    try:
+        return json.loads(bucket.read(_name(number)))
+    except FileNotFoundError:
+        return None
+
+
+def _is_of(content: dict[str, Any], token: str) -> bool:
+    return content.get("token") == token
+
+
+def _content(renewed: int, token: str) -> bytes:
     about = {"process": os.getpid(), "host": os.uname().nodename, "machine": _machine()}
-    return json.dumps(about | {"started": _started(os.getpid()), "renewed": renewed}).encode()
+    about |= {"started": _started(os.getpid()), "token": token, "renewed": renewed}
+    return json.dumps(about).encode()
 
 
 def _who(other: dict[str, Any]) -> str:
@@ -163,24 +184,30 @@ def _is_alive(other: dict[str, Any]) -> bool | None:
     """Whether the holder of a lease still runs; None if it is not of this machine."""
     if not _machine() or other.get("machine") != _machine():
         return None
+    if other.get("process") == os.getpid() and other.get("token") not in _held:
+        return False  # Ctrl-C came while it was taken
     return _started(other.get("process")) == other.get("started")
 
 
-def _renew(bucket: Bucket, number: int, stop: threading.Event) -> None:
+def _renew(bucket: Bucket, number: int, token: str, stop: threading.Event) -> None:
     """Writes the lease again and again, until it is released or taken over."""
     renewed = 0
     while not stop.wait(PERIOD):
         # The next one may succeed, and a commit looks at the lease itself.
         with suppress(GShardError, OSError):
-            if bucket.exists(_name(number + 1)) or not bucket.exists(_name(number)):
+            own = _read(bucket, number)
+            if own is None or not _is_of(own, token) or bucket.exists(_name(number + 1)):
                 return
             renewed += 1
-            bucket.replace(_name(number), _content(renewed))
+            bucket.replace(_name(number), _content(renewed, token))
 
 
-def _end(bucket: Bucket, number: int, stop: threading.Event, process: int) -> None:
+def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process: int) -> None:
     if stop.is_set() or os.getpid() != process:
         return
     stop.set()
+    _held.discard(token)
     with suppress(GShardError, OSError):  # it runs out by itself
-        bucket.delete([_name(number)])
+        own = _read(bucket, number)
+        if own is not None and _is_of(own, token):
+            bucket.delete([_name(number)])

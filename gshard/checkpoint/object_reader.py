@@ -7,6 +7,7 @@ place. What is between them is never read. A block is compared with its checksum
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -176,7 +177,8 @@ def copy_parts(files: RangeFiles, name: str, parts: Iterable[Part], folder: Path
 
     def copy(part: Part) -> Damage | None:
         content = files.read_range(name, part.start, part.start + part.size)
-        os.pwrite(number, content, part.start)
+        if os.pwrite(number, content, part.start) != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if part.checksum in (None, crc32(content)) and len(content) == part.size:
             return None
         return Damage(

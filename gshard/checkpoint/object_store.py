@@ -12,6 +12,7 @@ still writes is never taken for a part of this step.
 
 from __future__ import annotations
 
+import errno
 import secrets
 import shutil
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,7 @@ from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, STEP, StepI
 
 DAMAGED = ".damaged"
 _DRAFT = ".draft"
+_TOKEN = f"{_DRAFT}/token"
 _BLOCK = 2**24  # bytes of one request
 
 
@@ -107,19 +109,19 @@ class ObjectStore:
 
     def set_aside(self, step: int) -> str:
         """Copies a damaged step to another name, and deletes it."""
+        aside = f"{step}{DAMAGED}"
+        self._bucket.delete([f"{aside}/{name}" for name in self._bucket.find(aside)])
         names = self._bucket.find(str(step))
-        run_parallel(
-            lambda name: self._bucket.copy(f"{step}/{name}", f"{step}{DAMAGED}/{name}"), names
-        )
+        run_parallel(lambda name: self._bucket.copy(f"{step}/{name}", f"{aside}/{name}"), names)
         self.delete(step)
-        return f"{self}/{step}{DAMAGED}"
+        return f"{self}/{aside}"
 
     def delete(self, step: int) -> None:
         """Deletes a step: its commit object first, and last what tells that gshard wrote it."""
         names = [*self._bucket.find(str(step))]
-        first, last = [MANIFEST], [DESCRIPTION]
-        rest = [name for name in names if name not in (MANIFEST, DESCRIPTION)]
-        for part in (first, rest, last):
+        ordered = (MANIFEST, _TOKEN, DESCRIPTION)  # without its token, a draft is not committed
+        rest = [name for name in names if name not in ordered]
+        for part in ([MANIFEST], [_TOKEN], rest, [DESCRIPTION]):
             self._bucket.delete([f"{step}/{name}" for name in part if name in names])
 
 
@@ -154,10 +156,9 @@ class ObjectFiles:
 
     def read(self, name: str, most: int) -> bytes:
         """The content of an object; an `OSError` if it has more than `most` bytes."""
-        content = self._bucket.read(f"{self.name}/{name}", 0, most + 1)
-        if len(content) > most:
-            raise OSError(f"it has more than {most:,} bytes")
-        return content
+        if (size := self.size(name)) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and {most:,} are allowed")
+        return self._bucket.read(f"{self.name}/{name}", 0, size)
 
     def read_range(self, name: str, start: int, end: int) -> bytes:
         """Some bytes of an object; fewer if it ends before."""
@@ -206,12 +207,12 @@ class ObjectDraft:
     @cached_property
     def _token(self) -> str:
         """Which draft of this step it is, as the first process has drawn it."""
-        return self._bucket.read(f"{self.step}/{_DRAFT}/token").decode()
+        return self._bucket.read(f"{self.step}/{_TOKEN}").decode()
 
     def make(self, info: StepInfo) -> None:
         """Writes the description, which tells that gshard writes here."""
         self._bucket.create(f"{self.step}/{DESCRIPTION}", info.to_json())
-        self._bucket.create(f"{self.step}/{_DRAFT}/token", secrets.token_hex(8).encode())
+        self._bucket.create(f"{self.step}/{_TOKEN}", secrets.token_hex(8).encode())
 
     def join(self) -> None:
         """Makes the folder of this process."""
@@ -271,9 +272,12 @@ class ObjectDraft:
 
     def commit(self) -> str:
         """Copies the last files, and the commit object after them."""
-        self._lease.check()
         names = StepFolder(self.folder).names() - self._uploaded
         self._copy(names - {MANIFEST})
+        # As late as possible: a writer that took over has deleted the token of this draft.
+        self._lease.check()
+        if self._bucket.read(f"{self.step}/{_TOKEN}").decode() != self._token:
+            raise GShardError(f"{self} is written by another process.")
         self._bucket.create(f"{self.step}/{MANIFEST}", self.folder / MANIFEST)
         self._remove_folder()
         with suppress(GShardError, OSError):  # nobody reads them

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError
@@ -27,10 +26,10 @@ def open_store(address: Any) -> Store:
     scheme, slashes, rest = match.groups()
     if scheme == "file" and slashes == "//" and rest.startswith("/"):
         return Disk(as_directory(rest))
-    if slashes == "/" and isinstance(address, Path) and scheme in SCHEMES:
+    if slashes == "/" and scheme in SCHEMES:
         raise GShardError(
-            f"directory={shown(address)}: pathlib has removed a slash of the address. Pass it as a "
-            f"string: {scheme}://{rest}"
+            f"directory={shown(address)} lacks a slash, which pathlib removes. Pass the address as "
+            f"a string: {scheme}://{rest}"
         )
     if slashes == "/":
         return Disk(as_directory(address))
@@ -48,7 +47,7 @@ def open_store(address: Any) -> Store:
 def open_step_or_store(address: Any) -> tuple[Store, int | None]:
     """The store at an address, and the step if the address is that of a step."""
     head, _, name = str(address).rstrip("/").rpartition("/")
-    if STEP.fullmatch(name) and "/" in head.partition("://")[2]:
+    if STEP.fullmatch(name) and head.partition("://")[2]:
         above = open_store(head)
         if int(name) in above.steps():
             return above, int(name)

@@ -216,7 +216,6 @@ class StepWriter:
         except GShardError as error:
             self.saving = None
             saving.give_up()
-            run_on_all(lambda: None, call=call)  # nobody writes any more
             saving.draft.discard()
             raise self._failed(saving.draft.step, error) from error.__cause__
         self.saving = None
@@ -306,8 +305,11 @@ class StepWriter:
             self._store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:
-        newest = max(self._store.steps(), default=None)
-        known = "There is no step yet" if newest is None else f"The newest step is {newest}"
+        try:
+            newest = max(self._store.steps(), default=None)
+            known = "There is no step yet" if newest is None else f"The newest step is {newest}"
+        except (GShardError, OSError):  # the reason may be the same
+            known = "Its steps cannot be listed"
         return SaveFailedError(f"step {step} was not saved in {self._store}: {why}. {known}.", step)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -14,11 +15,31 @@ from typing import Protocol
 
 from gshard._util.crc32 import crc32
 from gshard._util.durable import read_regular
+from gshard._util.errors import GShardError
 
 _BLOCK = 2**22  # bytes that a thread reads at once
 _THREADS = min(16, os.cpu_count() or 1)
 
 Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
+
+
+class StoreError(OSError):
+    """An object store refused a request, or did not answer: nothing is known of the files."""
+
+    def __init__(self, message: str):
+        super().__init__(errno.EIO, message)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+@contextmanager
+def store_errors_explained() -> Iterator[None]:
+    """A `StoreError` becomes a `GShardError`, as a user's call raises it."""
+    try:
+        yield
+    except StoreError as error:
+        raise GShardError(str(error)) from error
 
 
 def ignore(count: int) -> None:

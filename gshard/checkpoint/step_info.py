@@ -17,7 +17,7 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
-from gshard.checkpoint.step_files import StepFiles, why
+from gshard.checkpoint.step_files import StepFiles, StoreError, why
 from gshard.sharding.plan import Plan
 from gshard.train.optim.optimizer_info import optimizer_info
 
@@ -100,7 +100,7 @@ class StepInfo:
             )
             info._check_types()
             return info
-        except GShardError:
+        except (GShardError, StoreError):
             raise
         except FileNotFoundError:
             raise DamagedInfoError(f"{path} is missing.") from None

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 from gshard._util.errors import GShardError
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
-from gshard.checkpoint.step_files import StepFiles, size_of
+from gshard.checkpoint.step_files import StepFiles, size_of, store_errors_explained
 from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
 from gshard.cli.common import NO, YES, Answer, command_parser, parsed, progress_bar, respond
 
@@ -31,6 +31,7 @@ def main(words: list[str]) -> int:
     return respond(lambda: (parsed(parser, words), None), _verify)
 
 
+@store_errors_explained()
 def _verify(given: Namespace, _: None) -> Answer:
     store, own = open_step_or_store(given.directory)
     steps = store.steps()

@@ -618,7 +618,8 @@ def test_directories_that_cannot_be(tmp_path, run):
         ("", "must be the path"),
         ("ftp://host/run", "gs://, gcs://, s3://, file:/// and paths"),
         ("gs:///run", "names no bucket"),
-        (Path("gs://bucket/run"), "removed a slash"),
+        (Path("gs://bucket/run"), "lacks a slash"),
+        (str(Path("s3://bucket") / "run"), "lacks a slash"),
     ]:
         with pytest.raises(gshard.GShardError, match=words):
             gshard.Checkpointer(bad)

@@ -17,10 +17,11 @@ import pytest
 import tensorstore as ts
 
 import gshard
-from gshard.checkpoint import needed_ranges
+from gshard.checkpoint import lease, needed_ranges
 from gshard.checkpoint.arrays import arrays_to_read
 from gshard.checkpoint.bucket import Bucket, run_parallel
-from gshard.checkpoint.open_store import open_store
+from gshard.checkpoint.lease import Lease
+from gshard.checkpoint.open_store import open_step_or_store, open_store
 from gshard.checkpoint.step_info import StepInfo
 from tests.checkpoint.stores.failing_proxy import failing
 from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
@@ -129,8 +130,6 @@ def test_a_second_writer_is_refused_by_name(address):
 
 def test_a_writer_on_another_machine_is_watched(address, monkeypatch, capsys):
     """While it renews its lease it is alive; when it does not, its lease is taken over."""
-    from gshard.checkpoint import lease
-
     first = gshard.Checkpointer(address, writes=True)
     monkeypatch.setattr(lease, "_is_alive", lambda other: None)
     with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
@@ -148,8 +147,6 @@ def test_a_writer_on_another_machine_is_watched(address, monkeypatch, capsys):
 
 
 def test_who_lost_the_lease_commits_nothing(address, monkeypatch):
-    from gshard.checkpoint import lease
-
     run, writing = Training("os", 2), threading.Event()
     first = gshard.Checkpointer(address, writes=True)
     check = lease.Lease.check
@@ -412,3 +409,66 @@ def test_a_store_of_many_objects(server, address, objects):
         checkpointer.save(2, run.state)
     assert gshard.Checkpointer(address).all_steps() == [2]
     assert len(bucket.find("1")) == objects
+
+
+def test_an_outage_is_no_damage(address, monkeypatch):
+    """Else an older step is restored, and the good one is set aside."""
+    run = Training("p_g_os", 4)
+    with gshard.Checkpointer(address) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+
+        def fail(*given, **how):
+            raise OSError("the server went away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointer._store._bucket._fs, "cat_file", fail)
+            for call in (lambda: checkpointer.restore(like=run.state), checkpointer.verify):
+                with pytest.raises(gshard.GShardError, match="the server went away") as error:
+                    call()
+                assert not isinstance(error.value, gshard.DamagedCheckpointError)
+        assert checkpointer.restore(like=run.state).step == 2
+        checkpointer.save(3, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [1, 2, 3]
+
+
+def test_a_lease_of_the_same_number_is_not_ones_own(address, monkeypatch):
+    """Another took over, released, and a third took the first number again."""
+    first, third = Lease(Bucket(address)), Lease(Bucket(address))
+    first.take()
+    Bucket(address).delete([f"{lease.FOLDER}/1"])
+    third.take()
+    assert third.is_held() and not first.is_held()
+    first.release()
+    assert third.is_held()
+    third.release()
+    assert Bucket(address).list() == {}
+
+
+def test_a_draft_that_was_removed_is_not_committed(address, monkeypatch):
+    run, writing, commit = Training("os", 2), threading.Event(), Bucket.create
+
+    def wait(self, name, content):
+        if name.endswith("arrays/_METADATA"):
+            writing.wait(60)
+        commit(self, name, content)
+
+    monkeypatch.setattr(Bucket, "create", wait)
+    checkpointer = gshard.Checkpointer(address)
+    checkpointer.save(1, run.state)
+    checkpointer._store.delete(1)
+    writing.set()
+    with pytest.raises(gshard.SaveFailedError):
+        checkpointer.wait()
+    assert checkpointer.all_steps() == []
+
+
+def test_a_step_directly_in_a_bucket(server, address):
+    root = f"{server.scheme}://bucket"
+    with gshard.Checkpointer(root) as checkpointer:
+        checkpointer.save(3, Training("os", 2).state)
+    store, step = open_step_or_store(f"{root}/3/")
+    assert (str(store), step) == (root, 3)
+    checkpointer._store.delete(3)
