@@ -11,15 +11,14 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard.checkpoint.step_files import StoreError
+from gshard.checkpoint.step_files import StoreError, run_parallel
 
 SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
-_THREADS = 16
+REQUESTS = 16  # at once
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
 
 
@@ -84,7 +83,9 @@ class Bucket:
           FileExistsError: there is another one of that name.
         """
         path = self._path(name)
-        with self._explained("write", name, content if isinstance(content, Path) else None):
+        if isinstance(content, Path):
+            content.stat()  # later, that it is missing would read as a missing bucket
+        with self._explained("write", name):
             try:
                 if isinstance(content, Path):
                     self._fs.put_file(str(content), path, mode="create")
@@ -113,7 +114,7 @@ class Bucket:
             with contextlib.suppress(FileNotFoundError), self._explained("delete", name):
                 self._fs.rm_file(self._path(name))
 
-        run_parallel(delete, names)
+        run_parallel(delete, names, REQUESTS)
 
     def _check_bucket(self) -> None:
         """Raises a `StoreError` if there is no such bucket; not if it may not be listed."""
@@ -134,13 +135,13 @@ class Bucket:
         return f"{self._root}/{name}".rstrip("/")
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, name: str, local: object = None) -> Iterator[None]:
+    def _explained(self, verb: str, name: str) -> Iterator[None]:
         """Errors but those of missing and existing objects become one sentence."""
         where = f"{self}/{name}".rstrip("/")
         try:
             yield
         except FileNotFoundError as error:
-            if verb == "write" and str(error.filename or "") != str(local):
+            if verb == "write":
                 raise self._no_bucket() from error
             raise
         except (FileExistsError, StoreError):
@@ -150,14 +151,6 @@ class Bucket:
             raise StoreError(
                 f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error, self._path(name))}"
             ) from error
-
-
-def run_parallel(act: Any, items: Collection[Any]) -> list[Any]:
-    """`act` of each item, by threads; an error of one is raised when all have ended."""
-    if len(items) < 2:  # also when the interpreter ends, and no thread can be started
-        return [*map(act, items)]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [*pool.map(act, items)]
 
 
 def _file_system(scheme: str) -> Any:

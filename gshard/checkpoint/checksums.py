@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, unsealed
-from gshard.checkpoint.step_files import Progress, StepFiles, StoreError, ignore, why
+from gshard.checkpoint.step_files import Progress, StepFiles, ignore, why
 from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, DamagedInfoError, StepInfo
 
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
@@ -96,8 +96,6 @@ def find_damages(
         found = _find_additional(step, listed) if number == 0 else []
     except DamagedFileError as error:
         return [error.args[0]]
-    except StoreError:
-        raise
     except OSError as error:  # of a folder in the step
         name = PurePosixPath(str(error.filename)).relative_to(str(step)).as_posix()
         return [Damage(name, f"cannot be read ({why(error)})")]
@@ -161,8 +159,6 @@ def read_manifest(step: StepFiles, name: str, segments: Sequence[Segment] | None
         raise DamagedFileError(found[0])
     try:
         return unsealed(step.read(name, _MOST))
-    except StoreError:
-        raise
     except OSError as error:
         raise DamagedFileError(Damage(name, f"cannot be read ({why(error)})")) from error
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -185,8 +181,6 @@ def _damages_of_file(
         found = step.checksums(name, [length for length, _, _ in segments], progress)
     except (FileNotFoundError, NotADirectoryError):
         return [Damage(name, "is missing", arrays)]
-    except StoreError:
-        raise
     except OSError as error:
         return [Damage(name, f"cannot be read ({why(error)})", arrays)]
     bad = [x for x, checksum in zip(segments, found, strict=True) if x[1] != checksum]

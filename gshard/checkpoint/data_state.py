@@ -10,7 +10,7 @@ import jax
 
 from gshard._util.errors import GShardError, warn
 from gshard.checkpoint.checksums import DamagedFileError, read_combined_manifest
-from gshard.checkpoint.step_files import StepFiles, StoreError, why
+from gshard.checkpoint.step_files import StepFiles, why
 from gshard.checkpoint.step_info import DATA, MOST, json_values
 
 
@@ -52,8 +52,6 @@ def read_data_state(step: StepFiles, processes: int) -> Any:
         return base64.b64decode(table["base64"]) if "base64" in table else table["json"]
     except FileNotFoundError:
         return None
-    except StoreError:
-        raise
     except OSError as error:
         raise GShardError(f"{step}/{DATA} cannot be read: {why(error)}.") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -24,10 +24,10 @@ from gshard.checkpoint.disk_lock import is_locked_by, lock, unlock
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS
 from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.step_files import StepFolder
-from gshard.checkpoint.step_info import DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
+from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
-SAVING, DELETED, DAMAGED = ".saving", ".deleted", ".damaged"
+SAVING, DELETED = ".saving", ".deleted"
 _DEBRIS = re.compile(rf"({STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
 
 

@@ -4,7 +4,7 @@ A lease is an object, named by a number, that its holder writes again every few 
 to write watches it: if it changes, the holder is alive; if it does not for three times as long, it
 is taken over, by creating the object of the next number, which only one can. So no clock but one's
 own is read. A holder on the same machine is looked up instead. Before a step is committed, its
-writer reads that no later number is there.
+writer reads that the newest lease is still its own, by a token that it drew for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from gshard._util.activity import doing
 from gshard._util.errors import CallOrderError, GShardError
 from gshard.checkpoint.bucket import Bucket
+from gshard.checkpoint.step_files import StoreError
 
 FOLDER = ".gshard_lock"
 PERIOD = 10.0  # seconds between renewals
@@ -103,13 +104,10 @@ class Lease:
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
         """The number and the content of the newest lease; 0 if there is none."""
         number = max((int(x) for x in self._bucket.list(FOLDER) if x.isdigit()), default=0)
-        content = self._read(number) if number else None
-        while (later := self._read(number + 1)) is not None:  # a list may lag behind
+        content = _read(self._bucket, number) if number else None
+        while (later := _read(self._bucket, number + 1)) is not None:  # a list may lag behind
             number, content = number + 1, later
         return number, content
-
-    def _read(self, number: int) -> dict[str, Any] | None:
-        return _read(self._bucket, number)
 
     def _watch(self, number: int, other: dict[str, Any]) -> None:
         """Waits until it is certain that the holder of a lease has ended, or refuses."""
@@ -194,7 +192,7 @@ def _renew(bucket: Bucket, number: int, token: str, stop: threading.Event) -> No
     renewed = 0
     while not stop.wait(PERIOD):
         # The next one may succeed, and a commit looks at the lease itself.
-        with suppress(GShardError, OSError):
+        with suppress(StoreError, OSError):
             own = _read(bucket, number)
             if own is None or not _is_of(own, token) or bucket.exists(_name(number + 1)):
                 return
@@ -207,7 +205,7 @@ def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process
         return
     stop.set()
     _held.discard(token)
-    with suppress(GShardError, OSError):  # it runs out by itself
+    with suppress(StoreError, OSError):  # it runs out by itself
         own = _read(bucket, number)
         if own is not None and _is_of(own, token):
             bucket.delete([_name(number)])

@@ -21,7 +21,7 @@ import jax
 from gshard._util.crc32 import crc32
 from gshard._util.errors import GShardError
 from gshard._util.scratch import scratch_folder
-from gshard.checkpoint.bucket import run_parallel
+from gshard.checkpoint.bucket import REQUESTS
 from gshard.checkpoint.checksums import (
     Damage,
     DamagedFileError,
@@ -33,7 +33,7 @@ from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, process_manifest
 from gshard.checkpoint.needed_ranges import needed_ranges
 from gshard.checkpoint.orbax import ARRAYS
-from gshard.checkpoint.step_files import StepFiles
+from gshard.checkpoint.step_files import StepFiles, run_parallel
 from gshard.checkpoint.step_info import DATA, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
@@ -186,7 +186,7 @@ def copy_parts(files: RangeFiles, name: str, parts: Iterable[Part], folder: Path
         )
 
     try:
-        found = [x for x in run_parallel(copy, list(parts)) if x is not None]
+        found = [x for x in run_parallel(copy, list(parts), REQUESTS) if x is not None]
     except FileNotFoundError:
         return [Damage(name, "is missing")]
     finally:

@@ -15,17 +15,17 @@ from __future__ import annotations
 import errno
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import jax
 
-from gshard._util.crc32 import crc32
 from gshard._util.errors import GShardError
 from gshard._util.scratch import scratch_folder
-from gshard.checkpoint.bucket import Bucket, run_parallel
+from gshard.checkpoint.bucket import REQUESTS, Bucket
 from gshard.checkpoint.lease import Lease
 from gshard.checkpoint.manifest import (
     PROCESS_MANIFESTS,
@@ -35,10 +35,16 @@ from gshard.checkpoint.manifest import (
 )
 from gshard.checkpoint.object_reader import ObjectReader, copy_parts, parts_of
 from gshard.checkpoint.orbax import ARRAYS, METADATAS
-from gshard.checkpoint.step_files import Progress, StepFolder, ignore
-from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, STEP, StepInfo
+from gshard.checkpoint.step_files import (
+    Progress,
+    StepFolder,
+    StoreError,
+    checksums_of,
+    ignore,
+    run_parallel,
+)
+from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, MANIFEST, STEP, StepInfo
 
-DAMAGED = ".damaged"
 _DRAFT = ".draft"
 _TOKEN = f"{_DRAFT}/token"
 _BLOCK = 2**24  # bytes of one request
@@ -62,7 +68,8 @@ class ObjectStore:
     def _numbers(self) -> dict[str, bool]:
         """The folders that are named as steps, and whether they are complete."""
         names = [x for x, folder in self._bucket.list().items() if folder and STEP.fullmatch(x)]
-        there = run_parallel(lambda name: self._bucket.exists(f"{name}/{MANIFEST}"), names)
+        commits = [f"{name}/{MANIFEST}" for name in names]
+        there = run_parallel(self._bucket.exists, commits, REQUESTS)
         return dict(zip(names, there, strict=True))
 
     def step(self, number: int) -> ObjectFiles:
@@ -98,12 +105,11 @@ class ObjectStore:
 
     def check_room(self, size: int) -> None:
         """Raises an `OSError` if this machine has no room for this process's part of a step."""
-        folder = scratch_folder("room")
+        folder = tempfile.gettempdir()
         free, part = shutil.disk_usage(folder).free, size // jax.process_count()
-        folder.rmdir()
         if part > free:
             raise OSError(
-                f"{folder.parent} has {free:,} bytes free, and this process writes {part:,} there "
+                f"{folder} has {free:,} bytes free, and this process writes {part:,} there "
                 "before it copies them. Set TMPDIR to a larger folder"
             )
 
@@ -112,7 +118,9 @@ class ObjectStore:
         aside = f"{step}{DAMAGED}"
         self._bucket.delete([f"{aside}/{name}" for name in self._bucket.find(aside)])
         names = self._bucket.find(str(step))
-        run_parallel(lambda name: self._bucket.copy(f"{step}/{name}", f"{aside}/{name}"), names)
+        run_parallel(
+            lambda name: self._bucket.copy(f"{step}/{name}", f"{aside}/{name}"), names, REQUESTS
+        )
         self.delete(step)
         return f"{self}/{aside}"
 
@@ -168,20 +176,12 @@ class ObjectFiles:
         self, name: str, lengths: Sequence[int], progress: Progress = ignore
     ) -> list[int]:
         """CRC-32 of each of the segments of an object; -1 for one that ends early."""
-
-        def checksum(part: tuple[int, int]) -> int:
-            total, (start, end) = 0, part
-            while start < end:
-                block = self.read_range(name, start, min(end, start + _BLOCK))
-                if not block:
-                    return -1
-                total, start = crc32(block, total), start + len(block)
-                progress(len(block))
-            return total
-
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        return run_parallel(
-            checksum, [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        return checksums_of(
+            lambda start, size: self.read_range(name, start, start + size),
+            lengths,
+            progress,
+            _BLOCK,
+            REQUESTS,
         )
 
 
@@ -245,7 +245,9 @@ class ObjectDraft:
     def _copy(self, names: Iterable[str]) -> None:
         files = [*names]
         run_parallel(
-            lambda name: self._bucket.create(f"{self.step}/{name}", self.folder / name), files
+            lambda name: self._bucket.create(f"{self.step}/{name}", self.folder / name),
+            files,
+            REQUESTS,
         )
         self._uploaded |= {*files}
 
@@ -256,13 +258,14 @@ class ObjectDraft:
     def collect(self, processes: int) -> None:
         """Reads the manifests of the others, and what describes the arrays in their files."""
         ranks = [rank for rank in range(processes) if rank != jax.process_index()]
-        run_parallel(self._collect, ranks)
+        files = ObjectFiles(self._bucket, str(self.step))
+        files.names()  # listed once, for all
+        run_parallel(partial(self._collect, files), ranks, REQUESTS)
 
-    def _collect(self, rank: int) -> None:
+    def _collect(self, files: ObjectFiles, rank: int) -> None:
         name = Path(process_manifest(rank)).name
         content = self._bucket.read(f"{self.step}/{_DRAFT}/{self._token}/{name}")
         (self.folder / process_manifest(rank)).write_bytes(content)
-        files = ObjectFiles(self._bucket, str(self.step))
         for file, segments in unsealed(content).items():
             if not is_in(DATA, file):
                 described = [part for part in parts_of(segments or ()) if part.array is None]
@@ -280,7 +283,7 @@ class ObjectDraft:
             raise GShardError(f"{self} is written by another process.")
         self._bucket.create(f"{self.step}/{MANIFEST}", self.folder / MANIFEST)
         self._remove_folder()
-        with suppress(GShardError, OSError):  # nobody reads them
+        with suppress(StoreError, OSError):  # nobody reads them
             drafts = self._bucket.find(f"{self.step}/{_DRAFT}")
             self._bucket.delete([f"{self.step}/{_DRAFT}/{name}" for name in drafts])
         return str(self)
@@ -290,7 +293,7 @@ class ObjectDraft:
         try:
             complete = self._bucket.exists(f"{self.step}/{MANIFEST}")
             return not complete and self._bucket.exists(f"{self.step}/{DESCRIPTION}")
-        except GShardError:  # no network
+        except StoreError:  # no network
             return True
 
     def discard(self) -> None:

@@ -17,6 +17,7 @@ from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.retention import RetentionPolicy
+from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Draft, Store
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
@@ -75,9 +76,11 @@ class StepWriter:
             if self._first:
                 try:
                     self._store.open_for_writing()
-                except OSError as error:  # no error: it may only be there to restore
+                # No error: it may only be there to restore.
+                except (OSError, StoreError) as error:
+                    why = getattr(error, "strerror", None) or error
                     warn(
-                        f"{self._store} cannot be written: {error.strerror or error}. "
+                        f"{self._store} cannot be written: {why}. "
                         "Every save will fail. Choose another directory, or pass writes=False to "
                         "only restore from this one."
                     )
@@ -308,7 +311,7 @@ class StepWriter:
         try:
             newest = max(self._store.steps(), default=None)
             known = "There is no step yet" if newest is None else f"The newest step is {newest}"
-        except (GShardError, OSError):  # the reason may be the same
+        except (GShardError, StoreError):  # the reason may be the same
             known = "Its steps cannot be listed"
         return SaveFailedError(f"step {step} was not saved in {self._store}: {why}. {known}.", step)
 

@@ -5,32 +5,30 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gshard._util.crc32 import crc32
 from gshard._util.durable import read_regular
 from gshard._util.errors import GShardError
 
+T = TypeVar("T")
+R = TypeVar("R")
 _BLOCK = 2**22  # bytes that a thread reads at once
 _THREADS = min(16, os.cpu_count() or 1)
 
 Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
 
 
-class StoreError(OSError):
-    """An object store refused a request, or did not answer: nothing is known of the files."""
+class StoreError(Exception):
+    """An object store refused a request, or did not answer.
 
-    def __init__(self, message: str):
-        super().__init__(errno.EIO, message)
-
-    def __str__(self) -> str:
-        return str(self.strerror)
+    It is no `OSError`, which tells that a file is damaged: nothing is known of the files.
+    """
 
 
 @contextmanager
@@ -125,17 +123,45 @@ class StepFolder:
         self, name: str, lengths: Sequence[int], progress: Progress = ignore
     ) -> list[int]:
         """CRC-32 of each of the segments of a file; -1 for one that ends early."""
+        with (self.path / name).open("rb") as file:
+            number = file.fileno()
 
-        def checksum(number: int, start: int, length: int) -> int:
-            total, end = 0, start + length
-            while start < end and (block := os.pread(number, min(end - start, _BLOCK), start)):
-                total, start = crc32(block, total), start + len(block)
-                progress(len(block))
-            return total if start == end else -1
+            def read(start: int, size: int) -> bytes:
+                return os.pread(number, size, start)
 
-        with (self.path / name).open("rb") as file, ThreadPoolExecutor(_THREADS) as pool:
-            run, starts = partial(checksum, file.fileno()), accumulate(lengths, initial=0)
-            return list((pool.map if len(lengths) > 1 else map)(run, starts, lengths))
+            return checksums_of(read, lengths, progress, _BLOCK, _THREADS)
+
+
+def checksums_of(
+    read: Callable[[int, int], bytes],
+    lengths: Sequence[int],
+    progress: Progress,
+    block: int,
+    threads: int,
+) -> list[int]:
+    """CRC-32 of each of the segments of a file; -1 for one that ends early.
+
+    `read(start, size)` returns bytes of the file, fewer where it ends; at most `block` at once.
+    """
+
+    def checksum(segment: tuple[int, int]) -> int:
+        start, length = segment
+        total, end = 0, start + length
+        while start < end and (found := read(start, min(end - start, block))):
+            total, start = crc32(found, total), start + len(found)
+            progress(len(found))
+        return total if start == end else -1
+
+    starts = accumulate(lengths, initial=0)
+    return run_parallel(checksum, list(zip(starts, lengths, strict=False)), threads)
+
+
+def run_parallel(act: Callable[[T], R], items: Collection[T], threads: int) -> list[R]:
+    """`act` of each item, by threads; an error of one is raised, and the others are not begun."""
+    if len(items) < 2:  # also when the interpreter ends, and no thread can be started
+        return [*map(act, items)]
+    with ThreadPoolExecutor(threads) as pool:
+        return [*pool.map(act, items)]
 
 
 def size_of(step: StepFiles) -> int:

@@ -17,11 +17,12 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
-from gshard.checkpoint.step_files import StepFiles, StoreError, why
+from gshard.checkpoint.step_files import StepFiles, why
 from gshard.sharding.plan import Plan
 from gshard.train.optim.optimizer_info import optimizer_info
 
 STEP = re.compile(r"0|[1-9][0-9]*")  # the name of a step
+DAMAGED = ".damaged"  # ends the name of a step that was set aside
 WRITTEN_LAST = MANIFEST, DESCRIPTION = "manifest.json", "gshard.json"
 DATA = "data_state"
 FORMAT = 2
@@ -100,7 +101,7 @@ class StepInfo:
             )
             info._check_types()
             return info
-        except (GShardError, StoreError):
+        except GShardError:
             raise
         except FileNotFoundError:
             raise DamagedInfoError(f"{path} is missing.") from None

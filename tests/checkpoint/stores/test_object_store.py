@@ -19,9 +19,10 @@ import tensorstore as ts
 import gshard
 from gshard.checkpoint import lease, needed_ranges
 from gshard.checkpoint.arrays import arrays_to_read
-from gshard.checkpoint.bucket import Bucket, run_parallel
+from gshard.checkpoint.bucket import REQUESTS, Bucket
 from gshard.checkpoint.lease import Lease
 from gshard.checkpoint.open_store import open_step_or_store, open_store
+from gshard.checkpoint.step_files import run_parallel
 from gshard.checkpoint.step_info import StepInfo
 from tests.checkpoint.stores.failing_proxy import failing
 from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
@@ -401,7 +402,7 @@ def test_wrong_credentials_are_one_sentence(server, address, monkeypatch, throug
 def test_a_store_of_many_objects(server, address, objects):
     """Ten thousand are more than a page of a list."""
     bucket = Bucket(address)
-    run_parallel(lambda i: bucket.create(f"1/other{i}", b"x"), range(objects))
+    run_parallel(lambda i: bucket.create(f"1/other{i}", b"x"), range(objects), REQUESTS)
     run = Training("os", 2)
     with gshard.Checkpointer(address) as checkpointer:
         with pytest.raises(gshard.GShardError, match="1 exists, and gshard did not write it"):
