@@ -294,6 +294,19 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_step(address, server, k
     assert reached > 0
 
 
+def test_what_a_killed_save_left_is_removed_by_the_next_writer(address):
+    run = Training("os", 2)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, run.state)
+    bucket = Bucket(address)
+    for name in bucket.find("1"):
+        if name != "manifest.json":  # the commit object, which a killed save did not write
+            bucket.copy(f"1/{name}", f"2/{name}")
+    with gshard.Checkpointer(address, writes=True) as checkpointer:
+        assert checkpointer.all_steps() == [1] and bucket.find("2") == {}
+        assert checkpointer.verify(1) == []
+
+
 def test_gshard_verify_takes_an_address(address, capsys):
     from gshard.cli.main import main
 
